@@ -1,0 +1,70 @@
+"""Settings, read once from the environment.
+
+======================  =======  ====================================================================================
+variable                default  meaning
+======================  =======  ====================================================================================
+``OPKIT_CHECK``         ``1``    check shapes and dtypes against annotations before a kernel runs
+``OPKIT_VERIFY``        ``1``    verify mutation, aliasing and kernel outputs the first time each guard set is seen
+``OPKIT_CACHE_DIR``     (user)   where results that outlive the process are kept (kernel timings)
+======================  =======  ====================================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from opkit.errors import ConfigError
+
+_SWITCHES = {"0": False, "false": False, "off": False, "1": True, "true": True, "on": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The settings of this process; see the module's table."""
+
+    check: bool = True
+    verify: bool = True
+    cache_dir: Path = Path()
+
+
+def _switch(environment: Mapping[str, str], name: str, default: bool) -> bool:
+    text = environment.get(name)
+    if text is None:
+        return default
+    if text.lower() not in _SWITCHES:
+        raise ConfigError(f"{name}={text!r} is not a switch. Set it to 0 or 1, or unset it.")
+    return _SWITCHES[text.lower()]
+
+
+def _cache_dir(environment: Mapping[str, str]) -> Path:
+    if "OPKIT_CACHE_DIR" in environment:
+        return Path(environment["OPKIT_CACHE_DIR"])
+    import platformdirs  # imported here: it is not needed unless the default is asked for
+
+    return Path(platformdirs.user_cache_dir("opkit"))
+
+
+def read(environment: Mapping[str, str]) -> Config:
+    """Build a :class:`Config` from ``environment``.
+
+    Raises:
+        ConfigError: a variable holds a value that cannot be used.
+
+    >>> read({"OPKIT_CHECK": "0", "OPKIT_CACHE_DIR": "/tmp/opkit"}).check
+    False
+    """
+    return Config(
+        check=_switch(environment, "OPKIT_CHECK", True),
+        verify=_switch(environment, "OPKIT_VERIFY", True),
+        cache_dir=_cache_dir(environment),
+    )
+
+
+@functools.cache
+def get() -> Config:
+    """The settings of this process (read from the environment on the first call)."""
+    return read(os.environ)

@@ -1,0 +1,79 @@
+"""Every exception and warning that opkit raises, each with the mistake it stands for.
+
+All errors derive from :class:`OpkitError`. Where ``torch.library`` raises a built-in exception for the same mistake,
+the opkit error derives from that built-in too, so code written against ``torch.library.custom_op`` keeps working.
+"""
+
+from __future__ import annotations
+
+
+class OpkitError(Exception):
+    """Base class of all opkit errors."""
+
+
+class DefinitionError(OpkitError, ValueError):
+    """The decorated function cannot become an operator: its name, parameters or annotations are at fault.
+
+    >>> import opkit
+    >>> try:
+    ...     opkit.custom_op("no_namespace", mutates_args=())
+    ... except opkit.errors.DefinitionError as error:
+    ...     print(error)
+    opkit.custom_op: the name 'no_namespace' has no namespace. Write it as 'my_library::no_namespace'.
+    """
+
+
+class NameClashError(DefinitionError):
+    """The operator's name is already held by another module or library."""
+
+
+class MutationError(OpkitError, RuntimeError):
+    """What the operator writes to and what its ``mutates_args`` says differ, or neither can be established."""
+
+
+class MutationUnknownError(MutationError, ValueError):
+    """``mutates_args`` was left out and could not be established by tracing or from the source."""
+
+
+class ShapeError(OpkitError, ValueError):
+    """A tensor's shape contradicts the shape pattern of its annotation."""
+
+
+class DtypeError(OpkitError, TypeError):
+    """A tensor's dtype contradicts its annotation."""
+
+
+class AliasError(OpkitError, RuntimeError):
+    """An output shares memory with an input or with another output."""
+
+
+class OutputError(OpkitError, RuntimeError):
+    """The reference or a kernel returned something other than its schema or its fake implementation says."""
+
+
+class RuleError(OpkitError, RuntimeError):
+    """A rule (fake, backward, vmap, ...) is needed, was not registered, and cannot be derived."""
+
+
+class KernelError(OpkitError, RuntimeError):
+    """No kernel fits a call, or a kernel's registration is at fault."""
+
+
+class UnknownOperatorError(OpkitError, LookupError):
+    """No operator of that name was defined with opkit."""
+
+
+class ConfigError(OpkitError, ValueError):
+    """An ``OPKIT_*`` environment variable holds a value that cannot be used."""
+
+
+class RedefinitionWarning(UserWarning):
+    """An operator was defined a second time by the same module; the newer definition took its place."""
+
+
+class UntestedTorchWarning(UserWarning):
+    """The installed torch is newer than the newest release this version of opkit was tested with."""
+
+
+class StrideWarning(UserWarning):
+    """A kernel returned other strides than the reference; its results are being copied into the right layout."""
