@@ -1,3 +1,14 @@
-"""opkit: custom operators for PyTorch from one function."""
+"""opkit: custom operators for PyTorch from one function.
+
+An operator is one reference, any number of kernels, and rules: what the author leaves out is derived from the reference.
+"""
+
+from opkit import errors as errors
+from opkit.op.definition import custom_op as custom_op
+from opkit.op.operator import CustomOp as CustomOp
+from opkit.op.operator import use_kernel as use_kernel
+from opkit.op.registry import get as get
+from opkit.op.registry import operators as operators
+from opkit.op.registry import remove as remove
 
 __version__ = "0.1.0"

@@ -59,6 +59,14 @@ class KernelError(OpkitError, RuntimeError):
     """No kernel fits a call, or a kernel's registration is at fault."""
 
 
+class DeviceArgumentError(KernelError, ValueError):
+    """An operator without tensor arguments has kernels for some device, but no argument by which to choose it."""
+
+
+class KeywordTensorError(DefinitionError, NotImplementedError):
+    """A tensor is a keyword-only parameter, which torch.library does not support (``torch.Tag.out`` excepted)."""
+
+
 class UnknownOperatorError(OpkitError, LookupError):
     """No operator of that name was defined with opkit."""
 

@@ -1,0 +1,1 @@
+"""What an operator is: definition, schema, rules derived and given, kernel selection, registry."""

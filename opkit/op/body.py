@@ -1,0 +1,136 @@
+"""Whether a body stays in torch, found by running it on fake tensors.
+
+A body that stays in torch is the operator's reference: rules are derived from it and the compiler sees through it. One
+that leaves torch (numpy, ctypes, ``.item()``, branches on values) is opaque, and the first line at which it left is
+remembered for the error that somebody will need.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opkit.op import torch_private as private
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opaque:
+    """Why and where a body is not a torch program."""
+
+    reason: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.where})" if self.where else self.reason
+
+
+@dataclasses.dataclass
+class Trace:
+    """What one run of a body on fake tensors showed."""
+
+    outputs: Any = None
+    opaque: Opaque | None = None
+    mutated: tuple[int, ...] = ()
+    random: bool = False
+    cuts_gradient: bool = False
+
+
+def line_at_fault(error: BaseException) -> str:
+    """``file:line: source`` of the innermost frame that is neither torch's nor opkit's."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _OWN))]
+    if not frames:
+        return ""
+    last = frames[-1]
+    source = (last.line or linecache.getline(last.filename, last.lineno or 0)).strip()
+    return f"{last.filename}:{last.lineno}: {source}"
+
+
+class _Watch(TorchDispatchMode):
+    """Notes operators that draw random numbers, and parts that run cut off from autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = False
+        self.cuts_gradient = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        self.cuts_gradient |= func is torch.ops.aten.detach.default or not torch.is_grad_enabled()
+        return func(*args, **(kwargs or {}))
+
+
+def fake_like(value: Any, mode: Any) -> Any:
+    """Fake tensors of the sizes, strides, dtypes and devices in ``value``; symbolic sizes become their hints."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            fake = torch.empty_strided(
+                _concrete(tensor.shape), _concrete(tensor.stride()), dtype=tensor.dtype, device=tensor.device
+            )
+        return fake
+
+    return pytree.tree_map_only(torch.Tensor, convert, value)
+
+
+def _concrete(sizes: Sequence[Any]) -> list[int]:
+    return [size if isinstance(size, int) else (size.node.hint or 2) for size in sizes]
+
+
+def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
+    """Run ``body`` on fake copies of the arguments and report what it did.
+
+    Exceptions do not escape: a body that raises is opaque as far as this trace can tell, and the trace says why.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with private.no_modes(), torch.enable_grad():
+        shape_env = ShapeEnv(allow_dynamic_output_shape_ops=True, allow_scalar_outputs=False)
+        mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+        plain = pytree.tree_map_only(torch.Tensor, lambda t: t.detach(), (tuple(args), kwargs))
+        fake_args, fake_kwargs = fake_like(plain, mode)
+        leaves = [leaf for leaf in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(leaf, torch.Tensor)]
+        for leaf in leaves:
+            private.throw_on_data_pointer(leaf)
+        versions = [leaf._version for leaf in leaves]  # pyright: ignore[reportPrivateUsage]
+        watch = _Watch()
+        try:
+            with mode, watch:
+                outputs = body(*fake_args, **fake_kwargs)
+        except Exception as error:  # whatever the body raised is the answer to the question that was asked
+            return Trace(opaque=Opaque(_first_line(error), line_at_fault(error)))
+    mutated = tuple(i for i, (leaf, v) in enumerate(zip(leaves, versions, strict=True)) if leaf._version != v)  # pyright: ignore[reportPrivateUsage]
+    stray = _stray_output(outputs)
+    return Trace(outputs, Opaque(stray) if stray else None, mutated, watch.random, watch.cuts_gradient)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _stray_output(outputs: Any) -> str:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    real = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)]
+    return "it returned a tensor that did not come from torch operations on its arguments" if real else ""
+
+
+def leaves_torch(function: Callable[..., Any]) -> bool:
+    """Whether the function's own code names numpy or ctypes: a hint for messages, never the decision."""
+    code = getattr(function, "__code__", None)
+    return isinstance(code, types.CodeType) and bool({"numpy", "ctypes", "data_ptr"} & set(code.co_names))

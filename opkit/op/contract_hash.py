@@ -1,0 +1,182 @@
+"""A hash of everything that decides what an operator computes.
+
+torch's compile caches identify a custom operator by its name. An edit of the reference, of a helper in another module,
+of a constant in a closure, of a kernel or of a rule would therefore be served from a stale cache (pytorch#187319,
+#144344). The contract hash covers the schema and, for every function registered on the operator, its bytecode, constants,
+defaults, closure and, recursively, the functions, classes and constants that it names outside torch and the standard
+library.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import hashlib
+import sys
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), type(...), torch.dtype, torch.device, torch.Size, range, slice)
+_INSTALLED = {Path(torch.__file__).parent.name, "numpy", "triton", "jaxtyping"} | set(sys.stdlib_module_names)
+
+
+class _Hasher:
+    """Feeds values into one digest; each function, class and module is visited once."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+        self.seen: dict[int, int] = {}
+        self.kept: list[object] = []  # keeps ids in ``seen`` from being reused while hashing
+
+    def text(self, *parts: str) -> None:
+        for part in parts:
+            self.digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
+
+    def value(self, value: Any) -> None:
+        if isinstance(value, _ATOMS):
+            self.text(type(value).__name__, repr(value))
+        elif isinstance(value, enum.Enum):
+            self.text("enum", type(value).__qualname__, value.name, repr(value.value))
+        elif id(value) in self.seen:
+            self.text("seen", str(self.seen[id(value)]))
+        else:
+            self.seen[id(value)] = len(self.seen)
+            self.kept.append(value)
+            self._object(value)
+
+    def _object(self, value: Any) -> None:
+        if hasattr(value, "contract_parts"):  # another operator of opkit's
+            self._items([item for part in value.contract_parts() for item in part])
+            return
+        if hasattr(value, "cache_key") and hasattr(value, "src"):  # a Triton kernel: its key covers what it calls
+            self.text("triton", str(value.cache_key))
+            return
+        for kinds, handle in _HANDLERS:
+            if isinstance(value, kinds):
+                handle(self, value)
+                return
+        self.text("object", type(value).__module__, type(value).__qualname__)
+        state = getattr(value, "__dict__", None)
+        if isinstance(state, dict) and not _external(type(value).__module__):
+            self._mapping(state)
+
+    def _items(self, values: Iterable[Any]) -> None:
+        self.text("items", type(values).__name__)
+        for value in values:
+            self.value(value)
+
+    def _set(self, values: Iterable[Any]) -> None:
+        self._items(sorted(values, key=repr))
+
+    def _mapping(self, mapping: dict[Any, Any]) -> None:
+        self.text("mapping")
+        for key in sorted(mapping, key=repr):
+            self.value(key)
+            self.value(mapping[key])
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        self.text("tensor", str(tensor.dtype), str(tuple(tensor.shape)), str(tensor.device))
+        if tensor.device.type != "meta" and tensor.layout is torch.strided and not tensor.is_quantized:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            self.digest.update(flat.view(torch.uint8).numpy().tobytes())
+
+    def _class(self, kind: type) -> None:
+        self.text("class", kind.__module__, kind.__qualname__)
+        if not _external(kind.__module__):
+            for name, member in sorted(vars(kind).items()):
+                if isinstance(member, (*_ATOMS, types.FunctionType, classmethod, staticmethod)):
+                    self.text(name)
+                    self.value(getattr(member, "__func__", member))
+
+    def _module(self, module: types.ModuleType) -> None:
+        self.text("module", module.__name__)
+
+    def _method(self, method: types.MethodType) -> None:
+        self.value(method.__func__)
+        self.value(method.__self__)
+
+    def _partial(self, partial: functools.partial[Any]) -> None:
+        self.value(partial.func)
+        self.value(partial.args)
+        self.value(partial.keywords)
+
+    def _function(self, function: types.FunctionType) -> None:
+        wrapped = getattr(function, "__wrapped__", None)
+        if _external(function.__module__) and wrapped is None:
+            self.text("function", function.__module__ or "", function.__qualname__)
+            return
+        self.text("function", function.__qualname__)
+        self.value(function.__defaults__)
+        self.value(function.__kwdefaults__)
+        self._code(function.__code__, function.__globals__)
+        for cell in function.__closure__ or ():
+            self._cell(cell)
+        if wrapped is not None:
+            self.value(wrapped)
+
+    def _cell(self, cell: types.CellType) -> None:
+        try:
+            self.value(cell.cell_contents)
+        except ValueError:
+            self.text("empty cell")
+
+    def _code(self, code: types.CodeType, scope: dict[str, Any]) -> None:
+        self.digest.update(code.co_code)
+        self._items([const for const in code.co_consts if not isinstance(const, types.CodeType)])
+        self.text(*code.co_names, *code.co_varnames)
+        for value in _referenced(code, scope):
+            self.value(value)
+        for const in code.co_consts:
+            if isinstance(const, types.CodeType):
+                self._code(const, scope)
+
+
+def _external(module: str | None) -> bool:
+    return (module or "").split(".")[0] in _INSTALLED
+
+
+def _referenced(code: types.CodeType, scope: dict[str, Any]) -> Iterable[Any]:
+    """What the code's global names stand for, attributes of the user's own modules followed."""
+    current: Any = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval in scope:
+            current = scope[instruction.argval]
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(current, types.ModuleType):
+            current = getattr(current, instruction.argval, None)
+        else:
+            current = None
+        if current is not None and not (isinstance(current, types.ModuleType) and _external(current.__name__)):
+            yield current
+
+
+_HANDLERS: list[tuple[Any, Callable[[_Hasher, Any], None]]] = [
+    (torch.Tensor, _Hasher._tensor),  # pyright: ignore[reportPrivateUsage]
+    ((list, tuple), _Hasher._items),  # pyright: ignore[reportPrivateUsage]
+    ((set, frozenset), _Hasher._set),  # pyright: ignore[reportPrivateUsage]
+    (dict, _Hasher._mapping),  # pyright: ignore[reportPrivateUsage]
+    (types.FunctionType, _Hasher._function),  # pyright: ignore[reportPrivateUsage]
+    (types.MethodType, _Hasher._method),  # pyright: ignore[reportPrivateUsage]
+    (functools.partial, _Hasher._partial),  # pyright: ignore[reportPrivateUsage]
+    (types.ModuleType, _Hasher._module),  # pyright: ignore[reportPrivateUsage]
+    (type, _Hasher._class),  # pyright: ignore[reportPrivateUsage]
+]
+
+
+def contract_hash(parts: Iterable[tuple[str, Any]]) -> str:
+    """The hexadecimal digest of named parts (schema, reference, kernels, rules).
+
+    >>> contract_hash([("schema", "(Tensor x) -> Tensor")]) == contract_hash([("schema", "(Tensor y) -> Tensor")])
+    False
+    """
+    hasher = _Hasher()
+    for name, value in parts:
+        hasher.text(name)
+        hasher.value(value)
+    return hasher.digest.hexdigest()

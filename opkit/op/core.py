@@ -1,0 +1,276 @@
+"""What an operator is: one reference, any number of kernels, and rules.
+
+:class:`Operator` holds the facts and answers questions about them. How a call runs is in ``planning`` and ``dispatcher``;
+what the author touches is ``operator.CustomOp``.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from opkit.errors import OpkitError, RuleError
+from opkit.op import body as bodies
+from opkit.op import torch_private as private
+from opkit.op.body import Opaque, Trace
+from opkit.op.contract_hash import contract_hash
+from opkit.op.mutation import Inference
+from opkit.op.rules.autograd import DerivedRule, GivenRule, MissingRule, Rule, make_function
+from opkit.op.rules.vmap import FoldRecord
+from opkit.op.selection import KernelTable, call_device
+from opkit.op.signature import Signature
+
+
+@dataclasses.dataclass
+class GivenRules:
+    """What the author registered; everything else is derived."""
+
+    fake: Callable[..., Any] | None = None
+    autograd: GivenRule | None = None
+    vmap: Callable[..., Any] | None = None
+    autocast: dict[str, torch.dtype] = dataclasses.field(default_factory=dict[str, torch.dtype])
+
+
+@dataclasses.dataclass(eq=False)
+class Operator:
+    """The facts of one operator. Functions here take and return schema values ("flat"), whatever the author wrote."""
+
+    name: str
+    signature: Signature
+    schema_text: str
+    function: Callable[..., Any]
+    given_reference: Callable[..., Any] | None
+    declared_opaque: bool
+    inline: bool | None
+    autocast: str | None
+    mutation: Inference
+    tags: tuple[torch.Tag, ...]
+    device_types: tuple[str, ...] | None
+    kernels: KernelTable
+    overload: Any = None
+    library: Any = None
+
+    def __post_init__(self) -> None:
+        self.namespace, self.opname = self.name.split("::")
+        self.given = GivenRules()
+        self.body = self.flat(self.function)
+        self.reference = self.body if self.given_reference is None else self.flat(self.given_reference)
+        self.derived = DerivedRule(self)
+        self.folds = FoldRecord()
+        self.autograd_function = make_function(f"GeneratedBackwardFor_{self.namespace}_{self.opname.split('.')[0]}_default")
+        self.lock = threading.RLock()
+        self.changes = 0
+        self.traced_hash = ""
+        self._traces: dict[Any, Trace] = {}
+        self._last_trace: Trace | None = None
+        self._verified: set[Any] = set()
+        self._hash = ""
+
+    # ---- structure -------------------------------------------------------------------------------------------------
+
+    def flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` as a function of schema values."""
+        signature = self.signature
+        if not signature.flattened:
+            return function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            positional, named = signature.decode(args, kwargs)
+            result = function(*positional, **named)
+            return result if signature.returns is None else signature.returns.encode(result)
+
+        call.__wrapped__ = function  # type: ignore[attr-defined]  # pyright: ignore
+        return call
+
+    @property
+    def mutates(self) -> tuple[str, ...]:
+        """The Python parameters that the operator writes to."""
+        return self.mutation.mutates
+
+    @property
+    def is_out(self) -> bool:
+        """Whether the operator writes its results to keyword arguments (``torch.Tag.out``, torch 2.13 and newer)."""
+        return getattr(torch.Tag, "out", None) in self.tags
+
+    @property
+    def is_inplace(self) -> bool:
+        """Whether the operator writes to and returns its first argument (``torch.Tag.inplace``, torch 2.13 and newer)."""
+        return getattr(torch.Tag, "inplace", None) in self.tags
+
+    @property
+    def schema(self) -> Any:
+        """The dispatcher's schema object."""
+        return self.overload._schema  # pyright: ignore[reportPrivateUsage]
+
+    def device(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        """The device type of a call through the schema."""
+        index = private.library_utils.get_device_arg_index(self.schema)
+        given = None
+        if index is not None:
+            given = kwargs.get("device", args[index] if index < len(args) else None)
+        return call_device(args, kwargs, given)
+
+    def named_tensors(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of a call through the schema, with its schema argument's name."""
+        names = [argument.name for argument in self.schema.arguments if not argument.kwarg_only]
+        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    yield name, leaf
+
+    # ---- reference or opaque ---------------------------------------------------------------------------------------
+
+    def traced(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
+        """A fresh trace of the reference on fake copies of these arguments."""
+        if self.declared_opaque and self.given_reference is None:
+            return Trace(opaque=Opaque("it was declared opaque"))
+        return bodies.trace(self.reference, args, kwargs)
+
+    def known_trace(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
+        """A trace made for this guard set (ranks, dtypes, devices, flags) earlier, or now."""
+        key = guard_key(args, kwargs)
+        found = self._traces.get(key)
+        if found is None:
+            # a body that raised may have raised at these sizes only: its trace speaks for no others
+            exact = (key, *[leaf.shape for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+            found = self._traces.get(exact)
+            if found is None:
+                found = self.traced(args, kwargs)
+                self._traces[key if found.opaque is None else exact] = found
+        self._last_trace = found
+        return found
+
+    def transparent(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether the reference stays in torch for calls like this one."""
+        return self.known_trace(args, kwargs).opaque is None
+
+    def draws_random(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether the reference draws random numbers in calls like this one."""
+        return self.known_trace(args, kwargs).random
+
+    def last_trace(self) -> Trace | None:
+        """The latest trace of the reference, if it was traced at all."""
+        return self._last_trace
+
+    # ---- rules -----------------------------------------------------------------------------------------------------
+
+    def inlinable(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether the compiler is to see the reference in place of the operator."""
+        if self.inline is not None:
+            return self.inline and self.transparent(args, kwargs)
+        return not self.kernels.serves(self.device(args, kwargs)) and self.transparent(args, kwargs)
+
+    def rule(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Rule:
+        """The backward rule of a call that runs as a unit."""
+        if self.given.autograd is not None:
+            return self.given.autograd
+        if self.mutates or not self.transparent(args, kwargs):
+            return MissingRule(self)
+        return self.derived
+
+    def composite(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether a call that needs gradients is best run as the reference itself, under torch's own autograd."""
+        if self.given.autograd is not None or self.is_out:
+            return False
+        if not self.mutates and self.kernels.serves(self.device(args, kwargs)):
+            return False
+        return self.transparent(args, kwargs)
+
+    def autograd_error(self) -> OpkitError:
+        """The error for a gradient that was asked for and cannot be had, with the line that left torch."""
+        error = RuleError(
+            f"Trying to backward through {self.name}.default but no autograd formula was registered. "
+            "Please use register_autograd to add one."
+        )
+        error.add_note(self.opaque_note("backward", "register_autograd"))
+        return error
+
+    def fake_error(self, shown: str) -> OpkitError:
+        """The error for a fake implementation that is needed and cannot be derived."""
+        function = getattr(self.function, "__name__", "op")
+        error = RuleError(
+            f"There was no fake impl registered for {shown}. This is necessary for torch.compile/export/fx tracing to "
+            f"work. Please use `{function}.register_fake` to add an fake impl."
+        )
+        error.add_note(self.opaque_note("fake implementation", "register_fake"))
+        return error
+
+    def opaque_note(self, rule: str, method: str) -> str:
+        """Why ``rule`` could not be derived, naming the line at fault and the method that registers it by hand."""
+        trace = self.last_trace()
+        reason = trace.opaque if trace and trace.opaque else Opaque("it was not traced")
+        return f"opkit derives the {rule} of {self.name} from its reference, but the body leaves torch: {reason}. " + (
+            f"Register the rule with {method}, or give the operator a reference in torch with reference=."
+        )
+
+    def random_error(self) -> OpkitError:
+        """The refusal to derive a backward that would draw other random numbers than the forward did."""
+        return RuleError(
+            f"{self.name}: no backward can be derived, because the reference draws random numbers: run again in the "
+            "backward it would not give the forward that a kernel computed. Register one with register_autograd (return "
+            "the mask or the random numbers as an output of the operator, and save it)."
+        )
+
+    # ---- identity --------------------------------------------------------------------------------------------------
+
+    def contract_parts(self) -> list[tuple[str, Any]]:
+        """Everything that decides what the operator computes."""
+        given = self.given
+        kernels = [(k.name, k.device, k.function, k.when, k.dtypes, k.priority) for k in self.kernels.kernels]
+        autograd = given.autograd and (given.autograd.backward_function, given.autograd.setup_context)
+        return [
+            ("schema", self.name + self.schema_text),
+            ("function", self.function),
+            ("reference", self.given_reference),
+            ("policy", (self.inline, self.autocast, self.declared_opaque, [str(tag) for tag in self.tags])),
+            ("kernels", kernels),
+            ("rules", (given.fake, autograd, given.vmap, given.autocast)),
+        ]
+
+    def contract_hash(self) -> str:
+        """The hash of :meth:`contract_parts`; recomputed when something was registered."""
+        if not self._hash:
+            self._hash = contract_hash(self.contract_parts())
+        return self._hash
+
+    def changed(self) -> None:
+        """Forget what was concluded before a kernel or rule was registered."""
+        self.changes += 1
+        self._hash = ""
+        self._traces.clear()
+        self.derived = DerivedRule(self)
+        self.folds = FoldRecord()
+
+    # ---- verification ----------------------------------------------------------------------------------------------
+
+    def needs_verifying(self, kernel: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether ``kernel`` has not been verified for calls like this one; it counts as verified from now on."""
+        key = (kernel, guard_key(args, kwargs))
+        if key in self._verified:
+            return False
+        self._verified.add(key)
+        return True
+
+    def unverify(self, kernel: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Undo :meth:`needs_verifying`: the call failed."""
+        self._verified.discard((kernel, guard_key(args, kwargs)))
+
+
+def guard_key(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What calls must share for one of them to speak for all: ranks, dtypes, devices, layout and flags, not sizes."""
+    return tuple([_guard(leaf) for leaf in pytree.tree_leaves((tuple(args), kwargs))])
+
+
+def _guard(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.ndim, leaf.dtype, leaf.device.type, leaf.layout is torch.strided and leaf.is_contiguous()
+    if isinstance(leaf, (bool, str, type(None), torch.dtype, torch.device)):
+        return leaf
+    return type(leaf)

@@ -1,0 +1,129 @@
+"""What can be told of an operator: its schema, kernels, and where each rule comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from opkit.op.core import Operator
+from opkit.op.rules.vmap import fold_plan
+
+_METHODS = {
+    "fake": "register_fake",
+    "backward": "register_autograd",
+    "double backward": "register_autograd",
+    "forward-mode": "reference=",
+    "vmap": "register_vmap",
+    "FLOPs": "torch.utils.flop_counter.register_flop_formula",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelInfo:
+    """One kernel, as it was registered."""
+
+    name: str
+    device: str
+    dtypes: tuple[str, ...]
+    priority: int
+    condition: str
+    enabled: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleInfo:
+    """One rule and its origin: "derived", "given" or "not derivable"."""
+
+    rule: str
+    origin: str
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """Everything :meth:`opkit.CustomOp.describe` tells."""
+
+    name: str
+    schema: str
+    doc: str
+    reference: str
+    mutates: tuple[str, ...]
+    mutation_origin: str
+    kernels: tuple[KernelInfo, ...]
+    rules: tuple[RuleInfo, ...]
+    tags: tuple[str, ...]
+    contract_hash: str
+
+
+def describe(operator: Operator) -> Description:
+    """Describe ``operator`` as it stands; what was never traced is said to be so."""
+    return Description(
+        name=operator.name,
+        schema=operator.opname + operator.schema_text,
+        doc=(operator.function.__doc__ or "").strip(),
+        reference=_reference(operator),
+        mutates=operator.mutates,
+        mutation_origin=operator.mutation.origin,
+        kernels=tuple(_kernels(operator)),
+        rules=tuple(_rules(operator)),
+        tags=tuple(str(tag).removeprefix("Tag.") for tag in operator.overload.tags),
+        contract_hash=operator.contract_hash(),
+    )
+
+
+def _reference(operator: Operator) -> str:
+    if operator.declared_opaque and operator.given_reference is None:
+        return "opaque: declared"
+    trace = operator.last_trace()
+    if trace is None:
+        return "not traced yet"
+    return "torch" if trace.opaque is None else f"opaque: {trace.opaque}"
+
+
+def _kernels(operator: Operator) -> list[KernelInfo]:
+    return [
+        KernelInfo(
+            name=kernel.name,
+            device=kernel.device or "any",
+            dtypes=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes or ())),
+            priority=kernel.priority,
+            condition=kernel.condition,
+            enabled=kernel.device not in operator.kernels.disabled,
+        )
+        for kernel in operator.kernels.kernels
+    ]
+
+
+def _rules(operator: Operator) -> list[RuleInfo]:
+    given = operator.given
+    registered = {
+        "fake": given.fake,
+        "backward": given.autograd,
+        "double backward": given.autograd,
+        "vmap": given.vmap,
+    }
+    opaque = _reference(operator).startswith("opaque")
+    rules = [_rule(operator, name, registered.get(name) is not None, opaque) for name in _METHODS]
+    policy = f"policy {operator.autocast}" if operator.autocast else "arguments stay as they are, autocast off inside"
+    dtypes = ", ".join(f"{device}: {dtype}" for device, dtype in given.autocast.items())
+    return [*rules, RuleInfo("autocast", "given" if dtypes or operator.autocast else "derived", dtypes or policy)]
+
+
+def _rule(operator: Operator, rule: str, given: bool, opaque: bool) -> RuleInfo:
+    if given:
+        return RuleInfo(rule, "given", f"by {_METHODS[rule]}")
+    if rule == "vmap":
+        return RuleInfo(rule, "derived", _vmap_detail(operator, opaque))
+    if opaque:
+        return RuleInfo(rule, "not derivable", f"register it with {_METHODS[rule]}")
+    detail = "from the reference"
+    if rule == "backward" and operator.derived.whole:
+        detail += f", run whole in the backward: {operator.derived.whole}"
+    return RuleInfo(rule, "derived", detail)
+
+
+def _vmap_detail(operator: Operator, opaque: bool) -> str:
+    dims = [0 if p.pattern is not None and p.pattern.leading_batch else None for p in operator.signature.parameters]
+    reason = operator.folds.broken or fold_plan(operator.signature, dims)
+    if not reason:
+        return "one call over *batch"
+    return f"{'a loop over calls' if opaque else 'the reference mapped'} ({reason})"

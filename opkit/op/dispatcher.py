@@ -1,0 +1,278 @@
+"""The operator as PyTorch's dispatcher sees it: one Python kernel for each dispatch key that opkit has an answer for.
+
+=======================  ============================================================================================
+key                      answer
+=======================  ============================================================================================
+Autocast*                cast by the policy, then run with autocast off
+FuncTorchBatched         the vmap rule
+Autograd*                gradients, or, while a compiler traces an operator to be inlined, the reference itself
+ADInplaceOrView          version counters of the arguments written to
+CompositeExplicit...     the planned kernel (or one device's key where the operator is limited to devices)
+fake                     the fake rule
+=======================  ============================================================================================
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from opkit.errors import NameClashError, RuleError
+from opkit.op import torch_private as private
+from opkit.op.core import Operator
+from opkit.op.fastcall import GenericCall
+from opkit.op.identity import note_traced
+from opkit.op.planning import check_arguments
+from opkit.op.rules import autocast, flops, vmap
+from opkit.op.rules.autograd import Call, apply, restore
+
+
+class Dispatcher:
+    """The dispatcher kernels of one operator."""
+
+    def __init__(self, operator: Operator, shown: str) -> None:
+        self.operator = operator
+        self.shown = shown  # how the operator is named in the error that torch's users know
+        self.plain = GenericCall(operator)
+        self.flop_formula: Callable[..., int] | None = None
+
+    # ---- registration ----------------------------------------------------------------------------------------------
+
+    def register(self, library: Any) -> None:
+        """Define the schema and register every kernel in ``library``.
+
+        Raises:
+            NameClashError: another library holds the name.
+        """
+        operator = self.operator
+        tags = [torch.Tag.pt2_compliant_tag, *(t for t in operator.tags if t is not torch.Tag.pt2_compliant_tag)]
+        try:
+            library.define(operator.opname + operator.schema_text, tags=tags)
+        except RuntimeError as error:
+            raise _clash(operator.name, error) from error
+        operator.library = library
+        operator.overload = private.library_utils.lookup_op(operator.name)
+        opname = operator.opname
+        library._register_fake(opname, self.fake)
+        library.impl(opname, self.autograd, "Autograd", with_keyset=True)
+        library.impl(opname, self.batched, "FuncTorchBatched", with_keyset=True)
+        for device, key in private.autocast_keys().items():
+            library.impl(opname, self._autocast_kernel(device, key), key.name, with_keyset=True)
+        for device in operator.device_types or (None,):
+            self.register_backend(device)
+        self._register_inplace_or_view(library)
+        self._register_effect(library)
+
+    def _register_inplace_or_view(self, library: Any) -> None:
+        schema, opname = self.operator.schema, self.operator.opname
+        if schema._is_view_op():
+            library.m.register_ad_inplace_or_view_fallback(opname)
+        elif schema.is_mutable:
+            library.impl(opname, self.inplace, "ADInplaceOrView", with_keyset=True)
+
+    def inplace(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Advance the version counters of the arguments written to, so that a stale backward raises."""
+        schema = self.operator.schema
+        positions, names = private.library_utils.mutated_args_kwargs(schema)
+        given, named = private.library_utils.fill_defaults(schema, args, kwargs)
+        for value in [*(given[i] for i in positions), *(named[n] for n in names)]:
+            private.custom_ops.increment_version(value)
+        keys = keyset & private.after_inplace_or_view_keyset
+        return self.operator.overload.redispatch(keys, *args, **kwargs)
+
+    def register_backend(self, device: str | None) -> None:
+        """Register the planned kernel for one device type, or for all."""
+        key = "CompositeExplicitAutograd" if device is None else private.dispatch_key_of(device)
+        self.operator.library.impl(self.operator.opname, self.backend, key)
+
+    def _register_effect(self, library: Any) -> None:
+        schema = self.operator.schema
+        if not schema.returns and not schema.is_mutable:
+            private.register_ordered_effect(self.operator.name, library)
+
+    # ---- kernels ---------------------------------------------------------------------------------------------------
+
+    def backend(self, *args: Any, **kwargs: Any) -> Any:
+        """Below autograd: run the planned kernel."""
+        plan = self.plain.plan(args, kwargs)
+        if private.profiling():
+            with torch.profiler.record_function(f"{self.operator.name}[{plan.kernel}]"):
+                return self._checked(plan.run(*args, **kwargs), args, kwargs)
+        return self._checked(plan.run(*args, **kwargs), args, kwargs)
+
+    def _checked(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = self.operator
+        if operator.is_inplace and result is not args[0]:
+            raise private.tag_error(operator.opname, "inplace must return its first argument")
+        if operator.is_out:
+            _, names = private.library_utils.mutated_args_kwargs(operator.schema)
+            results = result if isinstance(result, tuple) else (result,)
+            if len(results) != len(names) or any(r is not kwargs[n] for r, n in zip(results, names, strict=True)):
+                raise private.tag_error(operator.opname, "out must return its mutable keyword-only arguments")
+        return result
+
+    def fake(self, *args: Any, **kwargs: Any) -> Any:
+        """Sizes, strides, dtypes and devices of the outputs, from the author's rule or the reference."""
+        operator = self.operator
+        note_traced(operator)
+        if operator.given.fake is not None:
+            return operator.flat(operator.given.fake)(*args, **kwargs)
+        if private.library_utils.can_generate_trivial_fake_impl(operator.overload):
+            return self._trivial_fake(args, kwargs)
+        if not operator.transparent(args, kwargs):
+            raise operator.fake_error(self.shown)
+        check_arguments(operator, args, kwargs)
+        return operator.reference(*args, **kwargs)
+
+    def _trivial_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        generate = getattr(private.library_utils, "generate_trivial_fake_impl", lambda *_, **__: None)  # torch 2.13
+        return generate(self.operator.overload, *args, **kwargs)
+
+    def autograd(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Decide how a call is differentiated, or seen by the compiler."""
+        operator = self.operator
+        if private.dispatch_modes():
+            return self._under_modes(keyset, args, kwargs)
+        if private.forward_ad._current_level >= 0 and self._any_tangent(args, kwargs):
+            return self._forward_mode(args, kwargs)
+        if private.functorch_level() is not None:
+            return self._transformed(keyset, args, kwargs)
+        if operator.schema.is_mutable or keyset.has(private.DispatchKey.Python) or operator.schema._is_view_op():
+            return self._unit(keyset, args, kwargs)
+        return self.plain(*args, **kwargs)
+
+    def _under_modes(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = self.operator
+        note_traced(operator)
+        if flops.counter_in_use():
+            self._install_flops(args, kwargs)
+        if private.forward_ad._current_level >= 0 and self._any_tangent(args, kwargs):
+            return self._forward_mode(args, kwargs)
+        if private.functionalizing() and private.compiling() and operator.inlinable(args, kwargs):
+            return self._inlined(args, kwargs)
+        if private.functorch_level() is not None:
+            return self._transformed(keyset, args, kwargs)
+        return self._unit(keyset, args, kwargs)
+
+    def _inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = self.operator
+        if operator.given.autograd is None or not self._needs_gradient(args, kwargs):
+            return operator.reference(*args, **kwargs)
+        call = Call(operator.reference, operator.given.autograd, kwargs, False)
+        return restore(call, apply(operator.autograd_function, call, args))
+
+    def _forward_mode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = self.operator
+        if not operator.transparent(args, kwargs):
+            error = RuleError(
+                f"{operator.name}: forward-mode derivatives come from the reference, and there is none in torch. "
+                "Give the operator one with reference=."
+            )
+            error.add_note(operator.opaque_note("forward-mode derivative", "reference="))
+            raise error
+        return operator.reference(*args, **kwargs)
+
+    def _transformed(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.operator.composite(args, kwargs):
+            return self.operator.reference(*args, **kwargs)
+        with private.single_level_functions_allowed():
+            return self._unit(keyset, args, kwargs)
+
+    def _unit(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = self.operator
+        if not self._needs_gradient(args, kwargs):
+            return self._below_autograd(keyset)(*args, **kwargs)
+        if operator.is_out:
+            raise RuleError(
+                f"{operator.opname}(): functions with out=... arguments don't support automatic differentiation, but one of "
+                "the arguments requires grad."
+            )
+        if operator.mutates and operator.composite(args, kwargs):
+            return operator.reference(*args, **kwargs)
+        call = Call(self._below_autograd(keyset), operator.rule(args, kwargs), kwargs, False)
+        return restore(call, apply(operator.autograd_function, call, args))
+
+    def _below_autograd(self, keyset: Any) -> Callable[..., Any]:
+        overload = self.operator.overload
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with private.AutoDispatchBelowAutograd():
+                return overload.redispatch(keyset & private.after_autograd_keyset, *args, **kwargs)
+
+        return run
+
+    @staticmethod
+    def _needs_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return private.grad_enabled() and private.any_requires_grad(*args, **kwargs)
+
+    @staticmethod
+    def _any_tangent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return any(private.has_tangent(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+
+    def _install_flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.operator.transparent(args, kwargs):
+            if self.flop_formula is None:
+                self.flop_formula = flops.formula(lambda *a, **k: self.operator.reference(*a, **k))
+            flops.install(self.operator.overload.overloadpacket, self.flop_formula)
+
+    def _autocast_kernel(self, device: str, key: Any) -> Callable[..., Any]:
+        keys = private.DispatchKeySet(key)
+
+        def autocast_kernel(_: Any, *args: Any, **kwargs: Any) -> Any:
+            operator = self.operator
+            given = operator.given.autocast.get(device)
+            with private.ExcludeDispatchKeyGuard(keys):
+                cast_args, cast_kwargs = autocast.cast((args, kwargs), device, operator.autocast, given)
+                return operator.overload(*cast_args, **cast_kwargs)
+
+        return autocast_kernel
+
+    def batched(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """The author's vmap rule, one folded call, the reference mapped, or a loop over the kernel."""
+        operator = self.operator
+        if operator.given.vmap is not None:
+            return private.run_vmap_rule(operator.given.vmap, operator.overload, *args, **kwargs)
+        transparent = operator.transparent(args, kwargs)
+        if transparent and not operator.kernels.serves(operator.device(args, kwargs)):
+            return operator.reference(*args, **kwargs)
+        rule = functools.partial(self._derived_vmap, transparent)
+        return private.run_vmap_rule(rule, operator.overload, *args, **kwargs)
+
+    def _derived_vmap(self, transparent: bool, info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
+        operator = self.operator
+        reason = operator.folds.broken or vmap.fold_plan(operator.signature, in_dims)
+        if not reason:
+            folded = vmap.fold(operator.overload, operator.signature, info, in_dims, args, kwargs)
+            if not transparent or self._fold_holds(in_dims, folded[0], args, kwargs):
+                return folded
+        if transparent:
+            mapped = torch.vmap(lambda *a: operator.reference(*a, **kwargs), in_dims, randomness=info.randomness)(*args)
+            return mapped, pytree.tree_map(lambda _: 0, mapped)
+        return vmap.loop(operator.overload, info, in_dims, args, kwargs)
+
+    def _fold_holds(self, in_dims: Any, folded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        operator = self.operator
+        key = (tuple(in_dims), tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in args))
+        if key in operator.folds.agreed or private.dispatch_modes() or private.functorch_level() is not None:
+            return True
+        with torch.no_grad():
+            mapped = torch.vmap(lambda *a: operator.reference(*a, **kwargs), in_dims, randomness="different")(*args)
+        if not vmap.agrees(folded, mapped):
+            operator.folds.broken = "the operator does not treat its leading *batch sizes independently"
+            return False
+        operator.folds.agreed.add(key)
+        return True
+
+
+def _clash(name: str, error: RuntimeError) -> NameClashError:
+    held = [line.strip() for line in str(error).splitlines() if "registered at" in line or "registration" in line]
+    holder = "; ".join(dict.fromkeys(held)) or str(error).splitlines()[0]
+    return NameClashError(f"{name} is already defined by another library: {holder}. Choose another name or namespace.")
+

@@ -1,0 +1,53 @@
+"""Telling torch's compile caches which operators a graph depends on, and what they compute.
+
+AOTAutograd's and Inductor's caches know a custom operator by name only. Their keys do include
+``torch.compiler.config.cache_key_tag``; so when a compiler first traces an operator, the operator's contract hash joins
+that tag. Operators that no compiled program uses never enter it.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import Any
+
+import torch
+
+from opkit.op import torch_private as private
+from opkit.op.core import Operator
+
+_MARK = "|opkit:"
+_lock = threading.Lock()
+_traced: dict[str, str] = {}
+
+
+def note_traced(operator: Operator) -> None:
+    """Put the operator's contract hash into the key of torch's compile caches, once it is part of a compiled program."""
+    if operator.traced_hash or not private.in_compilation():
+        return
+    with _lock:
+        operator.traced_hash = operator.contract_hash()
+        _traced[operator.name] = operator.traced_hash
+        config: Any = torch.compiler.config
+        users = str(config.cache_key_tag).split(_MARK)[0]
+        digest = hashlib.sha256(repr(sorted(_traced.items())).encode()).hexdigest()
+        config.cache_key_tag = f"{users}{_MARK}{digest}"
+
+
+def renew(operator: Operator) -> None:
+    """After a registration: programs compiled against the old operator must not be used again.
+
+    Compiled code guards on the identity of ``torch.ops.namespace.name``; dropping torch's cached object makes the next
+    look-up return a new one, and so recompiles what used the old.
+    """
+    operator.changed()
+    if not operator.traced_hash:
+        return
+    operator.traced_hash = ""
+    namespace = getattr(torch.ops, operator.namespace)
+    base = operator.opname.split(".")[0]
+    if base in vars(namespace):
+        delattr(namespace, base)
+    operator.overload = private.library_utils.lookup_op(operator.name)

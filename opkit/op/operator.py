@@ -1,0 +1,355 @@
+"""The operator object that authors and callers hold."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false, reportMissingSuperCall=false
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import torch
+
+from opkit.errors import DeviceArgumentError, KernelError, RuleError
+from opkit.op import identity, planning
+from opkit.op import torch_private as private
+from opkit.op.core import Operator
+from opkit.op.description import Description, describe
+from opkit.op.dispatcher import Dispatcher
+from opkit.op.fastcall import compile_call
+from opkit.op.rules.autograd import GivenRule
+from opkit.op.selection import Kernel, Selection, predicate_names
+
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+Devices = str | Sequence[str] | None
+
+
+class CustomOp(private.CustomOpDef, Generic[P, R]):
+    """A PyTorch operator, made by :func:`opkit.custom_op`; call it like the function it was made from.
+
+    It has every method of ``torch.library``'s ``CustomOpDef`` with the same meaning, and is one wherever torch asks.
+    """
+
+    def __init__(self, operator: Operator) -> None:
+        self._operator = operator
+        self._namespace, self._name = operator.namespace, operator.opname
+        self._schema, self._tags = operator.schema_text, operator.tags
+        self._init_fn = operator.function
+        self._backend_fns: dict[str | None, Callable[..., Any]] = {}
+        self._torch_dispatch_fns: dict[type, Callable[..., Any]] = {}
+        self._disabled_kernel: Any = operator.kernels.disabled
+        self._used_triton_kernels: list[Any] = []
+        self._dispatcher = Dispatcher(operator, repr(self))
+        self._flattened = operator.signature.flattened
+        self._forced = 0
+        functools.update_wrapper(self, operator.function, updated=())
+
+    # ---- calling ---------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the operator."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._dispatched(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._flattened:
+            return self._opoverload(*args, **kwargs)
+        signature = self._operator.signature
+        positional, named = signature.encode(args, kwargs)
+        result = self._opoverload(*positional, **named)
+        return result if signature.returns is None else signature.returns.decode(result)
+
+    def _renew(self) -> None:
+        """Forget every plan: a kernel or a rule was registered, enabled or forced."""
+        identity.renew(self._operator)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        operator = self._operator
+        self._opoverload = operator.overload
+        self._dispatcher.plain.plans.clear()
+        self._call: Callable[..., Any] = self._dispatched if self._forced else compile_call(operator, self._dispatched)
+
+    def _force(self, change: int) -> None:
+        # while a kernel is forced in some thread, every call takes the path that asks which
+        with self._operator.lock:
+            self._forced += change
+            self._refresh()
+
+    def _register(self, library: Any) -> None:
+        operator = self._operator
+        self._lib = library
+        self._dispatcher.register(library)
+        for device in operator.device_types or (None,):
+            self._backend_fns[device] = operator.function
+        index = device_argument(operator.schema, operator.device_types or (None,))
+        self._opoverload = operator.overload
+        if index is not None:
+            self._register_backend_select_dispatcher(index)
+        self._is_inplace, self._is_out = operator.is_inplace, operator.is_out
+        self._refresh()
+
+    # ---- kernels ---------------------------------------------------------------------------------------------------
+
+    @overload
+    def register_kernel(
+        self,
+        device_types: Devices,
+        fn: None = None,
+        /,
+        *,
+        when: Callable[..., Any] | None = None,
+        dtypes: Iterable[torch.dtype] | None = None,
+        priority: int = 0,
+        name: str | None = None,
+        autotune: bool = False,
+    ) -> Callable[[F], F]: ...
+
+    @overload
+    def register_kernel(
+        self,
+        device_types: Devices,
+        fn: F,
+        /,
+        *,
+        when: Callable[..., Any] | None = None,
+        dtypes: Iterable[torch.dtype] | None = None,
+        priority: int = 0,
+        name: str | None = None,
+        autotune: bool = False,
+    ) -> F: ...
+
+    def register_kernel(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        device_types: Devices,
+        fn: Callable[..., Any] | None = None,
+        /,
+        *,
+        when: Callable[..., Any] | None = None,
+        dtypes: Iterable[torch.dtype] | None = None,
+        priority: int = 0,
+        name: str | None = None,
+        autotune: bool = False,
+    ) -> Any:
+        """Register a kernel; usable as a decorator.
+
+        Args:
+            device_types: "cpu", "cuda", ..., a sequence of them, or None for every device.
+            fn: takes the operator's arguments and returns what the reference returns.
+            when: a predicate over the operator's arguments, by name; the kernel takes only calls for which it is true. It
+                may ask sizes, strides, dtypes and scalars, not the values in tensors: it is asked once a set of shapes.
+            dtypes: the kernel takes only calls whose floating tensors have these dtypes.
+            priority: kernels of higher priority are tried first, later registrations before earlier ones.
+            name: for :func:`opkit.use_kernel` and messages; the function's name by default.
+            autotune: time the eligible kernels registered so once per shape bucket, and remember across processes.
+
+        Raises:
+            KernelError: the name is taken, a device type is unknown, or ``when`` asks for an unknown argument.
+        """
+
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            devices = self._checked_devices(device_types)
+            if not callable(function):
+                raise KernelError(f"{self._qualname}: a kernel must be callable, got {function!r}")
+            allowed = None if dtypes is None else frozenset(dtypes)
+            for device in devices:
+                self._add_kernel(function, device, when, allowed, priority, name, autotune)
+            self._renew()
+            return function
+
+        return register if fn is None else register(fn)
+
+    def _checked_devices(self, device_types: Devices) -> list[str | None]:
+        devices: list[str | None] = (
+            [device_types] if device_types is None or isinstance(device_types, str) else list(device_types)
+        )
+        for device in devices:
+            try:
+                _ = None if device is None else private.dispatch_key_of(device)
+            except RuntimeError as error:
+                raise KernelError(f"{self._qualname}: {device!r} is not a device type of torch's. Examples: cpu, cuda.") from error
+        index = device_argument(self._operator.schema, devices)
+        if index is not None:
+            self._register_backend_select_dispatcher(index)
+        return devices
+
+    def _add_kernel(
+        self,
+        function: Callable[..., Any],
+        device: str | None,
+        when: Callable[..., Any] | None,
+        dtypes: frozenset[torch.dtype] | None,
+        priority: int,
+        name: str | None,
+        autotune: bool,
+    ) -> None:
+        operator = self._operator
+        names = predicate_names(when, [p.name for p in operator.signature.parameters], operator.name)
+        chosen = name or operator.kernels.free_name(function, device)
+        kernel = Kernel(chosen, device, operator.flat(function), when, dtypes, priority, autotune, 0, names)
+        operator.kernels.add(kernel)
+        if device not in self._backend_fns:
+            self._backend_fns[device] = function
+            if not (operator.device_types is None and device is not None):
+                self._dispatcher.register_backend(device)
+
+    @contextlib.contextmanager
+    def set_kernel_enabled(self, device_type: str, enabled: bool = True) -> Iterator[None]:  # pyright: ignore
+        """Enable or disable the kernels of a device type within a context; the reference takes their calls."""
+        with super().set_kernel_enabled(device_type, enabled):
+            self._renew()
+            yield
+        self._renew()
+
+    def select(self, *args: P.args, **kwargs: P.kwargs) -> Selection:
+        """The kernel that this call would run, and the reason for which each other one was refused."""
+        operator = self._operator
+        positional, named = operator.signature.encode(args, kwargs) if self._flattened else (list(args), kwargs)
+        return planning.select(operator, positional, dict(named))
+
+    # ---- rules -----------------------------------------------------------------------------------------------------
+
+    def register_fake(self, fn: F, /) -> F:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Give the fake implementation: the outputs' sizes, strides, dtypes and devices from those of the arguments."""
+        if self._is_inplace or self._is_out:
+            import warnings
+
+            tag = "torch.Tag.inplace" if self._is_inplace else "torch.Tag.out"
+            warnings.warn(
+                f"The fake registration for {self} is unnecessary. Custom ops tagged with {tag} already get an autogenerated "
+                "fake kernel. The provided fake impl will be used instead.",
+                stacklevel=2,
+            )
+        self._operator.given.fake = self._callable(fn, "register_fake")
+        self._renew()
+        return fn
+
+    def register_autograd(
+        self, backward: Callable[..., Any], /, *, setup_context: Callable[..., Any] | None = None
+    ) -> None:
+        """Give the backward formula, with ``torch.library``'s ``backward(ctx, *grads)`` and ``setup_context``.
+
+        Raises:
+            RuleError: the operator writes to its arguments.
+        """
+        operator = self._operator
+        if self._is_out:
+            raise RuleError(
+                f"Cannot register autograd formula for operator tagged with torch.Tag.out: {self}. "
+                "Out variants do not support autograd."
+            )
+        if not private.library_utils.is_functional_schema(operator.schema, allow_valid_view=True):
+            raise RuleError(
+                f"Cannot register autograd formula for non-functional operator {self} with schema {operator.schema}. Please "
+                "create a functional operator and register an autograd formula for that."
+            )
+        operator.given.autograd = GivenRule(operator, self._callable(backward, "register_autograd"), setup_context)
+        self._renew()
+
+    def register_vmap(self, func: Callable[..., Any] | None = None) -> Any:  # pyright: ignore
+        """Give the vmap rule ``(info, in_dims, *args) -> (outputs, out_dims)``; usable as a decorator."""
+
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            self._operator.given.vmap = self._callable(function, "register_vmap")
+            self._renew()
+            return function
+
+        return register if func is None else register(func)
+
+    def register_autocast(self, device_type: str, cast_inputs: torch.dtype) -> None:  # pyright: ignore
+        """Cast floating arguments to ``cast_inputs`` under autocast on ``device_type``, in place of the policy."""
+        if not isinstance(device_type, str):
+            raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
+        if not torch.amp.is_autocast_available(device_type):
+            raise ValueError(f"Device type '{device_type}' does not support autocast.")
+        self._operator.given.autocast.setdefault(device_type, cast_inputs)
+        self._renew()
+
+    def register_effect(self, effect: Any) -> None:
+        """Declare side effects, as ``torch.library`` 2.13's ``register_effect``."""
+        private.register_effect(self._qualname, effect, self._lib)
+
+    def _callable(self, function: Any, method: str) -> Any:
+        if not callable(function):
+            raise RuleError(f"{self._qualname}: {method} takes a function, got {type(function).__name__}: {function!r}")
+        return function
+
+    # ---- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The qualified name, "namespace::name"."""
+        return self._operator.name
+
+    @property
+    def schema(self) -> str:
+        """The schema as the dispatcher has it."""
+        return str(self._operator.schema)
+
+    @property
+    def reference(self) -> Callable[P, R]:
+        """The function that says what the operator computes."""
+        return self._operator.given_reference or self._operator.function
+
+    def describe(self) -> Description:
+        """The schema, what is written to, the kernels, and where each rule comes from."""
+        return describe(self._operator)
+
+    def contract_parts(self) -> list[tuple[str, Any]]:
+        """What the contract hash covers; see ``opkit.op.contract_hash``."""
+        return self._operator.contract_parts()
+
+    def __copy__(self) -> CustomOp[P, R]:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> CustomOp[P, R]:
+        return self
+
+    def __reduce__(self) -> Any:
+        from opkit.op import registry
+
+        return registry.get, (self._qualname,)
+
+
+def device_argument(schema: Any, devices: Sequence[str | None]) -> int | None:
+    """Where an operator without tensor arguments takes its device, if it has kernels of its own for some device.
+
+    Raises:
+        DeviceArgumentError: it has no such argument.
+    """
+    if all(device is None for device in devices) or private.library_utils.has_tensor_arg(schema):
+        return None
+    index = private.library_utils.get_device_arg_index(schema)
+    if index is None:
+        raise DeviceArgumentError(
+            "Functions without tensor inputs are required to have a `device: torch.device` argument, by which a kernel is chosen"
+        )
+    return index
+
+
+@contextlib.contextmanager
+def use_kernel(op: CustomOp[Any, Any], name: str) -> Iterator[None]:
+    """Force the kernel ``name`` of ``op``, or "reference", for calls within the context and thread.
+
+    Raises:
+        KernelError: there is no such kernel, or a call's device is not the kernel's.
+    """
+    from opkit.op.selection import REFERENCE, forced_kernels
+
+    if not isinstance(op, CustomOp):
+        raise KernelError(f"opkit.use_kernel takes an operator made by opkit.custom_op, got {type(op).__name__}")
+    operator = op._operator
+    if name != REFERENCE:
+        operator.kernels.named(name)
+    token = forced_kernels.set({**forced_kernels.get(), operator.name: name})
+    op._force(+1)
+    try:
+        yield
+    finally:
+        forced_kernels.reset(token)
+        op._force(-1)

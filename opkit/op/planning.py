@@ -1,0 +1,298 @@
+"""How one eager call runs: which kernel, checked how, with which gradients; decided once for each set of shapes."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from opkit import config
+from opkit.errors import AliasError, KernelError, OutputError, StrideWarning
+from opkit.op import autotune, mutation, patterns
+from opkit.op import torch_private as private
+from opkit.op.core import Operator
+from opkit.op.rules.autograd import Call, GivenRule, apply, restore
+from opkit.op.selection import REFERENCE, Kernel, Selection
+
+
+class Plan:
+    """``run`` computes; ``train`` computes and records gradients (made when first asked for)."""
+
+    __slots__ = ("kernel", "run", "train")
+
+    def __init__(self, kernel: str, run: Callable[..., Any]) -> None:
+        self.kernel = kernel
+        self.run = run
+        self.train: Callable[..., Any] | None = None
+
+
+def completed(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The call's Python arguments by name, defaults filled in."""
+    positional, named = operator.signature.decode(args, kwargs) if operator.signature.flattened else (args, kwargs)
+    bound = operator.signature.python.bind(*positional, **named)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def check_arguments(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> patterns.Binding:
+    """Check the call against the operator's annotations; symbolic sizes are left to the program that has them.
+
+    Raises:
+        ShapeError, DtypeError: naming operator, argument, shape, pattern and the conflicting size.
+    """
+    binding = patterns.Binding(operator.name)
+    if not (operator.signature.annotated and config.get().check):
+        return binding
+    values = completed(operator, args, kwargs)
+    for parameter in operator.signature.parameters:
+        if parameter.pattern is not None:
+            for tensor in pytree.tree_leaves(values[parameter.name]):
+                if isinstance(tensor, torch.Tensor) and all(isinstance(size, int) for size in tensor.shape):
+                    binding.check(f"the argument {parameter.name}", tensor, parameter.pattern)
+    return binding
+
+
+def choose(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Kernel | None, dict[str, str]]:
+    """The kernel of a call (None: the reference), and the reason of each one refused.
+
+    Raises:
+        KernelError: nothing fits, because the reference itself is limited to other devices.
+    """
+    device = operator.device(args, kwargs)
+    values = completed(operator, args, kwargs) if operator.kernels.kernels else {}
+    eligible, refused = operator.kernels.eligible((), values, device)
+    tuned = [kernel for kernel in eligible if kernel.autotune]
+    if tuned and eligible[0].autotune:
+        chosen = autotune.choose(operator.name, tuned, args, kwargs, device)
+        refused |= {k.name: f"{chosen.name} was measured to be faster" for k in eligible if k is not chosen}
+        return chosen, refused
+    if eligible:
+        return eligible[0], refused | {k.name: f"{eligible[0].name} is preferred" for k in eligible[1:]}
+    if operator.device_types is not None and device not in operator.device_types and device != "meta":
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
+        raise KernelError(
+            f"{operator.opname} does not have a kernel registered for {device}. Please use register_kernel to do so.{reasons}"
+        )
+    return None, refused
+
+
+def select(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Selection:
+    """What a call would run, and why not the others."""
+    kernel, refused = choose(operator, args, kwargs)
+    if kernel is not None and operator.given_reference is None:
+        refused = {**refused, REFERENCE: f"{kernel.name} is preferred"}
+    return Selection(operator.name, REFERENCE if kernel is None else kernel.name, refused)
+
+
+def make_plan(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+    """Decide how calls of these shapes run. The first run verifies; later ones go straight to the kernel."""
+    binding = check_arguments(operator, args, kwargs)
+    kernel, _ = choose(operator, args, kwargs)
+    name = REFERENCE if kernel is None else kernel.name
+    function = operator.body if kernel is None else kernel.function
+    plan = Plan(name, function)
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        plan.run = function
+        try:
+            output, plan.run = _verified(operator, kernel, function, args, kwargs, binding)
+        except BaseException:
+            plan.run = first
+            raise
+        return output
+
+    if config.get().verify:
+        plan.run = first
+    return plan
+
+
+def _verified(
+    operator: Operator,
+    kernel: Kernel | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    binding: patterns.Binding,
+) -> tuple[Any, Callable[..., Any]]:
+    name = REFERENCE if kernel is None else kernel.name
+    snapshot = None
+    fresh = operator.needs_verifying(name, args, kwargs)
+    try:
+        if fresh:
+            snapshot = mutation.snapshot(operator.name, schema_mutates(operator), operator.named_tensors(args, kwargs))
+        output = function(*args, **kwargs)
+        if snapshot is not None:
+            snapshot.check(f"the kernel {name}" if kernel else "its body")
+        check_output(operator, name, args, kwargs, output)
+        _check_patterns(operator, output, binding)
+        expected = _expected(operator, args, kwargs) if kernel is not None else None
+        layout = _compare(operator, name, output, expected) if expected is not None else None
+    except BaseException:
+        operator.unverify(name, args, kwargs)
+        raise
+    if layout is None:
+        return output, function
+    restrided = _restriding(function, layout)
+    return _restride(output, layout), restrided
+
+
+def schema_mutates(operator: Operator) -> set[str]:
+    """The schema arguments that the operator writes to."""
+    arguments = operator.schema.arguments
+    return {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+
+
+def check_output(
+    operator: Operator, kernel: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Raise unless the result has the schema's form and shares no memory with arguments or itself."""
+    _check_form(operator, kernel, output)
+    if operator.schema._is_view_op() or _returns_arguments(operator):  # pyright: ignore[reportPrivateUsage]
+        return
+    results = output if isinstance(output, tuple) else (output,)
+    if torch._C._any_output_is_alias_to_input_or_output(args, kwargs, results):  # pyright: ignore[reportPrivateUsage]
+        raise AliasError(
+            f"{operator.name} (kernel {kernel}): an output of a custom operator must not be one of its inputs and may not "
+            "alias an input or another output. Return a copy, for example x.clone()."
+        )
+
+
+def _returns_arguments(operator: Operator) -> bool:
+    return any(r.alias_info is not None and r.alias_info.is_write for r in operator.schema.returns)
+
+
+def _check_form(operator: Operator, kernel: str, output: Any) -> None:
+    returns = operator.schema.returns
+    count = len(returns)
+    if count == 0:
+        wrong = output is not None
+    elif count == 1:
+        wrong = not _fits(output, returns[0])
+    else:
+        items = output if isinstance(output, (tuple, list)) else ()
+        wrong = len(items) != count or not all(_fits(item, r) for item, r in zip(items, returns, strict=True))
+    if wrong:
+        declared = ", ".join(str(r.type) for r in returns) or "nothing"
+        raise OutputError(
+            f"{operator.name}: {'its body' if kernel == REFERENCE else 'the kernel ' + kernel} returned {_described(output)}, "
+            f"but the schema declares {declared}."
+        )
+
+
+def _fits(value: Any, declared: Any) -> bool:
+    kind = str(declared.type)
+    if kind == "Tensor":
+        return isinstance(value, torch.Tensor)
+    return isinstance(value, (list, tuple)) if kind.startswith("List") else value is not None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"{len(value)} values ({', '.join(type(item).__name__ for item in value)})"
+    return "nothing" if value is None else type(value).__name__
+
+
+def _check_patterns(operator: Operator, output: Any, binding: patterns.Binding) -> None:
+    declared = operator.signature.return_patterns
+    if not any(declared) or operator.signature.returns is not None or not config.get().check:
+        return
+    outputs = output if isinstance(output, (tuple, list)) and len(declared) > 1 else (output,)
+    for i, (value, pattern) in enumerate(zip(outputs, declared, strict=False)):
+        if pattern is not None and isinstance(value, torch.Tensor):
+            binding.check("the output" if len(declared) == 1 else f"the output {i}", value, pattern)
+
+
+def _expected(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """What the reference says of the outputs of this call, on fake tensors; None where it cannot."""
+    if operator.mutates:
+        return None
+    trace = operator.traced(args, kwargs)
+    return None if trace.opaque is not None else pytree.tree_leaves(trace.outputs)
+
+
+def _compare(operator: Operator, kernel: str, output: Any, expected: list[Any]) -> list[Any] | None:
+    """Raise where shapes, dtypes or devices differ; where only strides do, return those to restore."""
+    layout: list[Any] = []
+    for i, (value, fake) in enumerate(zip(pytree.tree_leaves(output), expected, strict=False)):
+        if not isinstance(value, torch.Tensor) or not isinstance(fake, torch.Tensor):
+            layout.append(None)
+            continue
+        known = all(isinstance(size, int) for size in fake.shape)
+        got, want = (t.dtype for t in (value, fake)), fake.dtype
+        if value.dtype != want or value.device.type != fake.device.type or (known and value.shape != fake.shape):
+            raise OutputError(
+                f"{operator.name}: output {i} of the kernel {kernel} is {tuple(value.shape)} {next(got)} on {value.device}, but "
+                f"the reference gives {tuple(fake.shape)} {want} on {fake.device}."
+            )
+        layout.append(fake.stride() if known and _strides_differ(value, fake) else None)
+    if not any(strides is not None for strides in layout):
+        return None
+    warnings.warn(
+        f"{operator.name}: the kernel {kernel} returns other strides than the reference, which compiled programs rely on. "
+        "Its results are copied into the reference's layout; allocate outputs with that layout to save the copy.",
+        StrideWarning,
+        stacklevel=4,
+    )
+    return layout
+
+
+def _strides_differ(value: torch.Tensor, fake: torch.Tensor) -> bool:
+    if value.numel() == 0:
+        return False
+    pairs = zip(value.shape, value.stride(), fake.stride(), strict=True)
+    return any(size > 1 and a != b for size, a, b in pairs)
+
+
+def _restride(output: Any, layout: list[Any]) -> Any:
+    leaves, spec = pytree.tree_flatten(output)
+    for i, strides in enumerate(layout):
+        if strides is not None:
+            leaves[i] = torch.empty_strided(
+                leaves[i].shape, strides, dtype=leaves[i].dtype, device=leaves[i].device
+            ).copy_(leaves[i])
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _restriding(function: Callable[..., Any], layout: list[Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _restride(function(*args, **kwargs), layout)
+
+    return run
+
+
+def make_training(operator: Operator, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """How calls of these shapes run when gradients are recorded, on ordinary tensors in eager mode."""
+    if operator.composite(args, kwargs) and plan.kernel == REFERENCE:
+        return lambda *args, **kwargs: plan.run(*args, **kwargs)
+    rule = operator.rule(args, kwargs)
+    trim = _trailing_defaults(operator) if isinstance(rule, GivenRule) else []
+
+    def train(*args: Any, **kwargs: Any) -> Any:
+        call = Call(plan.run, rule, kwargs, True)
+        if trim:
+            args = _trimmed(args, trim)
+        return restore(call, apply(operator.autograd_function, call, args))
+
+    return train
+
+
+def _trailing_defaults(operator: Operator) -> list[Any]:
+    # the dispatcher drops trailing arguments that equal their defaults, and the author's rule may count on it
+    return [] if operator.signature.flattened else [
+        p.default for p in operator.signature.parameters if not p.keyword_only
+    ]  # fmt: skip
+
+
+def _trimmed(args: tuple[Any, ...], defaults: list[Any]) -> tuple[Any, ...]:
+    count = len(args)
+    while count:
+        value, default = args[count - 1], defaults[count - 1]
+        if value is not default and (isinstance(value, torch.Tensor) or type(value) is not type(default) or value != default):
+            break
+        count -= 1
+    return args[:count]

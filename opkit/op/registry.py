@@ -1,0 +1,101 @@
+"""The operators of this process, and the lock under which they are defined, replaced and removed."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import difflib
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from opkit.errors import NameClashError, RedefinitionWarning, UnknownOperatorError
+from opkit.op import torch_private as private
+from opkit.op.operator import CustomOp
+
+lock = threading.RLock()
+_operators: dict[str, CustomOp[Any, Any]] = {}
+
+
+def operators() -> list[CustomOp[Any, Any]]:
+    """Every operator that opkit defined in this process, by name."""
+    with lock:
+        return [_operators[name] for name in sorted(_operators)]
+
+
+def get(name: str) -> CustomOp[Any, Any]:
+    """The operator called ``name``, such as "demo::rms_norm".
+
+    Raises:
+        UnknownOperatorError: opkit defined none of that name; the message offers the nearest names.
+    """
+    with lock:
+        found = _operators.get(name)
+    if found is None:
+        near = difflib.get_close_matches(name, _operators, n=3, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(near)}?" if near else " Import the module that defines it first."
+        raise UnknownOperatorError(f"opkit defined no operator named {name!r}.{hint}")
+    return found
+
+
+def remove(name: str) -> None:
+    """Remove the operator called ``name`` from PyTorch; calls through what still refers to it then fail.
+
+    Raises:
+        UnknownOperatorError: opkit defined none of that name.
+    """
+    with lock:
+        get(name)
+        del _operators[name]
+        private.custom_ops.OPDEFS.pop(name, None)
+        private.custom_ops.OPDEF_TO_LIB.pop(name)._destroy()  # pyright: ignore[reportPrivateUsage]
+
+
+def install(op: CustomOp[Any, Any], module: str, stacklevel: int) -> None:
+    """Register ``op`` with PyTorch, in the place of an older definition by the same module.
+
+    Raises:
+        NameClashError: another module or library holds the name.
+    """
+    name = op.name
+    with lock:
+        older = _operators.get(name)
+        if older is not None:
+            _check_same_module(older, module, name)
+            warnings.warn(
+                f"{name} was defined before by {module}; the new definition takes its place.",
+                RedefinitionWarning,
+                stacklevel=stacklevel,
+            )
+        elif name in private.custom_ops.OPDEF_TO_LIB:
+            _check_foreign(name, module)
+        if name in private.custom_ops.OPDEF_TO_LIB:
+            private.custom_ops.OPDEF_TO_LIB.pop(name)._destroy()  # pyright: ignore[reportPrivateUsage]
+        library = torch.library.Library(op.name.split("::")[0], "FRAGMENT")  # noqa: TOR901
+        try:
+            op._register(library)  # pyright: ignore[reportPrivateUsage]
+        except BaseException:
+            library._destroy()  # pyright: ignore[reportPrivateUsage]
+            _operators.pop(name, None)
+            raise
+        private.custom_ops.OPDEF_TO_LIB[name] = library
+        private.custom_ops.OPDEFS[name] = op
+        _operators[name] = op
+
+
+def _check_same_module(older: CustomOp[Any, Any], module: str, name: str) -> None:
+    holder = older.reference.__module__
+    if holder != module:
+        raise NameClashError(
+            f"{name} is already defined by the module {holder}; {module} cannot define it too. Choose another name, or call "
+            f"opkit.remove({name!r}) first."
+        )
+
+
+def _check_foreign(name: str, module: str) -> None:
+    foreign = private.custom_ops.OPDEFS.get(name)
+    holder = getattr(getattr(foreign, "_init_fn", None), "__module__", None)
+    if holder is not None and holder != module:
+        raise NameClashError(f"{name} is already defined by torch.library.custom_op in {holder}. Choose another name.")

@@ -1,0 +1,323 @@
+"""Gradients: one autograd node for every rule, given or derived.
+
+The node runs the kernel (or whatever the dispatcher runs below autograd) and lets the rule keep what its backward needs.
+It is a single-level function: the dispatcher, not ``autograd.Function.apply``, decides at which functorch level it runs.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+from opkit.errors import RuleError
+from opkit.op import torch_private as private
+from opkit.op.rules import vjp
+
+
+class Rule(Protocol):
+    """A backward rule: what it keeps, and the gradients of the arguments, one an argument."""
+
+    def save(self, ctx: Any, call: Call, args: tuple[Any, ...], output: Any) -> None:
+        """Keep on ``ctx`` what the backward needs."""
+        ...
+
+    def backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """The gradients of ``args``, given those of the outputs."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One call on its way through the autograd node. ``plain`` marks eager calls on ordinary tensors."""
+
+    run: Callable[..., Any]
+    rule: Rule
+    kwargs: dict[str, Any]
+    plain: bool
+    spec: Any = None
+    output_spec: Any = None
+
+
+def make_function(name: str) -> Any:
+    """The autograd function of one operator; ``name`` is what ``grad_fn`` shows."""
+    return type(name, (private.SingleLevelFunction,), {"forward": staticmethod(_forward), "backward": staticmethod(_backward)})
+
+
+def _forward(ctx: Any, *inputs: Any) -> Any:
+    call: Call = inputs[-1]
+    args = inputs[:-1] if call.spec is None else tuple(pytree.tree_unflatten(list(inputs[:-1]), call.spec))
+    output = call.run(*args, **call.kwargs)
+    ctx.opkit_call = call
+    call.rule.save(ctx, call, args, output)
+    if type(output) is list or (type(output) is tuple and any(type(item) is list for item in output)):
+        leaves, call.output_spec = pytree.tree_flatten(output)
+        return tuple(leaves)
+    return output
+
+
+def _backward(ctx: Any, *grads: Any) -> Any:
+    call: Call = ctx.opkit_call
+    if call.output_spec is not None:
+        structured = pytree.tree_unflatten(list(grads), call.output_spec)
+        grads = tuple(structured) if type(structured) is tuple else (structured,)
+    found = call.rule.backward(ctx, *grads)
+    if call.spec is not None:
+        found = _flattened(found, call.spec)
+    return (*found, None)
+
+
+def _flattened(grads: Sequence[Any], spec: Any) -> list[Any]:
+    flat: list[Any] = []
+    for grad, child in zip(grads, spec.children(), strict=True):
+        if child.is_leaf():
+            flat.append(grad)
+        elif grad is None:
+            flat.extend([None] * child.num_leaves)
+        else:
+            flat.extend(pytree.tree_leaves(grad, is_leaf=lambda item: item is None))
+    return flat
+
+
+def apply(function: Any, call: Call, args: tuple[Any, ...]) -> Any:
+    """Run ``call`` through the autograd node ``function``."""
+    if not any(type(arg) in (list, tuple) for arg in args):
+        return function.apply(*args, call)
+    leaves, call.spec = pytree.tree_flatten(args)
+    output = function.apply(*leaves, call)
+    return output
+
+
+def restore(call: Call, output: Any) -> Any:
+    """The output in the structure that the kernel returned it in."""
+    return output if call.output_spec is None else pytree.tree_unflatten(list(output), call.output_spec)
+
+
+@dataclasses.dataclass
+class GivenRule:
+    """The author's ``register_autograd``, with torch.library's meaning."""
+
+    operator: Any
+    backward_function: Callable[..., Any]
+    setup_context: Callable[..., Any] | None
+
+    def save(self, ctx: Any, call: Call, args: tuple[Any, ...], output: Any) -> None:
+        """Run the author's ``setup_context`` on the arguments with their defaults filled in."""
+        if self.setup_context is None:
+            return
+        schema = self.operator.overload._schema  # pyright: ignore[reportPrivateUsage]
+        inputs, named = private.library_utils.fill_defaults(schema, args, call.kwargs)
+        signature = self.operator.signature
+        if signature.flattened:
+            decoded, named = signature.decode(inputs, named)
+            inputs = tuple(decoded)
+            output = signature.returns.decode(output) if signature.returns else output
+        if any(argument.kwarg_only for argument in schema.arguments):
+            self.setup_context(ctx=ctx, inputs=inputs, keyword_only_inputs=named, output=output)
+        else:
+            self.setup_context(ctx=ctx, inputs=inputs, output=output)
+
+    def backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """The author's backward; its gradients may end early where the rest are of defaulted arguments."""
+        call: Call = ctx.opkit_call
+        needs = ctx.needs_input_grad
+        structured = needs[:-1] if call.spec is None else tuple(pytree.tree_unflatten(list(needs[:-1]), call.spec))
+        try:
+            ctx.needs_input_grad = structured
+            found = self.backward_function(ctx, *grads)
+        finally:
+            ctx.needs_input_grad = needs
+        found = found if isinstance(found, tuple) else (found,)
+        return self._counted(found, len(structured))
+
+    def _counted(self, found: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+        schema = self.operator.overload._schema  # pyright: ignore[reportPrivateUsage]
+        full = sum(not argument.kwarg_only for argument in schema.arguments)
+        if len(found) not in (count, full):
+            expected = str(count) if count == full else f"{count} or {full}"
+            raise RuleError(
+                f"{self.operator.name}: the registered backward returned an incorrect number of gradients (expected "
+                f"{expected}, got {len(found)}). Return one for each argument, None for those that need none."
+            )
+        return found[:count]
+
+
+@dataclasses.dataclass
+class MissingRule:
+    """No rule was registered and none can be derived: an error, when a gradient is asked for."""
+
+    operator: Any
+
+    def save(self, ctx: Any, call: Call, args: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept."""
+
+    def backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Raise, naming the line that left torch."""
+        raise self.operator.autograd_error()
+
+
+class _Prepared:
+    """A pruned backward laid out for one call: where each saved value is found and where each gradient goes."""
+
+    __slots__ = ("at", "count", "graph", "grouped", "silent", "sizes", "tensors")
+
+    def __init__(self, graph: vjp.BackwardGraph, call: Call, args: tuple[Any, ...]) -> None:
+        leaves = pytree.tree_leaves(args) if call.spec is not None else list(args)
+        self.at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.count = len(leaves)
+        self.graph = graph
+        self.grouped = call.spec
+        self.tensors = [(s.source == "output", s.index if s.source == "output" else self.at[s.index]) for s in graph.tensors]
+        self.sizes = [
+            (s.source == "output", s.index if s.source == "output" else self.at[s.index], s.op, s.args) for s in graph.sizes
+        ]
+        self.silent = [i for i, differentiable in enumerate(graph.differentiable) if not differentiable]
+
+
+@dataclasses.dataclass
+class DerivedRule:
+    """The reference's vector-Jacobian product."""
+
+    operator: Any
+    graphs: dict[Any, list[vjp.BackwardGraph]] = dataclasses.field(default_factory=dict)
+    memo: dict[Any, _Prepared | None] = dataclasses.field(default_factory=dict)
+    whole: str = ""  # why the last call could not use a pruned graph
+
+    def save(self, ctx: Any, call: Call, args: tuple[Any, ...], output: Any) -> None:
+        """Keep the inputs, outputs and sizes that the pruned backward reads; all inputs where there is no such graph."""
+        prepared = self._prepared(call, args, output) if call.plain else None
+        ctx.opkit_prepared = prepared
+        if prepared is None:
+            self._save_whole(ctx, args, call.kwargs)
+            return
+        outputs = (output,) if isinstance(output, torch.Tensor) else _tensors(output)
+        leaves = args if call.spec is None else pytree.tree_leaves(args)
+        ctx.save_for_backward(*[outputs[i] if late else leaves[i] for late, i in prepared.tensors])
+        ctx.opkit_sizes = [op(outputs[i] if late else leaves[i], *rest) for late, i, op, rest in prepared.sizes]
+        if prepared.silent:
+            ctx.mark_non_differentiable(*[outputs[i] for i in prepared.silent])
+
+    def backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """The gradients by the pruned graph, or by running the whole reference under autograd."""
+        prepared: _Prepared | None = ctx.opkit_prepared
+        if prepared is None:
+            return self._backward_whole(ctx, *grads)
+        found = iter(prepared.graph.run(*ctx.saved_tensors, *ctx.opkit_sizes, *_tensors(list(grads))))
+        spread: list[Any] = [None] * prepared.count
+        for i in prepared.at:
+            if ctx.needs_input_grad[i]:
+                spread[i] = next(found)
+        return tuple(spread) if prepared.grouped is None else tuple(_grouped(spread, prepared.grouped))
+
+    def _prepared(self, call: Call, args: tuple[Any, ...], output: Any) -> _Prepared | None:
+        key = _call_key(args, call.kwargs)
+        if key in self.memo:
+            return self.memo[key]
+        graph = self._find_or_derive(args, call.kwargs, output)
+        if len(self.memo) >= 4096:
+            self.memo.clear()
+        self.memo[key] = None if graph is None else _Prepared(graph, call, args)
+        return self.memo[key]
+
+    def _find_or_derive(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> vjp.BackwardGraph | None:
+        inputs, outputs = _tensors((args, kwargs)), _tensors(output)
+        known = self.graphs.setdefault(_guard_key(args, kwargs), [])
+        for graph in known:
+            if graph.holds([*inputs, *outputs]):
+                return graph
+        trace = self.operator.traced(args, kwargs)
+        if trace.random:
+            raise self.operator.random_error()
+        if trace.cuts_gradient or any(t.layout is not torch.strided for t in inputs):
+            self.whole = "the reference cuts parts off from autograd, which a second derivative must see"
+            return None
+        return self._derive(known, args, kwargs, outputs)
+
+    def _derive(self, known: list[vjp.BackwardGraph], args: Any, kwargs: Any, outputs: list[Any]) -> Any:
+        inputs, reference = vjp.flat_reference(self.operator.reference, args, kwargs)
+        try:
+            with private.no_modes():
+                graph = vjp.derive(reference, inputs, [t.requires_grad for t in inputs], outputs)
+        except vjp.RandomReferenceError:
+            raise self.operator.random_error() from None
+        except Exception as error:  # the trace is an optimisation: without it the whole reference runs, and says why
+            self.whole = f"{type(error).__name__}: {error}".split("\n")[0]
+            return None
+        known.append(graph)
+        return graph
+
+    def _save_whole(self, ctx: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.operator.draws_random(args, kwargs):
+            raise self.operator.random_error()
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        ctx.opkit_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.save_for_backward(*[leaves[i] for i in ctx.opkit_at])
+        ctx.opkit_whole = ([None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+
+    def _backward_whole(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        leaves, spec = list(ctx.opkit_whole[0]), ctx.opkit_whole[1]
+        for i, tensor in zip(ctx.opkit_at, ctx.saved_tensors, strict=True):
+            leaves[i] = tensor
+        needs = ctx.needs_input_grad
+        wanted = [i for i in ctx.opkit_at if i < len(needs) - 1 and needs[i]]
+
+        def outputs_of(*chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            values = list(leaves)
+            for i, tensor in zip(wanted, chosen, strict=True):
+                values[i] = tensor
+            args, kwargs = pytree.tree_unflatten(values, spec)
+            return tuple(_tensors(self.operator.reference(*args, **kwargs)))
+
+        found = iter(_pull_back(outputs_of, [leaves[i] for i in wanted], _tensors(list(grads))))
+        spread = [next(found) if i in wanted else None for i in range(len(leaves))]
+        args, _ = pytree.tree_unflatten(spread, spec)
+        return tuple(args)
+
+
+def _pull_back(function: Callable[..., Any], inputs: list[Any], grads: list[Any]) -> Sequence[Any]:
+    """``grads`` pulled back through ``function``, differentiable again where a graph is being built."""
+    if torch.is_grad_enabled() or private.functorch_level() is not None:
+        outputs, pull = torch.func.vjp(function, *inputs)
+        return pull(tuple(g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)))
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        pairs = [(o, g) for o, g in zip(function(*leaves), grads, strict=True) if o.requires_grad]
+    if not pairs:
+        return [None] * len(inputs)
+    return torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _grouped(leaves: list[Any], spec: Any) -> list[Any]:
+    grouped: list[Any] = []
+    at = 0
+    for child in spec.children():
+        part = leaves[at : at + child.num_leaves]
+        grouped.append(part[0] if child.is_leaf() else part)
+        at += child.num_leaves
+    return grouped
+
+
+def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    leaves = pytree.tree_leaves((args, kwargs)) if kwargs or any(type(a) in (list, tuple) for a in args) else args
+    return tuple(
+        [
+            (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x)
+            for x in leaves
+        ]
+    )
+
+
+def _guard_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return tuple(
+        (x.ndim, x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x)
+        for x in pytree.tree_leaves((args, kwargs))
+    )

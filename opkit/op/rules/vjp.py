@@ -1,0 +1,272 @@
+"""The derived backward: the reference's vector-Jacobian product, traced once and pruned to what it needs.
+
+The reference and its backward are traced together on fake tensors with symbolic sizes, as AOTAutograd traces a joint
+graph. From the graph the part that leads to the gradients is kept. Its leaves are the values saved by the forward: of the
+inputs and outputs, whichever choice holds fewer bytes; an input that only lends its sizes is saved as integers. One
+traced graph serves every shape for which its guards hold.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_SIZE_OPS = ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset")
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedTensor:
+    """A tensor kept for the backward: the i-th tensor input or the i-th tensor output."""
+
+    source: str  # "input" or "output"
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedSize:
+    """A number kept for the backward: ``op(tensor, *args)`` of an input or output."""
+
+    source: str
+    index: int
+    op: Any
+    args: tuple[Any, ...]
+
+
+@dataclasses.dataclass
+class BackwardGraph:
+    """A pruned backward: ``run(*saved tensors, *saved sizes, *output gradients)`` gives the input gradients."""
+
+    run: Callable[..., Sequence[Any]]
+    tensors: tuple[SavedTensor, ...]
+    sizes: tuple[SavedSize, ...]
+    differentiable: tuple[bool, ...]
+    connected: tuple[bool, ...]
+    holds: Callable[[Sequence[torch.Tensor]], bool]
+    code: str
+
+    def saved_bytes(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
+        """How many bytes of tensors the forward keeps alive for this backward."""
+        pools = {"input": inputs, "output": outputs}
+        kept = {id(t): t for t in (pools[s.source][s.index] for s in self.tensors)}
+        return sum(t.numel() * t.element_size() for t in kept.values())
+
+
+@dataclasses.dataclass
+class _Joint:
+    """The traced joint graph, and where its parts are."""
+
+    module: torch.fx.GraphModule
+    inputs: list[torch.fx.Node]
+    cotangents: list[torch.fx.Node]
+    outputs: list[Any]
+    gradients: list[Any]
+    differentiable: tuple[bool, ...]
+    connected: tuple[bool, ...]
+
+
+class NotPrunableError(Exception):
+    """The joint graph writes in place, so parts of it cannot be taken out; the backward runs the whole reference."""
+
+
+class RandomReferenceError(Exception):
+    """The reference draws random numbers, so running it again would not give the forward that happened."""
+
+
+def derive(
+    reference: Callable[..., Any], inputs: Sequence[torch.Tensor], needs: Sequence[bool], outputs: Sequence[torch.Tensor]
+) -> BackwardGraph:
+    """Trace the backward of ``reference``, a function of tensors only.
+
+    Args:
+        reference: takes the tensors in ``inputs``, returns a list of tensors.
+        inputs: example inputs; only sizes, strides, dtypes and devices are read.
+        needs: which inputs need a gradient.
+        outputs: example outputs, one for each tensor that ``reference`` returns.
+
+    Raises:
+        RandomReferenceError: the reference draws random numbers.
+        NotPrunableError: the reference or its backward writes in place.
+    """
+    joint, holds = _trace(reference, inputs, needs, outputs)
+    candidates = [_prune(joint, use_outputs=use) for use in (True, False)]
+    graph, tensors, sizes = min(candidates, key=lambda c: _bytes(c[1], inputs, outputs))
+    module = torch.fx.GraphModule(joint.module, graph)
+    return BackwardGraph(
+        module.forward, tensors, sizes, joint.differentiable, joint.connected, holds, module.code
+    )
+
+
+def _bytes(tensors: Sequence[SavedTensor], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
+    pools = {"input": inputs, "output": outputs}
+    return sum(pools[s.source][s.index].numel() * pools[s.source][s.index].element_size() for s in tensors)
+
+
+def _trace(
+    reference: Callable[..., Any], inputs: Sequence[torch.Tensor], needs: Sequence[bool], outputs: Sequence[torch.Tensor]
+) -> tuple[_Joint, Callable[[Sequence[torch.Tensor]], bool]]:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    facts: dict[str, tuple[bool, ...]] = {}
+
+    def joint(*tensors: torch.Tensor) -> list[Any]:
+        primals, cotangents = tensors[: len(inputs)], tensors[len(inputs) :]
+        with torch.enable_grad():
+            results = reference(*primals)
+        facts["differentiable"] = tuple(bool(r.requires_grad) for r in results)
+        gradients = _gradients(results, primals, needs, cotangents)
+        facts["connected"] = tuple(g is not None for g in gradients)
+        return [[r.detach() for r in results], gradients]
+
+    examples = [_example(t, need) for t, need in zip(inputs, needs, strict=True)]
+    examples += [t.detach() for t in outputs]
+    with torch.enable_grad():
+        module = make_fx(joint, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
+    _refuse_writes(module)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    results, gradients = _output_of(module.graph)
+    parts = _Joint(
+        module, placeholders[: len(inputs)], placeholders[len(inputs) :], results, gradients,
+        facts["differentiable"], facts["connected"],
+    )  # fmt: skip
+    _refuse_random(parts)
+    return parts, _guard(placeholders)
+
+
+def _example(tensor: torch.Tensor, need: bool) -> torch.Tensor:
+    return tensor.detach().requires_grad_(need)
+
+
+def _gradients(
+    results: Sequence[torch.Tensor], primals: Sequence[torch.Tensor], needs: Sequence[bool], cotangents: Sequence[Any]
+) -> list[torch.Tensor | None]:
+    used = [(r, c) for r, c in zip(results, cotangents, strict=True) if r.requires_grad]
+    wanted = [p for p, need in zip(primals, needs, strict=True) if need]
+    if not used:
+        return [None] * len(wanted)
+    found = torch.autograd.grad(
+        [r for r, _ in used], wanted, [c.to(r.dtype) if c.dtype != r.dtype else c for r, c in used], allow_unused=True
+    )
+    return list(found)
+
+
+def _output_of(graph: torch.fx.Graph) -> tuple[list[Any], list[Any]]:
+    (node,) = [n for n in graph.nodes if n.op == "output"]
+    results, gradients = node.args[0]
+    return [_undetached(r) for r in results], list(gradients)
+
+
+def _undetached(node: Any) -> Any:
+    # the trace ends each result in the detach() of ``joint``; the value itself is one step before it
+    return node.args[0] if isinstance(node, torch.fx.Node) and node.target is torch.ops.aten.detach.default else node
+
+
+def _refuse_writes(module: torch.fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        if _mutable(node):
+            raise NotPrunableError(f"{node.target} writes in place")
+
+
+def _refuse_random(joint: _Joint) -> None:
+    for node in joint.module.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise RandomReferenceError(str(node.target))
+
+
+def _guard(placeholders: Sequence[torch.fx.Node]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    fakes = [node.meta["val"] for node in placeholders]
+    shape_env = next((f.fake_mode.shape_env for f in fakes if hasattr(f, "fake_mode")), None)
+    if shape_env is None:
+        return lambda _: True
+    code = shape_env.produce_guards_expression(fakes, ignore_static=False)
+    return lambda tensors: code is None or bool(shape_env.evaluate_guards_expression(code, list(tensors)))
+
+
+def _prune(
+    joint: _Joint, use_outputs: bool
+) -> tuple[torch.fx.Graph, tuple[SavedTensor, ...], tuple[SavedSize, ...]]:
+    """Keep what leads to the gradients; its leaves become saved tensors, saved sizes and output gradients."""
+    return _Pruner(joint, use_outputs).run()
+
+
+class _Pruner:
+    """Copies the needed part of a joint graph, leaves first."""
+
+    def __init__(self, joint: _Joint, use_outputs: bool) -> None:
+        self.joint = joint
+        self.leaves: dict[torch.fx.Node, tuple[str, int]] = {n: ("input", i) for i, n in enumerate(joint.inputs)}
+        if use_outputs:
+            for i, node in enumerate(joint.outputs):
+                if isinstance(node, torch.fx.Node) and node.op != "placeholder":
+                    self.leaves.setdefault(node, ("output", i))
+
+    def run(self) -> tuple[torch.fx.Graph, tuple[SavedTensor, ...], tuple[SavedSize, ...]]:
+        needed = self._needed()
+        tensors = [node for node in self.joint.module.graph.nodes if node in needed and self._saved_whole(node, needed)]
+        sizes = [node for node in self.joint.module.graph.nodes if node in needed and self._size_leaf(node)]
+        graph, copies = torch.fx.Graph(), {}
+        for node in [*tensors, *sizes, *self.joint.cotangents]:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+        for node in self.joint.module.graph.nodes:
+            if node in needed and node not in copies:
+                copies[node] = self._copy(graph, node, copies)
+        graph.output([copies.get(g) if isinstance(g, torch.fx.Node) else g for g in self.joint.gradients])
+        saved = tuple(SavedTensor(*self.leaves[node]) for node in tensors)
+        kept = tuple(SavedSize(*self.leaves[n.args[0]], n.target, tuple(n.args[1:])) for n in sizes)
+        return graph, saved, kept
+
+    def _needed(self) -> set[torch.fx.Node]:
+        needed: set[torch.fx.Node] = set()
+        work = [g for g in self.joint.gradients if isinstance(g, torch.fx.Node)]
+        while work:
+            node = work.pop()
+            if node in needed:
+                continue
+            needed.add(node)
+            if node not in self.leaves and not self._size_leaf(node):
+                work.extend(node.all_input_nodes)
+        return needed
+
+    def _size_leaf(self, node: torch.fx.Node) -> bool:
+        packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        return packet in _SIZE_OPS and node.args[0] in self.leaves and all(isinstance(a, int) for a in node.args[1:])
+
+    def _saved_whole(self, node: torch.fx.Node, needed: set[torch.fx.Node]) -> bool:
+        if node not in self.leaves:
+            return False
+        users = [user for user in node.users if user in needed and not self._size_leaf(user)]
+        return bool(users) or node in self.joint.gradients
+
+    def _copy(self, graph: torch.fx.Graph, node: torch.fx.Node, copies: dict[Any, Any]) -> Any:
+        if node.target is torch.ops.aten.detach.default:
+            return copies[node.args[0]]
+        return graph.node_copy(node, lambda n: copies[n])
+
+
+def _mutable(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def flat_reference(
+    reference: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], Callable[..., list[torch.Tensor]]]:
+    """The tensors among the arguments, and the reference as a function of just these that returns a list of tensors."""
+    leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        values = list(leaves)
+        for i, tensor in zip(at, tensors, strict=True):
+            values[i] = tensor
+        given, named = pytree.tree_unflatten(values, spec)
+        return [leaf for leaf in pytree.tree_leaves(reference(*given, **named)) if isinstance(leaf, torch.Tensor)]
+
+    return [leaves[i] for i in at], call

@@ -1,0 +1,97 @@
+"""vmap, derived: one call of the kernel over a ``*batch`` operator, the reference mapped, or a loop.
+
+An operator whose tensors are annotated ``*batch ...`` takes a mapped dimension as one more leading size, so one call of
+the kernel does. That the operator treats its leading sizes independently is the annotation's promise; the first folded
+call of each kind is compared with the mapped reference, and an operator that breaks the promise is never folded again.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from opkit.op.signature import Signature
+
+
+def fold_plan(signature: Signature, in_dims: Sequence[Any]) -> str | None:
+    """Why a mapped call cannot be folded into leading sizes; None where it can."""
+    names = {p.pattern.leading_batch for p in signature.parameters if p.pattern} - {None}
+    if len(names) != 1:
+        return "the operator's tensors have no common leading *batch"
+    (batch,) = names
+    if signature.flattened or any(p.kind == "tensors" for p in signature.parameters):
+        return "the operator takes or returns lists or structures"
+    outputs = signature.return_patterns
+    if not all(pattern is not None and pattern.leading_batch == batch for pattern in outputs):
+        return f"an output does not begin with *{batch}"
+    for parameter, dim in zip(signature.parameters, in_dims, strict=False):
+        if dim is not None and (parameter.pattern is None or parameter.pattern.leading_batch != batch):
+            return f"the mapped argument {parameter.name} does not begin with *{batch}"
+    return None
+
+
+def fold(
+    op: Callable[..., Any], signature: Signature, info: Any, in_dims: Sequence[Any], args: Sequence[Any], kwargs: Any
+) -> tuple[Any, Any]:
+    """Call ``op`` once with the mapped dimension as its first size."""
+    moved: list[Any] = []
+    for parameter, dim, arg in zip(signature.parameters, in_dims, args, strict=False):
+        if not isinstance(arg, torch.Tensor):
+            moved.append(arg)
+        elif dim is not None:
+            moved.append(arg.movedim(dim, 0))
+        elif parameter.pattern is not None and parameter.pattern.leading_batch:
+            moved.append(arg.expand(info.batch_size, *arg.shape))
+        else:
+            moved.append(arg)
+    output = op(*moved, **kwargs)
+    return output, pytree.tree_map(lambda _: 0, output)
+
+
+def loop(op: Callable[..., Any], info: Any, in_dims: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, Any]:
+    """Call ``op`` once for each index of the mapped dimension and stack the results."""
+    leaves, spec = pytree.tree_flatten(list(args))
+    dims = pytree.tree_leaves(in_dims, is_leaf=lambda d: d is None)
+    results: list[list[Any]] = []
+    output_spec: Any = None
+    for index in range(info.batch_size):
+        picked = [
+            leaf.select(dim, index) if isinstance(leaf, torch.Tensor) and dim is not None else leaf
+            for leaf, dim in zip(leaves, dims, strict=True)
+        ]
+        flat, output_spec = pytree.tree_flatten(op(*pytree.tree_unflatten(picked, spec), **kwargs))
+        results.append(flat)
+    stacked = [torch.stack(column) for column in zip(*results, strict=True)]
+    return (
+        pytree.tree_unflatten(stacked, output_spec),
+        pytree.tree_unflatten([0] * len(stacked), output_spec),
+    )
+
+
+@dataclasses.dataclass
+class FoldRecord:
+    """Which kinds of folded call have been compared with the mapped reference, and what came of it."""
+
+    agreed: set[Any] = dataclasses.field(default_factory=set)
+    broken: str = ""
+
+
+def agrees(folded: Any, mapped: Any) -> bool:
+    """Whether two results are the same up to the rounding of their dtypes."""
+    pairs = zip(pytree.tree_leaves(folded), pytree.tree_leaves(mapped), strict=True)
+    return all(_close(a, b) for a, b in pairs)
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    if not (a.dtype.is_floating_point or a.dtype.is_complex):
+        return bool(torch.equal(a, b))
+    tolerance = 64 * torch.finfo(a.dtype).eps ** 0.75
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -1,0 +1,179 @@
+"""An operator's kernels, and which of them a call gets.
+
+Kernels are tried by falling priority, the most recently registered first among equals; the first whose device, dtypes
+and predicate fit is chosen, and the reference stands behind them all. Every refusal carries its reason.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from opkit.errors import KernelError
+
+REFERENCE = "reference"
+forced_kernels: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("forced_kernels", default={})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel:
+    """One way to compute an operator on one device type (None: on all)."""
+
+    name: str
+    device: str | None
+    function: Callable[..., Any]
+    when: Callable[..., Any] | None = None
+    dtypes: frozenset[torch.dtype] | None = None
+    priority: int = 0
+    autotune: bool = False
+    order: int = 0
+    predicate_names: tuple[str, ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether it takes every call on its device, as a kernel of torch.library does."""
+        return self.when is None and self.dtypes is None and self.priority == 0 and not self.autotune
+
+    @property
+    def condition(self) -> str:
+        """The predicate as a person would name it; empty where there is none."""
+        return "" if self.when is None else getattr(self.when, "__qualname__", repr(self.when))
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The kernel that a call gets, and why each other one was refused."""
+
+    operator: str
+    kernel: str
+    refused: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.operator}: {self.kernel}"]
+        lines += [f"  not {name}: {reason}" for name, reason in self.refused.items()]
+        return "\n".join(lines)
+
+
+def predicate_names(when: Callable[..., Any] | None, parameters: Sequence[str], op: str) -> tuple[str, ...]:
+    """The operator's parameters that a predicate asks for, by name.
+
+    Raises:
+        KernelError: it is not callable, or asks for a name that the operator does not have.
+    """
+    if when is None:
+        return ()
+    if not callable(when):
+        raise KernelError(f"{op}: when= must be a function of the operator's arguments, got {when!r}")
+    names = tuple(inspect.signature(when).parameters)
+    unknown = [name for name in names if name not in parameters]
+    if unknown:
+        raise KernelError(f"{op}: when= asks for {', '.join(unknown)}; the operator has {', '.join(parameters)}.")
+    return names
+
+
+def call_device(args: Sequence[Any], kwargs: Mapping[str, Any], device: object = None) -> str:
+    """The device type of a call: its first tensor's, else that of its device argument, else the CPU."""
+    for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))):
+        if isinstance(leaf, torch.Tensor):
+            return leaf.device.type
+    return torch.device(device).type if isinstance(device, (str, torch.device)) else "cpu"
+
+
+def call_dtypes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[torch.dtype]:
+    """The dtypes that decide: those of the floating and complex tensors, or of all where there are none."""
+    dtypes = {leaf.dtype for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, torch.Tensor)}
+    return {d for d in dtypes if d.is_floating_point or d.is_complex} or dtypes
+
+
+class KernelTable:
+    """The kernels of one operator."""
+
+    def __init__(self, operator: str, parameters: Sequence[str]) -> None:
+        self.operator = operator
+        self.parameters = tuple(parameters)
+        self.kernels: list[Kernel] = []
+        self.disabled: set[str | None] = set()
+        self._registered = 0
+
+    def add(self, kernel: Kernel) -> Kernel:
+        """Add ``kernel``; a plain kernel replaces an earlier plain one of its device, as in torch.library.
+
+        Raises:
+            KernelError: the name is taken on that device.
+        """
+        if kernel.plain:
+            self.kernels = [k for k in self.kernels if not (k.plain and k.device == kernel.device)]
+        if kernel.name == REFERENCE or any(k.name == kernel.name for k in self.kernels):
+            raise KernelError(f"{self.operator}: there is a kernel named {kernel.name!r} already. Give it another name=.")
+        self._registered += 1
+        kernel = dataclasses.replace(kernel, order=self._registered)
+        self.kernels = sorted([*self.kernels, kernel], key=lambda k: (-k.priority, k.plain, -k.order))
+        return kernel
+
+    def free_name(self, function: Callable[..., Any], device: str | None) -> str:
+        """A name for a kernel registered without one."""
+        own = getattr(function, "__name__", "")
+        name = own if own.isidentifier() and own not in ("_", REFERENCE) else f"{device or 'any'}_kernel"
+        taken = {k.name for k in self.kernels if not (k.plain and k.device == device)}
+        return next(n for n in [name, *(f"{name}_{i}" for i in range(2, 10_000))] if n not in taken)
+
+    def named(self, name: str) -> Kernel:
+        """The kernel of that name.
+
+        Raises:
+            KernelError: there is none.
+        """
+        found = next((k for k in self.kernels if k.name == name), None)
+        if found is None:
+            names = ", ".join([REFERENCE, *(k.name for k in self.kernels)])
+            raise KernelError(f"{self.operator}: there is no kernel named {name!r}. There are: {names}.")
+        return found
+
+    def serves(self, device: str) -> bool:
+        """Whether any enabled kernel is meant for ``device``."""
+        return any(k.device in (None, device) and k.device not in self.disabled for k in self.kernels)
+
+    def refusal(self, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> str:
+        """Why ``kernel`` does not take this call; empty where it does."""
+        if kernel.device not in (None, device):
+            return f"it runs on {kernel.device}, the arguments are on {device}"
+        if kernel.device in self.disabled:
+            return f"kernels for {kernel.device} are disabled"
+        if kernel.dtypes is not None and not call_dtypes(args, kwargs) <= kernel.dtypes:
+            have, want = (", ".join(sorted(map(str, dtypes))) for dtypes in (call_dtypes(args, kwargs), kernel.dtypes))
+            return f"the arguments have {have}; it takes {want}"
+        if kernel.when is not None and not kernel.when(**self._predicate_arguments(kernel, args, kwargs)):
+            return f"its condition {kernel.condition} is false"
+        return ""
+
+    def _predicate_arguments(self, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        given = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
+        return {name: given[name] for name in kernel.predicate_names}
+
+    def eligible(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], device: str
+    ) -> tuple[list[Kernel], dict[str, str]]:
+        """The kernels that take the call, the preferred one first, and the reason of each that does not."""
+        forced = forced_kernels.get().get(self.operator)
+        if forced is not None:
+            return self._forced(forced, device)
+        refused = {k.name: self.refusal(k, args, kwargs, device) for k in self.kernels}
+        return [k for k in self.kernels if not refused[k.name]], {n: r for n, r in refused.items() if r}
+
+    def _forced(self, name: str, device: str) -> tuple[list[Kernel], dict[str, str]]:
+        refused = {k.name: f"{name} is forced by opkit.use_kernel" for k in self.kernels if k.name != name}
+        if name == REFERENCE:
+            return [], refused
+        kernel = self.named(name)
+        if kernel.device not in (None, device):
+            raise KernelError(
+                f"{self.operator}: opkit.use_kernel forces {name!r}, which runs on {kernel.device}, but the arguments are "
+                f"on {device}."
+            )
+        return [kernel], refused

@@ -1,0 +1,142 @@
+"""Every private torch name that the operator layer relies on, in one place.
+
+Read in torch 2.13.0; the same names are in torch 2.11 unless the line says otherwise. What has a public spelling is
+used under that spelling elsewhere.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportAttributeAccessIssue=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import _C
+from torch._library import autograd as _library_autograd
+from torch._library import custom_ops as custom_ops
+from torch._library import utils as library_utils
+from torch.autograd import forward_ad as forward_ad
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+
+CustomOpDef = custom_ops.CustomOpDef
+DispatchKey = _C.DispatchKey
+DispatchKeySet = _C.DispatchKeySet
+AutoDispatchBelowAutograd = _C._AutoDispatchBelowAutograd
+ExcludeDispatchKeyGuard = _C._ExcludeDispatchKeyGuard
+supports_tensorlist: Callable[[Any], Any] = _library_autograd.supports_tensorlist
+
+after_autograd_keyset: Any = _C._after_autograd_keyset
+after_inplace_or_view_keyset: Any = _C._after_ADInplaceOrView_keyset
+any_requires_grad: Callable[..., bool] = _C._any_requires_grad
+dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+function_modes: Callable[[], int] = _C._len_torch_function_stack
+functorch_level: Callable[[], Any] = _C._functorch.peek_interpreter_stack
+any_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
+profiling: Callable[[], bool] = _C._autograd._profiler_enabled
+grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+parse_schema: Callable[[str], Any] = _C.parse_schema
+throw_on_data_pointer: Callable[[torch.Tensor], None] = _C._set_throw_on_mutable_data_ptr
+
+
+def dispatch_key_of(device_type: str) -> str:
+    """The name of the backend dispatch key of a device type, "CPU" for "cpu"."""
+    return _C._dispatch_key_for_device(device_type)
+
+
+def autocast_keys() -> dict[str, Any]:
+    """The dispatch key of autocast for each device type that supports it (and that Python can name)."""
+    names = {device: f"Autocast{dispatch_key_of(device)}" for device in _C._autocast_supported_devices()}
+    return {device: getattr(DispatchKey, name) for device, name in names.items() if hasattr(DispatchKey, name)}
+
+
+def functionalizing() -> bool:
+    """Whether AOTAutograd (or export) is functionalising the program that calls us."""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+def compiling() -> bool:
+    """Whether the tracing in progress belongs to torch.compile or AOTInductor, and not to export."""
+    return torch._guards.TracingContext.try_get() is not None and not torch.compiler.is_exporting()
+
+
+def has_tangent(value: object) -> bool:
+    """Whether ``value`` is a tensor that carries a forward-mode tangent at the current level."""
+    return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
+
+
+@contextlib.contextmanager
+def single_level_functions_allowed() -> Iterator[None]:
+    """Allow a single-level autograd function inside a functorch transform, as torch's own rules do."""
+    from torch._functorch.utils import enable_single_level_autograd_function
+
+    with enable_single_level_autograd_function():
+        yield
+
+
+@contextlib.contextmanager
+def no_modes() -> Iterator[None]:
+    """Suspend every dispatch mode (fake, proxy, functional, the user's own)."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
+def current_modes() -> list[Any]:
+    """The dispatch modes in force, outermost first."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return list(_get_current_dispatch_mode_stack())
+
+
+def run_vmap_rule(rule: Callable[..., Any], op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a ``register_vmap`` style rule on arguments that are batched at the current functorch level."""
+    from torch._functorch.autograd_function import custom_function_call_vmap_helper
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    interpreter = retrieve_current_functorch_interpreter()
+    return custom_function_call_vmap_helper(interpreter, rule, op, *args, **kwargs)
+
+
+def supported_parameter_types() -> dict[Any, str]:
+    """torch.library's table from annotation to schema type."""
+    from torch._library.infer_schema import SUPPORTED_PARAM_TYPES
+
+    return SUPPORTED_PARAM_TYPES
+
+
+def in_compilation() -> bool:
+    """Whether torch.compile, AOTInductor or export is tracing."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def register_ordered_effect(name: str, library: Any) -> None:
+    """Declare that an operator has side effects, so that it is neither dropped nor reordered."""
+    from torch._higher_order_ops import effects
+
+    if hasattr(library, "_register_effectful_op"):  # torch 2.13
+        from torch._library.effects import EffectType
+
+        library._register_effectful_op(name, EffectType.ORDERED)
+    else:
+        effects._register_effectful_op(library_utils.lookup_op(name), effects._EffectType.ORDERED)
+
+
+def tag_error(name: str, demand: str) -> Exception:
+    """The error for an operator that breaks the promise of ``torch.Tag.inplace`` or ``torch.Tag.out``."""
+    from opkit.errors import OutputError
+
+    return OutputError(f"{name}: An operator tagged with torch.Tag.{demand}.")
+
+
+def register_effect(name: str, effect: Any, library: Any) -> None:
+    """``CustomOpDef.register_effect`` of torch 2.13."""
+    if hasattr(library, "_register_effectful_op"):
+        library._register_effectful_op(name, effect)
+        return
+    from torch._higher_order_ops import effects
+
+    effects._register_effectful_op(library_utils.lookup_op(name), effect)
