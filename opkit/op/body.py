@@ -101,8 +101,7 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     with private.no_modes(), torch.enable_grad():
         shape_env = ShapeEnv(allow_dynamic_output_shape_ops=True, allow_scalar_outputs=False)
         mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-        plain = pytree.tree_map_only(torch.Tensor, lambda t: t.detach(), (tuple(args), kwargs))
-        fake_args, fake_kwargs = fake_like(plain, mode)
+        fake_args, fake_kwargs = fake_like((tuple(args), kwargs), mode)
         leaves = [leaf for leaf in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(leaf, torch.Tensor)]
         for leaf in leaves:
             private.throw_on_data_pointer(leaf)

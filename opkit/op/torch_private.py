@@ -78,10 +78,11 @@ def single_level_functions_allowed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_modes() -> Iterator[None]:
-    """Suspend every dispatch mode (fake, proxy, functional, the user's own)."""
+    """Suspend every dispatch mode (fake, proxy, functional, the user's own) and every functorch level."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():
+    with _disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
 
 
