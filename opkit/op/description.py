@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from opkit.op.core import Operator
-from opkit.op.rules.vmap import fold_plan
+from opkit.op.rules.vmap import fold_refusal
 
 _METHODS = {
     "fake": "register_fake",
@@ -123,7 +123,7 @@ def _rule(operator: Operator, rule: str, given: bool, opaque: bool) -> RuleInfo:
 
 def _vmap_detail(operator: Operator, opaque: bool) -> str:
     dims = [0 if p.pattern is not None and p.pattern.leading_batch else None for p in operator.signature.parameters]
-    reason = operator.folds.broken or fold_plan(operator.signature, dims)
+    reason = operator.folds.broken or fold_refusal(operator.signature, dims)
     if not reason:
         return "one call over *batch"
     return f"{'a loop over calls' if opaque else 'the reference mapped'} ({reason})"

@@ -240,35 +240,27 @@ class Dispatcher:
         if operator.given.vmap is not None:
             return private.run_vmap_rule(operator.given.vmap, operator.overload, *args, **kwargs)
         transparent = operator.transparent(args, kwargs)
-        if transparent and not operator.kernels.serves(operator.device(args, kwargs)):
+        served = operator.kernels.serves(operator.device(args, kwargs)) or not transparent
+        refused = operator.folds.broken or vmap.fold_refusal(operator.signature, private.batch_dims(args))
+        if transparent and (refused or not served):
             return operator.reference(*args, **kwargs)
-        rule = functools.partial(self._derived_vmap, transparent)
+        rule = self._looped if refused else functools.partial(self._folded, transparent)
         return private.run_vmap_rule(rule, operator.overload, *args, **kwargs)
 
-    def _derived_vmap(self, transparent: bool, info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
-        operator = self.operator
-        reason = operator.folds.broken or vmap.fold_plan(operator.signature, in_dims)
-        if not reason:
-            folded = vmap.fold(operator.overload, operator.signature, info, in_dims, args, kwargs)
-            if not transparent or self._fold_holds(in_dims, folded[0], args, kwargs):
-                return folded
-        if transparent:
-            mapped = torch.vmap(lambda *a: operator.reference(*a, **kwargs), in_dims, randomness=info.randomness)(*args)
-            return mapped, pytree.tree_map(lambda _: 0, mapped)
-        return vmap.loop(operator.overload, info, in_dims, args, kwargs)
+    def _looped(self, info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
+        return vmap.loop(self.operator.overload, info, in_dims, args, kwargs)
 
-    def _fold_holds(self, in_dims: Any, folded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _folded(self, transparent: bool, info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
         operator = self.operator
+        folded = vmap.fold(operator.overload, operator.signature, info, in_dims, args, kwargs)
         key = (tuple(in_dims), tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in args))
-        if key in operator.folds.agreed or private.dispatch_modes() or private.functorch_level() is not None:
-            return True
-        with torch.no_grad():
-            mapped = torch.vmap(lambda *a: operator.reference(*a, **kwargs), in_dims, randomness="different")(*args)
-        if not vmap.agrees(folded, mapped):
-            operator.folds.broken = "the operator does not treat its leading *batch sizes independently"
-            return False
-        operator.folds.agreed.add(key)
-        return True
+        if not transparent or key in operator.folds.agreed or private.dispatch_modes():
+            return folded
+        if vmap.agrees(operator.reference, folded[0], info, in_dims, args, kwargs):
+            operator.folds.agreed.add(key)
+            return folded
+        operator.folds.broken = "the operator does not treat its leading *batch sizes independently"
+        return vmap.loop(operator.reference, info, in_dims, args, kwargs)
 
 
 def _clash(name: str, error: RuntimeError) -> NameClashError:

@@ -93,6 +93,15 @@ def current_modes() -> list[Any]:
     return list(_get_current_dispatch_mode_stack())
 
 
+def batch_dims(args: Any) -> Any:
+    """Which dimension of each argument the current functorch level maps over; None for those it does not."""
+    from torch._functorch.autograd_function import unwrap_batched
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    _, dims = unwrap_batched(args, retrieve_current_functorch_interpreter().level())
+    return dims
+
+
 def run_vmap_rule(rule: Callable[..., Any], op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a ``register_vmap`` style rule on arguments that are batched at the current functorch level."""
     from torch._functorch.autograd_function import custom_function_call_vmap_helper
