@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from opkit.errors import NameClashError, RuleError
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
-from opkit.op.fastcall import GenericCall
+from opkit.op.fastcall import FastCalls, GenericCall
 from opkit.op.identity import note_traced
 from opkit.op.planning import check_arguments
 from opkit.op.rules import autocast, flops, vmap
@@ -41,7 +41,17 @@ class Dispatcher:
         self.operator = operator
         self.shown = shown  # how the operator is named in the error that torch's users know
         self.plain = GenericCall(operator)
+        self.fast: Any = None
         self.flop_formula: Callable[..., int] | None = None
+
+    def refresh(self, slow: Callable[..., Any], forced: bool) -> Callable[..., Any]:
+        """Forget every plan; returns what a direct call runs from now on. ``slow`` goes through the dispatcher."""
+        self.plain.plans.clear()
+        self.fast = FastCalls(self.operator, slow, self.autograd, self.plain)
+        if forced:  # while a kernel is forced in some thread, every call asks which
+            self.fast.dispatched, self.fast.planned = self.autograd, self.plain
+            return slow
+        return self.fast.call
 
     # ---- registration ----------------------------------------------------------------------------------------------
 
@@ -61,7 +71,7 @@ class Dispatcher:
         operator.overload = private.library_utils.lookup_op(operator.name)
         opname = operator.opname
         library._register_fake(opname, self.fake)
-        library.impl(opname, self.autograd, "Autograd", with_keyset=True)
+        library.impl(opname, lambda *args, **kwargs: self.fast.dispatched(*args, **kwargs), "Autograd", with_keyset=True)
         library.impl(opname, self.batched, "FuncTorchBatched", with_keyset=True)
         for device, key in private.autocast_keys().items():
             library.impl(opname, self._autocast_kernel(device, key), key.name, with_keyset=True)
@@ -146,7 +156,7 @@ class Dispatcher:
             return self._transformed(keyset, args, kwargs)
         if operator.schema.is_mutable or keyset.has(private.DispatchKey.Python) or operator.schema._is_view_op():
             return self._unit(keyset, args, kwargs)
-        return self.plain(*args, **kwargs)
+        return self.fast.planned(*args, **kwargs)
 
     def _under_modes(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = self.operator

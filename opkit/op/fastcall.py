@@ -1,16 +1,20 @@
-"""The eager fast path: a function written for one operator's signature.
+"""The eager fast path: functions written for one operator's signature.
 
 Dispatching through torch costs several microseconds a call in Python. When nothing needs the dispatcher (no mode, no
-transform, no autocast, no profiler, only ordinary dense tensors) a call can go straight to its plan. That test, and the
-lookup of the plan by shapes and dtypes, is written out as Python source for the operator's own parameters, as
-``dataclasses`` does for ``__init__``; with loops in their place it would cost more than it saves.
+transform, no autocast, no profiler, only ordinary dense tensors) a call can go straight to its plan. Two functions are
+written out as Python source for the operator's own parameters, as ``dataclasses`` does for ``__init__``; with loops in
+their place they would cost more than they save:
+
+- ``call`` asks one compiled guard, the one that torch.compile's own programs use (``TensorGuards``: types, dispatch keys
+  with the thread's modes, dtypes, devices, sizes, whether gradients are needed), whether this call is like the last;
+- ``planned`` looks the plan up by shapes, dtypes and flags, and installs that guard once a plan has come up often.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,64 +29,121 @@ from opkit.op.signature import Parameter
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _SCALAR_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "dtype": torch.dtype, "device": torch.device}
 _MOST_PLANS = 4096
+_RESERVED = {"plan", "result", "training", "entry", "keyset"}
 
 _TEMPLATE = """
 def call({parameters}):
+    for entry in entries:
+        if entry.check({tensors}){same} and not (profiling() or function_modes()) and forward_ad._current_level < 0:
+            result = entry.go({passed})
+            if {returned}:
+                returned_argument()
+            return result
     if (dispatch_modes() or functorch_level() is not None or function_modes() or profiling() or any_autocast()
             or forward_ad._current_level >= 0{unusual}):
         return slow({passed})
+    return planned({passed})
+
+def dispatched(keyset, {parameters}):
+    for entry in entries:
+        if entry.check({tensors}){same} and not profiling() and forward_ad._current_level < 0:
+            result = entry.go({passed})
+            if {returned}:
+                returned_argument()
+            return result
+    return decide(keyset, {passed})
+
+def planned({parameters}):
     plan = plans.get({key})
     if plan is None:
         plan = new_plan({key}, ({positional}), {named})
     if {gradients}:
-        train = plan.train
-        if train is None:
-            train = new_training(plan, ({positional}), {named})
-        result = train({passed})
+        if plan.train is None:
+            new_training(plan, ({positional}), {named})
+        result = plan.train({passed})
+        training = 1
     else:
         result = plan.run({passed})
+        training = 0
     if {returned}:
         returned_argument()
+    plan.uses += 1
+    if plan.uses >= plan.patience:
+        install(training, plan, ({tensors},), ({flags}))
     return result
 """
 
 
-def compile_call(operator: Operator, slow: Callable[..., Any]) -> Callable[..., Any]:
-    """The fast call of ``operator``; ``slow`` itself where the signature has no fast form."""
+class Entry:
+    """A guard and what to run when it holds."""
+
+    __slots__ = ("check", "flags", "go", "plan")
+
+    def __init__(self, check: Callable[..., bool], flags: tuple[Any, ...], plan: Plan, go: Callable[..., Any]) -> None:
+        self.check = check
+        self.flags = flags
+        self.plan = plan
+        self.go = go
+
+
+class FastCalls:
+    """The written functions of one operator, for direct calls and for the Autograd kernel."""
+
+    def __init__(
+        self, operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]
+    ) -> None:
+        self.call, self.dispatched, self.planned = slow, decide, generic
+        tensors = [p for p in operator.signature.parameters if p.kind == "tensor"]
+        if _has_fast_form(operator, tensors):
+            namespace = _namespace(operator, slow, decide, tensors)
+            source = _source(operator, tensors, namespace)
+            exec(compile(source, f"<opkit call of {operator.name}>", "exec"), namespace)
+            self.call, self.dispatched, self.planned = (namespace[n] for n in ("call", "dispatched", "planned"))
+
+
+def _has_fast_form(operator: Operator, tensors: list[Parameter]) -> bool:
+    schema, parameters = operator.schema, operator.signature.parameters
+    known = all(p.kind == "tensor" or p.kind in _SCALAR_TYPES for p in parameters)
+    named_apart = not any(p.name in _RESERVED or p.name.startswith("_opkit") for p in parameters)
+    plain = not (schema.is_mutable or schema._is_view_op() or operator.signature.flattened)  # pyright: ignore[reportPrivateUsage]
+    same_names = [p.name for p in parameters] == [a.name for a in schema.arguments]
+    return bool(tensors) and known and named_apart and plain and same_names and len(schema.returns) > 0
+
+
+def _source(operator: Operator, tensors: list[Parameter], namespace: dict[str, Any]) -> str:
     parameters = operator.signature.parameters
-    tensors = [p for p in parameters if p.kind == "tensor"]
-    if not _has_fast_form(operator, tensors):
-        return slow
-    namespace = _namespace(operator, slow)
-    source = _TEMPLATE.format(
+    conditional = any(kernel.when is not None or kernel.autotune for kernel in operator.kernels.kernels)
+    flags = [p for p in parameters if p.kind != "tensor" and (p.kind != "float" or conditional)]
+    text = _TEMPLATE.format(
         parameters=_parameter_list(parameters, namespace),
+        tensors=", ".join(p.name for p in tensors),
+        same=_same(parameters, flags, namespace),
+        flags="".join(f"{p.name}, " for p in flags),
         unusual="".join(_unusual(p, operator, namespace) for p in parameters),
-        key=_key(operator),
-        passed=_passed(parameters),
+        key=_key(parameters, conditional, bool(operator.kernels.kernels or operator.device_types)),
+        passed=", ".join(f"{p.name}={p.name}" if p.keyword_only else p.name for p in parameters),
         positional="".join(f"{p.name}, " for p in parameters if not p.keyword_only),
         named="{" + ", ".join(f"'{p.name}': {p.name}" for p in parameters if p.keyword_only) + "}",
         gradients=_gradients(tensors),
         returned=" or ".join(f"result is {p.name}" for p in tensors if not p.optional) or "False",
     )
-    exec(compile(source, f"<opkit call of {operator.name}>", "exec"), namespace)
-    return namespace["call"]
+    for name in _HELPERS:  # the helpers' names are prefixed, so that no parameter can hide one
+        text = text.replace(f"{name}(", f"_opkit_{name}(").replace(f" {name}:", f" _opkit_{name}:")
+    text = text.replace("forward_ad.", "_opkit_forward_ad.").replace("plans.get", "_opkit_plans.get")
+    text = text.replace("def _opkit_planned(", "def planned(")
+    return text
 
 
-def _has_fast_form(operator: Operator, tensors: list[Parameter]) -> bool:
-    schema = operator.schema
-    known = all(p.kind == "tensor" or p.kind in _SCALAR_TYPES for p in operator.signature.parameters)
-    named_apart = not any(p.name in _RESERVED for p in operator.signature.parameters)
-    written = operator.signature.parameters and len(operator.signature.parameters) == len(schema.arguments)
-    plain = not (schema.is_mutable or schema._is_view_op() or operator.signature.flattened)  # pyright: ignore[reportPrivateUsage]
-    names = [p.name for p in operator.signature.parameters] == [a.name for a in schema.arguments]
-    return bool(tensors) and known and named_apart and bool(written) and plain and names and len(schema.returns) > 0
+_HELPERS = ("profiling", "function_modes", "returned_argument", "dispatch_modes", "functorch_level", "any_autocast", "slow",
+            "planned", "decide", "new_plan", "new_training", "install", "grad_enabled", "entries")  # fmt: skip
 
 
-_RESERVED = {"plans", "plan", "slow", "train", "result", "new_plan", "new_training", "call", "returned_argument"}
-
-
-def _namespace(operator: Operator, slow: Callable[..., Any]) -> dict[str, Any]:
+def _namespace(
+    operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], tensors: list[Parameter]
+) -> dict[str, Any]:
     plans: dict[Any, Plan] = {}
+    entries: list[Entry] = []
+    strict = any(kernel.when is not None or kernel.autotune for kernel in operator.kernels.kernels)
 
     def new_plan(key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         plan = make_plan(operator, args, kwargs)
@@ -91,31 +152,36 @@ def _namespace(operator: Operator, slow: Callable[..., Any]) -> dict[str, Any]:
         plans[key] = plan
         return plan
 
-    def new_training(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    def new_training(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         plan.train = make_training(operator, plan, args, kwargs)
-        return plan.train
+
+    def install(training: int, plan: Plan, tensors: Sequence[Any], flags: tuple[Any, ...]) -> None:
+        plan.uses, plan.patience = 0, plan.patience * 2
+        if any(tensor is None for tensor in tensors):
+            return
+        go = plan.train if training else plan.run
+        assert go is not None
+        entry = Entry(private.tensor_guard(tensors, strict), flags, plan, go)
+        if not entry.check(*tensors):  # the guard refuses a tensor given twice
+            return
+        kept = [old for old in entries if (old.go is old.plan.train) != bool(training)]
+        entries[:] = [entry, *kept]
 
     def returned_argument() -> None:
         raise AliasError(
             f"{operator.name}: the output is one of the inputs and may not alias it. Return a copy, for example x.clone()."
         )
 
-    return {
-        "dispatch_modes": private.dispatch_modes,
-        "function_modes": private.function_modes,
-        "functorch_level": private.functorch_level,
-        "profiling": private.profiling,
-        "any_autocast": private.any_autocast,
-        "forward_ad": private.forward_ad,
-        "grad_enabled": private.grad_enabled,
-        "plain_types": _PLAIN_TYPES,
-        "strided": torch.strided,
-        "plans": plans,
-        "slow": slow,
-        "new_plan": new_plan,
-        "new_training": new_training,
-        "returned_argument": returned_argument,
-    }
+    helpers: dict[str, Any] = {
+        "dispatch_modes": private.dispatch_modes, "function_modes": private.function_modes,
+        "functorch_level": private.functorch_level, "profiling": private.profiling, "any_autocast": private.any_autocast,
+        "forward_ad": private.forward_ad, "grad_enabled": private.grad_enabled, "plans": plans, "entries": entries,
+        "slow": slow, "decide": decide, "new_plan": new_plan, "new_training": new_training,
+        "install": install, "returned_argument": returned_argument, "plain_types": _PLAIN_TYPES, "strided": torch.strided,
+    }  # fmt: skip
+    namespace = {f"_opkit_{name}": value for name, value in helpers.items()}
+    namespace["_opkit_planned"] = lambda *args, **kwargs: namespace["planned"](*args, **kwargs)
+    return namespace
 
 
 def _parameter_list(parameters: tuple[Parameter, ...], namespace: dict[str, Any]) -> str:
@@ -126,35 +192,40 @@ def _parameter_list(parameters: tuple[Parameter, ...], namespace: dict[str, Any]
         if p.required:
             written.append(p.name)
         else:
-            namespace[f"default_{p.name}"] = p.default
-            written.append(f"{p.name}=default_{p.name}")
+            namespace[f"_opkit_default_{p.name}"] = p.default
+            written.append(f"{p.name}=_opkit_default_{p.name}")
     return ", ".join(written)
 
 
-def _passed(parameters: tuple[Parameter, ...]) -> str:
-    return ", ".join(f"{p.name}={p.name}" if p.keyword_only else p.name for p in parameters)
+def _same(parameters: tuple[Parameter, ...], flags: list[Parameter], namespace: dict[str, Any]) -> str:
+    tests: list[str] = []
+    for p in parameters:
+        if p.kind != "tensor":
+            namespace[f"_opkit_type_{p.kind}"] = _SCALAR_TYPES[p.kind]
+            test = f"type({p.name}) is _opkit_type_{p.kind}"
+            tests.append(f"({p.name} is None or {test})" if p.optional else test)
+    if flags:
+        tests.append(f"({''.join(f'{p.name}, ' for p in flags)}) == entry.flags")
+    return "".join(f" and {test}" for test in tests)
 
 
 def _unusual(p: Parameter, operator: Operator, namespace: dict[str, Any]) -> str:
     if p.kind != "tensor":
-        namespace[f"type_{p.kind}"] = _SCALAR_TYPES[p.kind]
-        test = f"type({p.name}) is not type_{p.kind}"
+        test = f"type({p.name}) is not _opkit_type_{p.kind}"
     else:
-        test = f"type({p.name}) not in plain_types"
+        test = f"type({p.name}) not in _opkit_plain_types"
         if operator.kernels.kernels:  # a kernel may read memory as it lies: no sparse layout, no lazy negation
-            test += f" or {p.name}.layout is not strided or {p.name}.is_neg() or {p.name}.is_conj()"
+            test += f" or {p.name}.layout is not _opkit_strided or {p.name}.is_neg() or {p.name}.is_conj()"
         test = f"({test})"
     return f" or ({p.name} is not None and {test})" if p.optional else f" or {test}"
 
 
-def _key(operator: Operator) -> str:
-    conditional = any(kernel.when is not None for kernel in operator.kernels.kernels)
-    tuned = any(kernel.autotune for kernel in operator.kernels.kernels)
+def _key(parameters: tuple[Parameter, ...], conditional: bool, devices: bool) -> str:
     parts: list[str] = []
-    for p in operator.signature.parameters:
+    for p in parameters:
         if p.kind == "tensor":
-            strides = f", {p.name}.stride()" if conditional or tuned else ""
-            text = f"{p.name}.shape, {p.name}.dtype, {p.name}.device{strides}"
+            text = f"{p.name}.shape, {p.name}.dtype" + (f", {p.name}.device" if devices else "")
+            text += f", {p.name}.stride()" if conditional else ""
             parts.append(f"None if {p.name} is None else ({text})" if p.optional else text)
         elif p.kind != "float" or conditional:
             parts.append(p.name)

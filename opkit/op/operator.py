@@ -18,7 +18,6 @@ from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.description import Description, describe
 from opkit.op.dispatcher import Dispatcher
-from opkit.op.fastcall import compile_call
 from opkit.op.rules.autograd import GivenRule
 from opkit.op.selection import Kernel, Selection, predicate_names
 
@@ -72,11 +71,9 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
     def _refresh(self) -> None:
         operator = self._operator
         self._opoverload = operator.overload
-        self._dispatcher.plain.plans.clear()
-        self._call: Callable[..., Any] = self._dispatched if self._forced else compile_call(operator, self._dispatched)
+        self._call: Callable[..., Any] = self._dispatcher.refresh(self._dispatched, self._forced > 0)
 
     def _force(self, change: int) -> None:
-        # while a kernel is forced in some thread, every call takes the path that asks which
         with self._operator.lock:
             self._forced += change
             self._refresh()

@@ -21,14 +21,19 @@ from opkit.op.selection import REFERENCE, Kernel, Selection
 
 
 class Plan:
-    """``run`` computes; ``train`` computes and records gradients (made when first asked for)."""
+    """``run`` computes; ``train`` computes and records gradients (made when first asked for).
 
-    __slots__ = ("kernel", "run", "train")
+    ``uses`` counts the look-ups since a guard was last installed for the plan, ``patience`` how many it takes: twice as
+    many each time, so that calls of changing shapes do not spend their time on installing guards.
+    """
+
+    __slots__ = ("kernel", "patience", "run", "train", "uses")
 
     def __init__(self, kernel: str, run: Callable[..., Any]) -> None:
         self.kernel = kernel
         self.run = run
         self.train: Callable[..., Any] | None = None
+        self.uses, self.patience = 0, 2
 
 
 def completed(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,19 @@ def dispatch_key_of(device_type: str) -> str:
     return _C._dispatch_key_for_device(device_type)
 
 
+def tensor_guard(tensors: Any, strides: bool) -> Callable[..., bool]:
+    """A compiled test for tensors of the same types, dispatch keys, dtypes, devices, sizes and need of gradients.
+
+    The dispatch keys are those that hold with the thread's modes and exclusions applied, at the time of each test.
+    """
+    guards = _C._dynamo.guards.TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(t.shape) for t in tensors],
+        dynamic_dims_strides=[list(t.stride()) if strides else [None] * t.ndim for t in tensors],
+    )
+    return guards.check
+
+
 def autocast_keys() -> dict[str, Any]:
     """The dispatch key of autocast for each device type that supports it (and that Python can name)."""
     names = {device: f"Autocast{dispatch_key_of(device)}" for device in _C._autocast_supported_devices()}
