@@ -69,27 +69,28 @@ def save(text: str, folder: Path) -> None:
             (folder / block.file).write_text("\n".join(block.lines) + "\n", encoding="utf-8")
 
 
-def run(arguments: list[str], folder: Path) -> None:
+def run(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, *arguments]
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=folder, timeout=170, check=False
+        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=170, check=False
     )
     assert done.returncode == 0, f"{' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_python_blocks_run(path, tmp_path):
+def test_python_blocks_run(path, tmp_path, child_environment):
     text = path.read_text(encoding="utf-8")
     program = tmp_path / f"{path.stem.lower()}_blocks.py"
     program.write_text(script(text), encoding="utf-8")
-    run(["-W", "error", program.name], tmp_path)
+    run(["-W", "error", program.name], tmp_path, child_environment)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_run(path, tmp_path):
+def test_commands_run(path, tmp_path, child_environment):
     text = path.read_text(encoding="utf-8")
     save(text, tmp_path)
     for command in commands(text):
-        run(["-m", "opkit", *command[1:]], tmp_path)
+        run(["-m", "opkit", *command[1:]], tmp_path, child_environment)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
