@@ -9,12 +9,15 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+WARNINGS = [option for each in PYTEST["filterwarnings"] for option in ("-W", each)]
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>.*)$")
 _CHEAP = ("doctor", "list", "describe", "--help")
 
@@ -82,7 +85,7 @@ def test_python_blocks_run(path, tmp_path, child_environment):
     text = path.read_text(encoding="utf-8")
     program = tmp_path / f"{path.stem.lower()}_blocks.py"
     program.write_text(script(text), encoding="utf-8")
-    run(["-W", "error", program.name], tmp_path, child_environment)
+    run([*WARNINGS, program.name], tmp_path, child_environment)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
