@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import os
 import sys
@@ -96,11 +95,9 @@ def describe(name: Annotated[str, typer.Argument(help="namespace::operator")], m
     _import(module)
     import opkit
 
-    try:
-        description = opkit.get(name).describe()
-    except errors.UnknownOperatorError as error:
-        _refuse(_unknown(name, [op.name for op in opkit.operators()], error))
-    for part in _describe(description):
+    with _bad_input(errors.UnknownOperatorError):
+        op = opkit.get(name)
+    for part in _describe(op.describe()):
         _console().print(part)
 
 
@@ -120,7 +117,8 @@ def _bad_input(*mistakes: type[Exception]) -> Iterator[None]:
     try:
         yield
     except mistakes as error:
-        _refuse(str(error))
+        hint = " (with --module)" if isinstance(error, errors.UnknownOperatorError) else ""
+        _refuse(f"{error}{hint}")
 
 
 def _check_device(device: str | None) -> None:
@@ -166,15 +164,6 @@ def _where(error: BaseException) -> str:
         trace = trace.tb_next
     outside = [f"{name}:{line}" for name, line in frames if "importlib" not in name and name != __file__]
     return f"\n  at {outside[-1]}" if outside else ""
-
-
-def _unknown(name: str, known: list[str], error: Exception) -> str:
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    if close:
-        return f"no operator {name!r} is registered. Did you mean {' or '.join(close)}?"
-    if not known:
-        return f"no operator {name!r} is registered, nor any other. Name the module that defines it with --module."
-    return f"no operator {name!r} is registered ({error}). `opkit list` prints those that are."
 
 
 def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
