@@ -75,6 +75,10 @@ class ConfigError(OpkitError, ValueError):
     """An ``OPKIT_*`` environment variable holds a value that cannot be used."""
 
 
+class UnsupportedTorchError(OpkitError, RuntimeError):
+    """The installed torch is older than the oldest release that opkit runs on."""
+
+
 class RedefinitionWarning(UserWarning):
     """An operator was defined a second time by the same module; the newer definition took its place."""
 

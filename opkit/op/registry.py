@@ -7,13 +7,15 @@ from __future__ import annotations
 import difflib
 import threading
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from opkit.errors import NameClashError, RedefinitionWarning, UnknownOperatorError
 from opkit.op import torch_private as private
-from opkit.op.operator import CustomOp
+
+if TYPE_CHECKING:
+    from opkit.op.operator import CustomOp
 
 lock = threading.RLock()
 _operators: dict[str, CustomOp[Any, Any]] = {}

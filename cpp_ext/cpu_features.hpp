@@ -1,0 +1,16 @@
+// What the processor can run. One file an instruction set architecture implements detect(); the others compile to nothing.
+#pragma once
+
+#include <vector>
+
+namespace opkit {
+
+struct Feature {
+    const char* name;
+    bool usable;  // the processor has it and the operating system saves its registers
+};
+
+std::vector<Feature> detect_x86();
+std::vector<Feature> detect_arm();
+
+}  // namespace opkit

@@ -1,0 +1,19 @@
+// opkit._core: what Python asks of the compiled core.
+#include <pybind11/pybind11.h>
+
+#include "cpu_features.hpp"
+
+namespace py = pybind11;
+
+static py::dict cpu_features() {
+    py::dict features;
+    for (const auto& found : {opkit::detect_x86(), opkit::detect_arm()})
+        for (const opkit::Feature& feature : found) features[feature.name] = feature.usable;
+    return features;
+}
+
+PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
+    m.doc() = "The compiled core. It holds no torch code, so one build serves every torch release.";
+    m.def("cpu_features", &cpu_features,
+          "Which instruction sets this processor has and its operating system lets a program use, by name.");
+}

@@ -1,0 +1,218 @@
+"""The ``opkit`` command: ``demo``, ``doctor``, ``list`` and ``describe``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from opkit import errors
+
+if TYPE_CHECKING:
+    from opkit.doctor import Finding
+
+app = typer.Typer(
+    help="Custom PyTorch operators from one function.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+_BAD_INPUT = 2
+_PIPE_WIDTH = 160
+_STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
+_ORIGINS = {"derived": "green", "given": "cyan", "not derivable": "yellow"}
+
+Modules = Annotated[
+    list[str] | None,
+    typer.Option("--module", "-m", help="Import this module first, so that its operators are registered; repeatable."),
+]
+
+
+def main() -> None:
+    """Run the command line in ``sys.argv``."""
+    app(prog_name="opkit")
+
+
+@app.command()
+def demo(
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of each run.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU where there is one.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The folder that the loss curves are written to.")] = Path("opkit-demo"),
+) -> None:
+    """Train a small language model, made of opkit operators, on Python's own source; eager, then compiled."""
+    with _bad_input(errors.OpkitError):
+        _check_device(device)
+        _check_folder(out)
+        from opkit import demo as program
+
+        program.run(steps, device, out)
+
+
+@app.command()
+def doctor() -> None:
+    """Print versions, compilers, CPU features, GPUs and cache folders, and how to mend what is missing."""
+    from opkit.doctor import examine
+
+    findings = examine()
+    console = _console()
+    for section in dict.fromkeys(finding.section for finding in findings):
+        console.print(_section(section, [finding for finding in findings if finding.section == section]))
+    missing = [finding for finding in findings if finding.status == "missing"]
+    verdict = f"[bold red]Missing: {len(missing)}" if missing else "[green]Nothing that opkit needs is missing."
+    console.print(verdict)
+    raise typer.Exit(1 if missing else 0)
+
+
+@app.command("list")
+def list_operators(module: Modules = None) -> None:
+    """List the operators that are registered."""
+    _import(module)
+    import opkit
+
+    operators = opkit.operators()
+    if not operators:
+        _console().print("No operators are registered. Name the module that defines them: opkit list --module my_ops")
+        return
+    _console().print(_table(("operator", "kernels", "schema"), [_row(op.describe()) for op in operators]))
+
+
+@app.command()
+def describe(name: Annotated[str, typer.Argument(help="namespace::operator")], module: Modules = None) -> None:
+    """Print an operator's schema, its kernels, and where each of its rules comes from."""
+    _import(module)
+    import opkit
+
+    with _bad_input(errors.UnknownOperatorError):
+        op = opkit.get(name)
+    for part in _describe(op.describe()):
+        _console().print(part)
+
+
+def _console() -> Console:
+    """A console as wide as the terminal, or wide enough for most lines where the output is not a terminal."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+
+
+def _refuse(message: str) -> NoReturn:
+    """Say what is wrong with the command line and end with the status that means so."""
+    typer.echo(f"opkit: {message}", err=True)
+    raise typer.Exit(_BAD_INPUT)
+
+
+@contextlib.contextmanager
+def _bad_input(*mistakes: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except mistakes as error:
+        hint = " (with --module)" if isinstance(error, errors.UnknownOperatorError) else ""
+        _refuse(f"{error}{hint}")
+
+
+def _check_device(device: str | None) -> None:
+    if device is None:
+        return
+    import torch
+
+    try:
+        parsed = torch.device(device)
+        torch.empty(1, device=parsed)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        _refuse(f"the device {device!r} cannot be used: {reason}\nUse --device cpu, or leave it out.")
+    if parsed.type == "meta":
+        _refuse("the device 'meta' holds no values. Use --device cpu, or leave it out.")
+
+
+def _check_folder(out: Path) -> None:
+    existing = next(place for place in (out, *out.absolute().parents) if place.exists())
+    if not existing.is_dir():
+        _refuse(f"--out {out}: {existing} is a file. Name a folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        _refuse(f"--out {out}: {existing} cannot be written to. Name another folder.")
+
+
+def _import(modules: list[str] | None) -> None:
+    """Import each module, as ``python -m`` would find it: from the working directory too."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for module in modules or ():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # anything can go wrong in a module; the user wants the reason, not our frames
+            _refuse(f"the module {module!r} cannot be imported: {type(error).__name__}: {error}{_where(error)}")
+
+
+def _where(error: BaseException) -> str:
+    """The line of the user's module that the import failed at, if it got that far."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    outside = [f"{name}:{line}" for name, line in frames if "importlib" not in name and name != __file__]
+    return f"\n  at {outside[-1]}" if outside else ""
+
+
+def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _row(description: Any) -> tuple[str, str, str]:
+    kernels = ", ".join(f"{kernel.name} ({kernel.device})" for kernel in description.kernels)
+    return escape(description.name), escape(kernels or "the reference"), escape(description.schema)
+
+
+def _section(section: str, findings: list[Finding]) -> Table:
+    table = _table((section, "", ""), [])
+    for finding in findings:
+        mend = f"\n-> {finding.mend}" if finding.mend else ""
+        mark = f"[{_STYLES[finding.status]}]{finding.status}"
+        table.add_row(f"  {escape(finding.name)}", mark, escape(finding.value + mend))
+    return table
+
+
+def _describe(description: Any) -> Iterator[Table | str]:
+    yield f"[bold]{escape(description.name)}[/bold]  {escape(description.schema)}"
+    if description.doc:
+        yield escape(description.doc.strip().splitlines()[0])
+    mutates = ", ".join(description.mutates) or "nothing"
+    facts = [
+        ("reference", description.reference),
+        ("mutates", f"{mutates} ({description.mutation_origin})"),
+        ("tags", ", ".join(description.tags) or "none"),
+        ("contract", description.contract_hash),
+    ]
+    yield _table(("fact", ""), [(name, escape(value)) for name, value in facts])
+    yield _table(
+        ("kernel", "device", "dtypes", "priority", "when", "enabled"), [_kernel(k) for k in description.kernels]
+    )
+    yield _table(("rule", "origin", ""), [_rule(rule) for rule in description.rules])
+
+
+def _kernel(kernel: Any) -> tuple[str, ...]:
+    dtypes = "any" if not kernel.dtypes else ", ".join(str(dtype) for dtype in kernel.dtypes)
+    cells = (kernel.name, kernel.device, dtypes, kernel.priority, kernel.condition or "always", kernel.enabled)
+    return tuple(escape("yes" if cell is True else "no" if cell is False else str(cell)) for cell in cells)
+
+
+def _rule(rule: Any) -> tuple[str, str, str]:
+    style = _ORIGINS.get(rule.origin, "white")
+    return escape(rule.rule), f"[{style}]{escape(rule.origin)}", escape(rule.detail)

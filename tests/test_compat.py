@@ -1,0 +1,60 @@
+"""Which torch releases opkit accepts, and what it says about the others."""
+
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from opkit import compat, errors
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    compat.warn_if_untested.cache_clear()
+    yield
+    compat.warn_if_untested.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1", "2.13.0+cpu", "2.13.0a0+git1234", "2.13"])
+def test_a_tested_torch_is_silent(version):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compat.warn_if_untested(version)
+
+
+@pytest.mark.parametrize("version", ["2.14.0", "2.100.0", "3.0.0", "2.14.0.dev20260801+cu130"])
+def test_a_newer_torch_warns_once(version):
+    with pytest.warns(errors.UntestedTorchWarning, match=rf"torch {re.escape(version)} is newer than 2\.13"):
+        compat.warn_if_untested(version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compat.warn_if_untested(version)
+
+
+@pytest.mark.parametrize("version", ["2.10.2", "1.13.1", "2.9"])
+def test_an_older_torch_is_refused(version):
+    with pytest.raises(errors.UnsupportedTorchError, match=r"needs torch 2\.11 or newer.*pip install"):
+        compat.warn_if_untested(version)
+
+
+@pytest.mark.parametrize("version", ["", "unknown", "v2.13"])
+def test_what_is_not_a_version_is_refused(version):
+    with pytest.raises(ValueError, match="not a torch version"):
+        compat.release(version)
+
+
+def test_the_installed_torch_is_accepted():
+    import torch
+
+    assert compat.status(torch.__version__) in ("tested", "newer than tested")
+
+
+def test_the_module_itself_imports_no_torch():
+    program = (
+        "import sys, types; package = types.ModuleType('opkit'); package.__path__ = sys.argv[1:]; "
+        "sys.modules['opkit'] = package; import opkit.compat; assert 'torch' not in sys.modules"
+    )
+    folder = compat.__file__.rsplit("compat", 1)[0]
+    subprocess.run([sys.executable, "-c", program, folder], check=True)

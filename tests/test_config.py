@@ -1,0 +1,38 @@
+"""Settings from the environment."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from opkit import config, errors
+
+
+def test_defaults():
+    settings = config.read({})
+    assert (settings.check, settings.verify) == (True, True)
+    assert settings.cache_dir.name == "opkit"
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", False), ("off", False), ("FALSE", False), ("1", True), ("On", True)])
+@pytest.mark.parametrize("name", ["check", "verify"])
+def test_switches(name, text, value):
+    assert getattr(config.read({f"OPKIT_{name.upper()}": text}), name) is value
+
+
+@pytest.mark.parametrize("text", ["", "yes please", "2"])
+def test_what_is_no_switch_is_refused_by_name(text):
+    with pytest.raises(errors.ConfigError, match=r"OPKIT_CHECK.*Set it to 0 or 1"):
+        config.read({"OPKIT_CHECK": text})
+
+
+def test_cache_folder(tmp_path):
+    assert config.read({"OPKIT_CACHE_DIR": str(tmp_path)}).cache_dir == Path(tmp_path)
+
+
+def test_settings_are_read_once_and_do_not_change(monkeypatch):
+    settings = config.get()
+    monkeypatch.setenv("OPKIT_CHECK", "0" if settings.check else "1")
+    assert config.get() is settings
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.check = False  # type: ignore[misc]

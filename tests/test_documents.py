@@ -1,0 +1,109 @@
+"""Every Python block of the README and docs/ runs, and every opkit command that is cheap enough to run.
+
+A document's blocks run in order in one process, at the line numbers that they have in the document. A block whose fence
+reads ```` ```python my_ops.py ```` is also saved under that name, for the commands that follow.
+"""
+
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+WARNINGS = [option for each in PYTEST["filterwarnings"] for option in ("-W", each)]
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<info>.*)$")
+_CHEAP = ("doctor", "list", "describe", "--help")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the file name after it, its lines, and the number of the first of them."""
+
+    language: str
+    file: str | None
+    first_line: int
+    lines: tuple[str, ...]
+
+
+def blocks(text: str) -> list[Block]:
+    found: list[Block] = []
+    opened: tuple[int, str] | None = None
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        fence = _FENCE.match(line)
+        if fence is None:
+            continue
+        if opened is None:
+            opened = (number, fence["info"].strip())
+            continue
+        language, _, file = opened[1].partition(" ")
+        found.append(Block(language, file.strip() or None, opened[0] + 2, tuple(lines[opened[0] + 1 : number])))
+        opened = None
+    assert opened is None, f"the block opened on line {opened[0] + 1} is not closed"
+    return found
+
+
+def script(text: str) -> str:
+    """The Python blocks of a document, with every other line blank, so that line numbers agree."""
+    lines = [""] * len(text.splitlines())
+    for block in blocks(text):
+        if block.language == "python":
+            lines[block.first_line - 1 : block.first_line - 1 + len(block.lines)] = block.lines
+    return "\n".join(lines) + "\n"
+
+
+def commands(text: str) -> list[list[str]]:
+    """The opkit commands in a document's shell blocks, less those that install, train or test."""
+    lines = [line for block in blocks(text) if block.language in ("bash", "console", "sh") for line in block.lines]
+    parts = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
+    return [part for part in parts if len(part) > 1 and part[0] == "opkit" and part[1] in _CHEAP]
+
+
+def save(text: str, folder: Path) -> None:
+    for block in blocks(text):
+        if block.file is not None:
+            (folder / block.file).write_text("\n".join(block.lines) + "\n", encoding="utf-8")
+
+
+def run(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=170, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_blocks_run(path, tmp_path, child_environment):
+    text = path.read_text(encoding="utf-8")
+    program = tmp_path / f"{path.stem.lower()}_blocks.py"
+    program.write_text(script(text), encoding="utf-8")
+    run([*WARNINGS, program.name], tmp_path, child_environment)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_run(path, tmp_path, child_environment):
+    text = path.read_text(encoding="utf-8")
+    save(text, tmp_path)
+    for command in commands(text):
+        run(["-m", "opkit", *command[1:]], tmp_path, child_environment)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+        assert (path.parent / target).exists(), f"{path}: the link to {target} leads nowhere"
+
+
+def test_blocks_keep_their_line_numbers():
+    text = "one\n```python my.py\nx = 1\n```\n\n```bash\n$ opkit doctor  # a remark\npip install .\n```\n"
+    assert [block.first_line for block in blocks(text)] == [3, 7]
+    assert script(text).splitlines()[2] == "x = 1"
+    assert commands(text) == [["opkit", "doctor"]]

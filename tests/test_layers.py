@@ -1,0 +1,151 @@
+"""Imports point one way. The rooms, and which may use which, are those of ``_ROOMS``, lowest first."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "opkit"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# A room may import its own modules and those of any room in a lower row; rooms of one row do not import each other.
+_ROWS = (
+    ("errors",),
+    ("config", "compat", "_core"),
+    ("kernels",),
+    ("op",),
+    ("compiler", "contract"),
+    ("attn",),
+    ("testing", "masks"),
+    ("opkit",),
+    ("nn",),
+    ("demo", "doctor"),
+    ("cli",),
+    ("__main__",),
+)
+_ROWS_OF = {room: row for row, rooms in enumerate(_ROWS) for room in rooms}
+
+# What a room must not import at all, wherever the statement stands.
+_NEVER = {"opkit.compiler.ir": "torch", "opkit.compiler.lower": "torch", "opkit.compiler.emit": "torch"}
+
+# What `import opkit` must leave for later.
+_SLOW = (
+    "triton",
+    "hypothesis",
+    "matplotlib",
+    "jaxtyping",
+    "typer",
+    "rich",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+)
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    """The second part of a dotted name, or ``opkit`` itself: the façade."""
+    return module.split(".")[1] if "." in module else module
+
+
+NAMES = {name_of(path) for path in MODULES} | {"opkit._core"}
+
+
+def imports(path: Path, typing_too: bool = True) -> list[tuple[int, str]]:
+    """Every module that a file imports, with its line; ``from package import submodule`` counts as the submodule."""
+    found: list[tuple[int, str]] = []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree if typing_too else _Runtime().visit(tree)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write the module's whole name"
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [(node.lineno, name if name in NAMES else str(node.module)) for name in full]
+    return found
+
+
+class _Runtime(ast.NodeTransformer):
+    """Drops what stands under ``if TYPE_CHECKING:``, which no run executes."""
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        return ast.Pass() if ast.unparse(node.test).endswith("TYPE_CHECKING") else self.generic_visit(node)
+
+
+def internal(path: Path, typing_too: bool = True) -> list[tuple[int, str]]:
+    return [(line, name) for line, name in imports(path, typing_too) if name.split(".")[0] == "opkit"]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_room_imports_lower_rooms_alone(path):
+    room = room_of(name_of(path))
+    assert room in _ROWS_OF, f"{room} has no row in this test: put it where it belongs"
+    wrong = [
+        f"{path}:{line}: {room} imports {name}"
+        for line, name in internal(path)
+        if room_of(name) != room and _ROWS_OF[room_of(name)] >= _ROWS_OF[room]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_import_each_other_in_no_cycle():
+    edges = {
+        name_of(path): {name for _, name in internal(path, typing_too=False)} - {name_of(path)} for path in MODULES
+    }
+    cycle = find_cycle(edges)
+    assert cycle is None, " -> ".join(cycle or ())
+
+
+def find_cycle(edges: dict[str, set[str]]) -> list[str] | None:
+    done: set[str] = set()
+
+    def visit(node: str, trail: list[str]) -> list[str] | None:
+        if node in trail:
+            return [*trail[trail.index(node) :], node]
+        if node in done:
+            return None
+        for target in sorted(edges.get(node, ())):
+            if (cycle := visit(target, [*trail, node])) is not None:
+                return cycle
+        done.add(node)
+        return None
+
+    return next((cycle for node in sorted(edges) if (cycle := visit(node, [])) is not None), None)
+
+
+def test_a_cycle_is_found():
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert find_cycle({"a": {"b", "c"}, "b": {"c"}}) is None
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_rooms_that_never_import_torch_do_not(path):
+    for room, banned in _NEVER.items():
+        if name_of(path).startswith(room):
+            assert not [(line, name) for line, name in imports(path) if name.split(".")[0] == banned]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_files_stay_under_400_lines(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 400
+
+
+def test_importing_opkit_leaves_slow_modules_for_later(child_environment):
+    program = (
+        "import sys, json, torch; before = set(sys.modules); import opkit; "
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=child_environment)
+    added = json.loads(run.stdout)
+    assert "opkit" in added
+    slow = [name for name in added if any(name == heavy or name.startswith(heavy + ".") for heavy in _SLOW)]
+    assert not slow, f"import opkit also imports {slow}"
