@@ -79,6 +79,14 @@ class UnsupportedTorchError(OpkitError, RuntimeError):
     """The installed torch is older than the oldest release that opkit runs on."""
 
 
+class ArgumentError(OpkitError, ValueError):
+    """A function or a command was given a value that it cannot use."""
+
+
+class DemoError(OpkitError, RuntimeError):
+    """``opkit demo`` has no text to train on, or what it is there to show did not hold."""
+
+
 class RedefinitionWarning(UserWarning):
     """An operator was defined a second time by the same module; the newer definition took its place."""
 

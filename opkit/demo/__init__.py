@@ -1,0 +1,167 @@
+"""``opkit demo``: a small language model made of opkit operators, trained eagerly and under torch.compile.
+
+The two runs start from the same weights and see the same bytes, so their losses must be the same. That, and that they
+fall, is checked; a run that returns is one where both held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from opkit.demo import corpus
+from opkit.demo.model import GPT, Size, build, generate
+from opkit.demo.report import Report, draw_losses, write_losses
+from opkit.demo.training import Curve, check_agree, check_falls, train
+from opkit.errors import ArgumentError, DemoError
+
+__all__ = ["Options", "Report", "Size", "run"]
+
+STEPS = {"cpu": 150, "cuda": 1000}  #: by the type of device, where the number of steps is left out
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What ``opkit demo`` has no flags for."""
+
+    size: Size = dataclasses.field(default_factory=Size)
+    batch: int = 4
+    seed: int = 0
+    backend: str = "inductor"  #: of torch.compile
+    sample: int = 240  #: bytes to generate
+    temperature: float = 0.7
+
+
+def run(
+    steps: int | None = None,
+    device: str | None = None,
+    out: Path = Path("opkit-demo"),
+    *,
+    options: Options | None = None,
+    console: Console | None = None,
+) -> Report:
+    """Train the demo's model twice, compare, and show and write what was found.
+
+    Args:
+        steps: of training, in each of the two runs; 150 on a CPU and 1000 on a GPU where it is left out.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; a GPU where there is one, if it is left out.
+        out: the folder for ``losses.json`` and ``losses.png``, made where it is missing.
+        options: the model's size and the like.
+        console: where to print; standard output where it is left out.
+
+    Raises:
+        ArgumentError: ``steps``, ``device`` or ``out`` cannot be used; nothing has been trained or written.
+        DemoError: there is no text to train on, torch.compile failed, or the losses did not fall or did not agree.
+    """
+    began = time.perf_counter()
+    options, console = options or Options(), console or Console()
+    place = _device(device)
+    steps = _steps(steps, place)
+    folder = _folder(out)
+    text = corpus.read()
+    length = options.size.context + 1
+    data = corpus.batches(text, steps=steps, batch=options.batch, length=length, seed=options.seed)
+    models = [build(options.size, options.seed, place) for _ in range(2)]
+    eager, compiled = _curves(models, data.to(place), options, console)
+    prompt = text[: options.size.context]
+    report = Report(
+        device=_describe(place),
+        parameters=sum(p.numel() for p in models[0].parameters()),
+        tokens_per_step=options.batch * options.size.context,
+        eager=eager,
+        compiled=compiled,
+        prompt=_decode(bytes(prompt.tolist())),
+        sample=_decode(_generate(models[1], prompt.to(place), options)),
+        seconds=time.perf_counter() - began,
+        folder=folder,
+    )
+    return _conclude(report, console)
+
+
+def _conclude(report: Report, console: Console) -> Report:
+    """Write and show ``report`` before judging it, so that a failure can be looked into."""
+    write_losses(report)
+    draw_losses(report)
+    console.print(report)
+    check_agree(report.eager, report.compiled)
+    check_falls(report.eager)
+    check_falls(report.compiled)
+    return report
+
+
+def _steps(steps: int | None, place: torch.device) -> int:
+    if steps is None:
+        return STEPS[place.type]
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ArgumentError(f"opkit demo: steps is {steps!r}. Give a whole number of at least 1.")
+    return steps
+
+
+def _device(name: str | None) -> torch.device:
+    """The device called ``name``, once it is known to be there."""
+    names = ["cpu", "cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    usable = names if torch.cuda.is_available() else ["cpu"]
+    if name is None:
+        return torch.device(usable[-1] if len(usable) == 1 else "cuda")
+    if name not in usable:
+        raise ArgumentError(f"opkit demo: device is {name!r}. This machine has: {', '.join(usable)}.")
+    return torch.device(name)
+
+
+def _describe(place: torch.device) -> str:
+    if place.type == "cuda":
+        return torch.cuda.get_device_name(place)
+    return f"{torch.get_num_threads()} CPU threads"
+
+
+def _folder(out: Path) -> Path:
+    """``out`` as a folder that exists and can be written to."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            return out
+    except OSError as error:
+        reason = error.strerror or error
+        raise ArgumentError(f"opkit demo: cannot write to out, {str(out)!r}: {reason}. Give another folder.") from error
+
+
+def _curves(models: list[GPT], data: Tensor, options: Options, console: Console) -> tuple[Curve, Curve]:
+    """Train the first of ``models`` eagerly and the second under torch.compile."""
+    with _progress(console) as progress:
+        eager = train("eager", models[0], models[0].loss, data, _ticker(progress, "eager", len(data)))
+        loss = torch.compile(models[1].loss, fullgraph=True, dynamic=False, backend=options.backend)
+        try:
+            compiled = train("compiled", models[1], loss, data, _ticker(progress, "compiled", len(data)))
+        except Exception as error:
+            raise DemoError(
+                f"opkit demo: the eager run went through, torch.compile did not: {type(error).__name__} (above). "
+                "`opkit doctor` says whether a compiler is missing."
+            ) from error
+    return eager, compiled
+
+
+def _progress(console: Console) -> Progress:
+    name, loss = TextColumn("{task.description:>8}"), TextColumn("{task.fields[loss]}")
+    return Progress(name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss, console=console)
+
+
+def _ticker(progress: Progress, name: str, steps: int) -> Callable[[float], None]:
+    """Add a bar called ``name``; the result moves it on by a step, given the step's loss."""
+    task = progress.add_task(name, total=steps, loss="first step")
+    return lambda loss: progress.update(task, advance=1, loss=f"loss {loss:.3f}")
+
+
+def _generate(model: GPT, prompt: Tensor, options: Options) -> bytes:
+    return generate(model, prompt, count=options.sample, temperature=options.temperature, seed=options.seed)
+
+
+def _decode(text: bytes) -> str:
+    return text.decode(errors="replace")

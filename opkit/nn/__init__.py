@@ -1,0 +1,6 @@
+"""Functions and modules that a model uses in place of torch's; each function is an opkit operator."""
+
+from opkit.nn.functional import cross_entropy, rms_norm, rotary_embedding, swiglu
+from opkit.nn.modules import RMSNorm, SwiGLU
+
+__all__ = ["RMSNorm", "SwiGLU", "cross_entropy", "rms_norm", "rotary_embedding", "swiglu"]
