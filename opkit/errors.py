@@ -59,6 +59,10 @@ class KernelError(OpkitError, RuntimeError):
     """No kernel fits a call, or a kernel's registration is at fault."""
 
 
+class NoKernelError(KernelError, NotImplementedError):
+    """A call is on a device for which the operator has no kernel and no body."""
+
+
 class DeviceArgumentError(KernelError, ValueError):
     """An operator without tensor arguments has kernels for some device, but no argument by which to choose it."""
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit import config
-from opkit.errors import AliasError, KernelError, OutputError, StrideWarning
+from opkit.errors import AliasError, NoKernelError, OutputError, StrideWarning
 from opkit.op import autotune, mutation, patterns
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
@@ -66,7 +66,7 @@ def choose(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> t
     """The kernel of a call (None: the reference), and the reason of each one refused.
 
     Raises:
-        KernelError: nothing fits, because the reference itself is limited to other devices.
+        NoKernelError: nothing fits, because the reference itself is limited to other devices.
     """
     device = operator.device(args, kwargs)
     values = completed(operator, args, kwargs) if operator.kernels.kernels else {}
@@ -80,7 +80,7 @@ def choose(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> t
         return eligible[0], refused | {k.name: f"{eligible[0].name} is preferred" for k in eligible[1:]}
     if operator.device_types is not None and device not in operator.device_types and device != "meta":
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
-        raise KernelError(
+        raise NoKernelError(
             f"{operator.opname} does not have a kernel registered for {device}. Please use register_kernel to do so.{reasons}"
         )
     return None, refused
