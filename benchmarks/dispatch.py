@@ -24,12 +24,12 @@ ROUNDS, CALLS = 61, 400
 GOALS = {"no gradient": 0.30, "through torch.ops": 0.45, "with gradient": 0.55}
 
 
-def one(x: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+def one(x: Float[Tensor, n]) -> Float[Tensor, n]:
     """One tensor in, one out."""
     return torch.sin(x)
 
 
-def three(x: Float[Tensor, "n"], y: Float[Tensor, "n"], z: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+def three(x: Float[Tensor, n], y: Float[Tensor, n], z: Float[Tensor, n]) -> Float[Tensor, n]:
     """Three tensors in, one out, no more work than ``one``."""
     return torch.sin(x)
 
@@ -70,7 +70,9 @@ def _without_jaxtyping(function: Callable[..., Any]) -> Callable[..., Any]:
     return one_plain if function is one else three_plain
 
 
-def compare(ours: Callable[..., Any], theirs: Callable[..., Any], args: tuple[Tensor, ...]) -> tuple[float, float, float]:
+def compare(
+    ours: Callable[..., Any], theirs: Callable[..., Any], args: tuple[Tensor, ...]
+) -> tuple[float, float, float]:
     """Median microseconds of both and the median ratio."""
     rounds = [(_seconds(ours, args), _seconds(theirs, args)) for _ in range(ROUNDS)]
     return (
@@ -89,8 +91,11 @@ def _seconds(function: Callable[..., Any], args: tuple[Tensor, ...]) -> float:
 
 def import_seconds() -> tuple[float, float]:
     """Median seconds that ``import opkit`` takes after ``import torch``, and that ``import torch`` takes."""
-    script = "import time; a = time.perf_counter(); import torch; b = time.perf_counter(); import opkit; print(time.perf_counter() - b, b - a)"
-    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in range(7)]
+    clock = "time.perf_counter()"
+    script = f"import time; a = {clock}; import torch; b = {clock}; import opkit; print({clock} - b, b - a)"
+    runs = [
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in range(7)
+    ]
     pairs = [tuple(map(float, run.stdout.split())) for run in runs]
     return statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs)
 
@@ -143,7 +148,9 @@ def main() -> None:
     sine = statistics.median(_seconds(torch.sin, (torch.randn(4),)) for _ in range(ROUNDS)) * 1e6
     checks = [check_seconds(None, (torch.randn(4),) * count) * 1e6 for count in (1, 3)]
     own, torch_import = import_seconds()
-    print(f"torch.sin {sine:.2f} us; look-up of passed shapes {checks[0]:.2f} us (one tensor), {checks[1]:.2f} us (three)")
+    print(
+        f"torch.sin {sine:.2f} us; look-up of passed shapes {checks[0]:.2f} us (one tensor), {checks[1]:.2f} us (three)"
+    )
     print(f"import opkit adds {own:.3f} s to import torch's {torch_import:.2f} s (goal 0.15)")
     print(json.dumps({"rows": rows, "sin_us": round(sine, 2), "check_us": checks, "import_s": round(own, 3)}))
 

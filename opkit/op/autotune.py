@@ -14,7 +14,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,7 +57,9 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def choose(operator: str, kernels: Sequence[Kernel], args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Kernel:
+def choose(
+    operator: str, kernels: Sequence[Kernel], args: Sequence[Any], kwargs: dict[str, Any], device: str
+) -> Kernel:
     """The fastest of ``kernels`` for this call, from the record or by timing them now."""
     if len(kernels) == 1 or capturing():
         return kernels[0]
@@ -111,7 +113,7 @@ def _remember(path: Path, key: str, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def _replacing(path: Path) -> Generator[Path]:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     os.close(handle)
     try:

@@ -78,10 +78,9 @@ def fake_like(value: Any, mode: Any) -> Any:
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         with mode:
-            fake = torch.empty_strided(
+            return torch.empty_strided(
                 _concrete(tensor.shape), _concrete(tensor.stride()), dtype=tensor.dtype, device=tensor.device
             )
-        return fake
 
     return pytree.tree_map_only(torch.Tensor, convert, value)
 

@@ -20,8 +20,8 @@ import dataclasses
 import enum
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -163,8 +163,8 @@ def codec_for(annotation: Any) -> Codec | None:
         return _required(TupleCodec(items), annotation, optional)
     if typing.get_origin(kind) in (dict, Mapping) and typing.get_args(kind) == (str, torch.Tensor):
         return _required(DictCodec(), annotation, optional)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _required(DataclassCodec(kind, typing.get_type_hints(kind)), annotation, optional)
+    if dataclasses.is_dataclass(kind):
+        return _required(DataclassCodec(cast("type[Any]", kind), typing.get_type_hints(kind)), annotation, optional)
     return None
 
 
@@ -260,13 +260,17 @@ def return_codec(annotation: Any) -> ReturnCodec | None:
         if items[1:] == (...,):
             return ListReturn()
         return _tuple_return(items, tuple, None)
-    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+    if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
         hints = typing.get_type_hints(kind)
-        return _tuple_return(list(hints.values()), lambda parts: kind(*parts), tuple(hints))
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = typing.get_type_hints(kind)
-        return _tuple_return(list(hints.values()), lambda parts: kind(*parts), tuple(hints))
+        return _tuple_return(list(hints.values()), _builder(kind), tuple(hints))
     return None
+
+
+def _builder(kind: Any) -> Any:
+    def build(parts: Iterable[Any]) -> Any:
+        return kind(*parts)
+
+    return build
 
 
 def _tuple_return(items: Sequence[Any], build: Any, names: tuple[str, ...] | None) -> ReturnCodec | None:

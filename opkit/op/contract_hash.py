@@ -23,7 +23,21 @@ from typing import Any
 
 import torch
 
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), type(...), torch.dtype, torch.device, torch.Size, range, slice)
+_ATOMS = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type(...),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    range,
+    slice,
+)
 _INSTALLED = {Path(torch.__file__).parent.name, "numpy", "triton", "jaxtyping"} | set(sys.stdlib_module_names)
 
 

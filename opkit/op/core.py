@@ -64,7 +64,9 @@ class Operator:
         self.reference = self.body if self.given_reference is None else self.flat(self.given_reference)
         self.derived = DerivedRule(self)
         self.folds = FoldRecord()
-        self.autograd_function = make_function(f"GeneratedBackwardFor_{self.namespace}_{self.opname.split('.')[0]}_default")
+        self.autograd_function = make_function(
+            f"GeneratedBackwardFor_{self.namespace}_{self.opname.split('.')[0]}_default"
+        )
         self.lock = threading.RLock()
         self.changes = 0
         self.traced_hash = ""
@@ -139,7 +141,10 @@ class Operator:
         found = self._traces.get(key)
         if found is None:
             # a body that raised may have raised at these sizes only: its trace speaks for no others
-            exact = (key, *[leaf.shape for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+            exact = (
+                key,
+                *[leaf.shape for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)],
+            )
             found = self._traces.get(exact)
             if found is None:
                 found = self.traced(args, kwargs)

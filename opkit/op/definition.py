@@ -108,6 +108,7 @@ def custom_op(
     >>> scaled_sin(torch.zeros(2))
     tensor([0., 0.])
     """
+
     def define(function: Callable[..., Any]) -> CustomOp[Any, Any]:
         draft = _Draft(
             name, function, mutates_args, device_types, schema, _normalized(tags), opaque, reference, inline, autocast
@@ -119,7 +120,6 @@ def custom_op(
     schemas.split_name(name)
     check_policy(name, autocast)
     return define if fn is None else define(fn)
-
 
 
 def _normalized(tags: Tags) -> tuple[torch.Tag, ...]:
@@ -150,7 +150,11 @@ class _Draft:
         _, opname = schemas.split_name(self.name)
         signature = signatures.read(self.function)
         self._check_parameters(signature)
-        declared = self.mutates_args if self.mutates_args is None or isinstance(self.mutates_args, str) else tuple(self.mutates_args)
+        declared = (
+            self.mutates_args
+            if self.mutates_args is None or isinstance(self.mutates_args, str)
+            else tuple(self.mutates_args)
+        )
         inference = self._mutation(signature, declared)
         text = self.schema or self._inferred_schema(signature, inference, declared)
         parsed = self._parsed(opname, text)
@@ -210,7 +214,9 @@ class _Draft:
             return Inference(tuple(tensors), "unknown: every tensor")
         return Inference(() if isinstance(declared, str) else declared, "declared")
 
-    def _inferred_schema(self, signature: Signature, inference: Inference, declared: str | tuple[str, ...] | None) -> str:
+    def _inferred_schema(
+        self, signature: Signature, inference: Inference, declared: str | tuple[str, ...] | None
+    ) -> str:
         mutates: str | list[str] = declared if isinstance(declared, str) else list(inference.mutates)
         if not isinstance(mutates, str):
             fields = {p.name: signatures.field_names(p)[0] for p in signature.parameters}
@@ -244,7 +250,9 @@ class _Draft:
             try:
                 private.dispatch_key_of(device)
             except (RuntimeError, TypeError) as error:
-                raise DefinitionError(f"{self.name}: {device!r} is not a device type of torch's. Examples: cpu, cuda.") from error
+                raise DefinitionError(
+                    f"{self.name}: {device!r} is not a device type of torch's. Examples: cpu, cuda."
+                ) from error
         device_argument(parsed, devices)
         return devices
 
@@ -256,7 +264,10 @@ class _Draft:
 
 def _from_schema(signature: Signature, parsed: Any) -> Signature:
     """The signature with its parameters' kinds read from a hand-written schema, for functions without annotations."""
-    kinds = {a.name: (_SCHEMA_KINDS.get(str(a.type).removeprefix("Optional[").removesuffix("]"), "other"), a) for a in parsed.arguments}
+    kinds = {
+        a.name: (_SCHEMA_KINDS.get(str(a.type).removeprefix("Optional[").removesuffix("]"), "other"), a)
+        for a in parsed.arguments
+    }
     parameters = tuple(
         dataclasses.replace(p, kind=kinds[p.name][0], optional=str(kinds[p.name][1].type).startswith("Optional"))
         if p.name in kinds

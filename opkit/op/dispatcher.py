@@ -71,7 +71,7 @@ class Dispatcher:
         operator.overload = private.library_utils.lookup_op(operator.name)
         opname = operator.opname
         library._register_fake(opname, self.fake)
-        library.impl(opname, lambda *args, **kwargs: self.fast.dispatched(*args, **kwargs), "Autograd", with_keyset=True)
+        library.impl(opname, self.entrance, "Autograd", with_keyset=True)
         library.impl(opname, self.batched, "FuncTorchBatched", with_keyset=True)
         for device, key in private.autocast_keys().items():
             library.impl(opname, self._autocast_kernel(device, key), key.name, with_keyset=True)
@@ -142,8 +142,12 @@ class Dispatcher:
         return operator.reference(*args, **kwargs)
 
     def _trivial_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        generate = getattr(private.library_utils, "generate_trivial_fake_impl", lambda *_, **__: None)  # torch 2.13
-        return generate(self.operator.overload, *args, **kwargs)
+        generate = getattr(private.library_utils, "generate_trivial_fake_impl", None)  # torch 2.13 and newer
+        return None if generate is None else generate(self.operator.overload, *args, **kwargs)
+
+    def entrance(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """The Autograd kernel: the fast path where its guard holds, else :meth:`autograd`."""
+        return self.fast.dispatched(keyset, *args, **kwargs)
 
     def autograd(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         """Decide how a call is differentiated, or seen by the compiler."""
@@ -277,4 +281,3 @@ def _clash(name: str, error: RuntimeError) -> NameClashError:
     held = [line.strip() for line in str(error).splitlines() if "registered at" in line or "registration" in line]
     holder = "; ".join(dict.fromkeys(held)) or str(error).splitlines()[0]
     return NameClashError(f"{name} is already defined by another library: {holder}. Choose another name or namespace.")
-

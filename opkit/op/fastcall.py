@@ -130,8 +130,7 @@ def _source(operator: Operator, tensors: list[Parameter], namespace: dict[str, A
     for name in _HELPERS:  # the helpers' names are prefixed, so that no parameter can hide one
         text = text.replace(f"{name}(", f"_opkit_{name}(").replace(f" {name}:", f" _opkit_{name}:")
     text = text.replace("forward_ad.", "_opkit_forward_ad.").replace("plans.get", "_opkit_plans.get")
-    text = text.replace("def _opkit_planned(", "def planned(")
-    return text
+    return text.replace("def _opkit_planned(", "def planned(")
 
 
 _HELPERS = ("profiling", "function_modes", "returned_argument", "dispatch_modes", "functorch_level", "any_autocast", "slow",
@@ -180,7 +179,11 @@ def _namespace(
         "install": install, "returned_argument": returned_argument, "plain_types": _PLAIN_TYPES, "strided": torch.strided,
     }  # fmt: skip
     namespace = {f"_opkit_{name}": value for name, value in helpers.items()}
-    namespace["_opkit_planned"] = lambda *args, **kwargs: namespace["planned"](*args, **kwargs)
+
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        return namespace["planned"](*args, **kwargs)
+
+    namespace["_opkit_planned"] = planned
     return namespace
 
 
@@ -234,7 +237,8 @@ def _key(parameters: tuple[Parameter, ...], conditional: bool, devices: bool) ->
 
 def _gradients(tensors: list[Parameter]) -> str:
     wanted = [
-        f"({p.name} is not None and {p.name}.requires_grad)" if p.optional else f"{p.name}.requires_grad" for p in tensors
+        f"({p.name} is not None and {p.name}.requires_grad)" if p.optional else f"{p.name}.requires_grad"
+        for p in tensors
     ]
     return f"({' or '.join(wanted)}) and grad_enabled()"
 

@@ -80,7 +80,7 @@ class _Reader(ast.NodeVisitor):
         self.fresh: set[str] = set()
         self.depth = depth
         scope = getattr(function, "__globals__", {})
-        cells = inspect.getclosurevars(function).nonlocals if isinstance(function, types.FunctionType) else {}
+        cells: Any = inspect.getclosurevars(function).nonlocals if isinstance(function, types.FunctionType) else {}
         self.scope: dict[str, Any] = {**vars(builtins), **scope, **cells}
 
     def _doubt(self, node: ast.AST, what: str) -> None:

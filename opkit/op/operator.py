@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
@@ -169,7 +169,9 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             try:
                 _ = None if device is None else private.dispatch_key_of(device)
             except RuntimeError as error:
-                raise KernelError(f"{self._qualname}: {device!r} is not a device type of torch's. Examples: cpu, cuda.") from error
+                raise KernelError(
+                    f"{self._qualname}: {device!r} is not a device type of torch's. Examples: cpu, cuda."
+                ) from error
         index = device_argument(self._operator.schema, devices)
         if index is not None:
             self._register_backend_select_dispatcher(index)
@@ -196,7 +198,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
                 self._dispatcher.register_backend(device)
 
     @contextlib.contextmanager
-    def set_kernel_enabled(self, device_type: str, enabled: bool = True) -> Iterator[None]:  # pyright: ignore
+    def set_kernel_enabled(self, device_type: str, enabled: bool = True) -> Generator[None]:  # pyright: ignore
         """Enable or disable the kernels of a device type within a context; the reference takes their calls."""
         with super().set_kernel_enabled(device_type, enabled):
             self._renew()
@@ -260,7 +262,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
     def register_autocast(self, device_type: str, cast_inputs: torch.dtype) -> None:  # pyright: ignore
         """Cast floating arguments to ``cast_inputs`` under autocast on ``device_type``, in place of the policy."""
-        if not isinstance(device_type, str):
+        if not isinstance(device_type, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
         if not torch.amp.is_autocast_available(device_type):
             raise ValueError(f"Device type '{device_type}' does not support autocast.")
@@ -330,7 +332,7 @@ def device_argument(schema: Any, devices: Sequence[str | None]) -> int | None:
 
 
 @contextlib.contextmanager
-def use_kernel(op: CustomOp[Any, Any], name: str) -> Iterator[None]:
+def use_kernel(op: CustomOp[Any, Any], name: str) -> Generator[None]:
     """Force the kernel ``name`` of ``op``, or "reference", for calls within the context and thread.
 
     Raises:
@@ -338,7 +340,7 @@ def use_kernel(op: CustomOp[Any, Any], name: str) -> Iterator[None]:
     """
     from opkit.op.selection import REFERENCE, forced_kernels
 
-    if not isinstance(op, CustomOp):
+    if not isinstance(op, CustomOp):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise KernelError(f"opkit.use_kernel takes an operator made by opkit.custom_op, got {type(op).__name__}")
     operator = op._operator
     if name != REFERENCE:

@@ -11,18 +11,18 @@ from __future__ import annotations
 import ast
 import dataclasses
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
 from opkit.errors import DefinitionError, DtypeError, ShapeError
 
-_ARITHMETIC: dict[type[ast.operator], Any] = {
+_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
+    ast.FloorDiv: lambda a, b: a // b,
 }
 _PREFERRED_DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
 _TRACE_SIZES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31)
@@ -65,7 +65,9 @@ class TensorPattern:
 
 def is_jaxtyping(annotation: object) -> bool:
     """Whether ``annotation`` is a jaxtyping annotation such as ``Float[Tensor, "b n"]``."""
-    return isinstance(annotation, type) and all(hasattr(annotation, name) for name in ("dim_str", "dtypes", "array_type"))
+    return isinstance(annotation, type) and all(
+        hasattr(annotation, name) for name in ("dim_str", "dtypes", "array_type")
+    )
 
 
 def parse(annotation: Any) -> TensorPattern:
@@ -84,7 +86,8 @@ def parse(annotation: Any) -> TensorPattern:
 def _dtypes(names: Any) -> frozenset[torch.dtype] | None:
     if not isinstance(names, (tuple, list)):  # jaxtyping's marker for "any dtype"
         return None
-    found = (getattr(torch, name, None) for name in names if isinstance(name, str))
+    listed = cast("Iterable[object]", names)
+    found = (getattr(torch, name, None) for name in listed if isinstance(name, str))
     return frozenset(dtype for dtype in found if isinstance(dtype, torch.dtype))
 
 
@@ -138,8 +141,8 @@ class Binding:
     """Sizes bound so far, and which argument bound each."""
 
     operator: str
-    sizes: dict[str, Any] = dataclasses.field(default_factory=dict)
-    bound_by: dict[str, str] = dataclasses.field(default_factory=dict)
+    sizes: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    bound_by: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     def check(self, name: str, tensor: torch.Tensor, pattern: TensorPattern) -> None:
         """Check ``tensor``, the argument or output ``name``, against ``pattern`` and bind the sizes it names.
@@ -189,11 +192,16 @@ class Binding:
             raise self._error(name, shape, pattern, f"{dim.text} is {_show(size)} here but {_show(expected)}{source}")
 
     def _error(self, name: str, shape: Sequence[Any], pattern: TensorPattern, detail: str) -> ShapeError:
-        return ShapeError(f"{self.operator}: {name} has shape {_show(tuple(shape))}, expected [{pattern.text}]: {detail}.")
+        return ShapeError(
+            f"{self.operator}: {name} has shape {_show(tuple(shape))}, expected [{pattern.text}]: {detail}."
+        )
 
 
 def _show(size: Any) -> str:
-    return f"({', '.join(map(str, size))}{',' if len(size) == 1 else ''})" if isinstance(size, tuple) else str(size)
+    if not isinstance(size, tuple):
+        return str(size)
+    sizes = cast("tuple[Any, ...]", size)
+    return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
 
 
 def _agrees(expected: Any, size: Any, dim: Dim) -> bool:

@@ -57,7 +57,7 @@ def check_arguments(operator: Operator, args: Sequence[Any], kwargs: dict[str, A
     for parameter in operator.signature.parameters:
         if parameter.pattern is not None:
             for tensor in pytree.tree_leaves(values[parameter.name]):
-                if isinstance(tensor, torch.Tensor) and all(isinstance(size, int) for size in tensor.shape):
+                if isinstance(tensor, torch.Tensor) and private.sizes_known(tensor):
                     binding.check(f"the argument {parameter.name}", tensor, parameter.pattern)
     return binding
 
@@ -152,9 +152,7 @@ def schema_mutates(operator: Operator) -> set[str]:
     return {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
 
 
-def check_output(
-    operator: Operator, kernel: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
+def check_output(operator: Operator, kernel: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Raise unless the result has the schema's form and shares no memory with arguments or itself."""
     _check_form(operator, kernel, output)
     if operator.schema._is_view_op() or _returns_arguments(operator):  # pyright: ignore[reportPrivateUsage]
@@ -227,7 +225,7 @@ def _compare(operator: Operator, kernel: str, output: Any, expected: list[Any]) 
         if not isinstance(value, torch.Tensor) or not isinstance(fake, torch.Tensor):
             layout.append(None)
             continue
-        known = all(isinstance(size, int) for size in fake.shape)
+        known = private.sizes_known(fake)
         got, want = (t.dtype for t in (value, fake)), fake.dtype
         if value.dtype != want or value.device.type != fake.device.type or (known and value.shape != fake.shape):
             raise OutputError(
@@ -297,7 +295,9 @@ def _trimmed(args: tuple[Any, ...], defaults: list[Any]) -> tuple[Any, ...]:
     count = len(args)
     while count:
         value, default = args[count - 1], defaults[count - 1]
-        if value is not default and (isinstance(value, torch.Tensor) or type(value) is not type(default) or value != default):
+        if value is not default and (
+            isinstance(value, torch.Tensor) or type(value) is not type(default) or value != default
+        ):
             break
         count -= 1
     return args[:count]

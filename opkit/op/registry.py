@@ -75,7 +75,7 @@ def install(op: CustomOp[Any, Any], module: str, stacklevel: int) -> None:
             _check_foreign(name, module)
         if name in private.custom_ops.OPDEF_TO_LIB:
             private.custom_ops.OPDEF_TO_LIB.pop(name)._destroy()  # pyright: ignore[reportPrivateUsage]
-        library = torch.library.Library(op.name.split("::")[0], "FRAGMENT")  # noqa: TOR901
+        library = torch.library.Library(op.name.split("::")[0], "FRAGMENT")
         try:
             op._register(library)  # pyright: ignore[reportPrivateUsage]
         except BaseException:

@@ -49,23 +49,24 @@ def infer(
         ValueError: as ``torch.library.infer_schema`` raises it.
     """
     options: dict[str, Any] = {"mutates_args": mutates_args}
-    if tags and "tags" in inspect.signature(torch.library.infer_schema).parameters:  # torch 2.13 and newer
+    torch_infer: Any = getattr(torch.library, "infer_schema")  # noqa: B009  (its own annotations are incomplete)
+    if tags and "tags" in inspect.signature(torch_infer).parameters:  # torch 2.13 and newer
         options["tags"] = tags
     prototype, spellings = _prototype(function, signature)
-    text = torch.library.infer_schema(prototype, **options)
+    text = torch_infer(prototype, **options)
     for found, spelling in spellings:
         text = text.replace(found, spelling)
     return text
 
 
-def _prototype(
-    function: Callable[..., Any], signature: Signature
-) -> tuple[Callable[..., Any], list[tuple[str, str]]]:
+def _prototype(function: Callable[..., Any], signature: Signature) -> tuple[Callable[..., Any], list[tuple[str, str]]]:
     plain = [p.annotation for p in signature.parameters] == [p.annotation for p in signature.python.parameters.values()]
     if plain and not signature.flattened and not any(signature.return_patterns):
         return function, []
     assert isinstance(function, types.FunctionType)
-    prototype = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, function.__closure__)
+    prototype = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, function.__closure__
+    )
     parameters: list[inspect.Parameter] = []
     spellings: list[tuple[str, str]] = []
     for parameter in signature.parameters:
@@ -95,8 +96,12 @@ def _ordered(parameters: list[inspect.Parameter], returned: Any) -> inspect.Sign
         p.replace(default=inspect.Parameter.empty) if isinstance(p.default, (list, tuple, dict)) else p
         for p in parameters
     ]
-    last_required = max((i for i, p in enumerate(plain) if p.default is p.empty and p.kind != p.KEYWORD_ONLY), default=-1)
-    fixed = [p.replace(default=p.empty) if i < last_required and p.kind != p.KEYWORD_ONLY else p for i, p in enumerate(plain)]
+    last_required = max(
+        (i for i, p in enumerate(plain) if p.default is p.empty and p.kind != p.KEYWORD_ONLY), default=-1
+    )
+    fixed = [
+        p.replace(default=p.empty) if i < last_required and p.kind != p.KEYWORD_ONLY else p for i, p in enumerate(plain)
+    ]
     return inspect.Signature(fixed, return_annotation=returned)
 
 

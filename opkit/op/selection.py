@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.utils import _pytree as pytree
 from opkit.errors import KernelError
 
 REFERENCE = "reference"
-forced_kernels: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("forced_kernels", default={})
+_NOTHING_FORCED: Mapping[str, str] = types.MappingProxyType({})
+forced_kernels: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("forced", default=_NOTHING_FORCED)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,7 +112,9 @@ class KernelTable:
         if kernel.plain:
             self.kernels = [k for k in self.kernels if not (k.plain and k.device == kernel.device)]
         if kernel.name == REFERENCE or any(k.name == kernel.name for k in self.kernels):
-            raise KernelError(f"{self.operator}: there is a kernel named {kernel.name!r} already. Give it another name=.")
+            raise KernelError(
+                f"{self.operator}: there is a kernel named {kernel.name!r} already. Give it another name=."
+            )
         self._registered += 1
         kernel = dataclasses.replace(kernel, order=self._registered)
         self.kernels = sorted([*self.kernels, kernel], key=lambda k: (-k.priority, k.plain, -k.order))

@@ -10,7 +10,7 @@ used under that spelling elsewhere.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch._library import autograd as _library_autograd
 from torch._library import custom_ops as custom_ops
 from torch._library import utils as library_utils
 from torch.autograd import forward_ad as forward_ad
-from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.autograd import function as autograd_function
 
 CustomOpDef = custom_ops.CustomOpDef
+SingleLevelFunction = autograd_function._SingleLevelFunction
 DispatchKey = _C.DispatchKey
 DispatchKeySet = _C.DispatchKeySet
 AutoDispatchBelowAutograd = _C._AutoDispatchBelowAutograd
@@ -65,6 +66,11 @@ def autocast_keys() -> dict[str, Any]:
     return {device: getattr(DispatchKey, name) for device, name in names.items() if hasattr(DispatchKey, name)}
 
 
+def sizes_known(tensor: Any) -> bool:
+    """Whether every size of ``tensor`` is a number, none a symbol."""
+    return all(type(size) is int for size in tensor.shape)
+
+
 def functionalizing() -> bool:
     """Whether AOTAutograd (or export) is functionalising the program that calls us."""
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FUNCTIONAL) is not None
@@ -81,7 +87,7 @@ def has_tangent(value: object) -> bool:
 
 
 @contextlib.contextmanager
-def single_level_functions_allowed() -> Iterator[None]:
+def single_level_functions_allowed() -> Generator[None]:
     """Allow a single-level autograd function inside a functorch transform, as torch's own rules do."""
     from torch._functorch.utils import enable_single_level_autograd_function
 
@@ -90,7 +96,7 @@ def single_level_functions_allowed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_modes() -> Iterator[None]:
+def no_modes() -> Generator[None]:
     """Suspend every dispatch mode (fake, proxy, functional, the user's own) and every functorch level."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
@@ -108,8 +114,8 @@ def current_modes() -> list[Any]:
 
 def batch_dims(args: Any) -> Any:
     """Which dimension of each argument the current functorch level maps over; None for those it does not."""
-    from torch._functorch.autograd_function import unwrap_batched
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+    from torch._functorch.vmap import unwrap_batched
 
     _, dims = unwrap_batched(args, retrieve_current_functorch_interpreter().level())
     return dims
@@ -120,7 +126,7 @@ def run_vmap_rule(rule: Callable[..., Any], op: Any, *args: Any, **kwargs: Any) 
     from torch._functorch.autograd_function import custom_function_call_vmap_helper
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-    interpreter = retrieve_current_functorch_interpreter()
+    interpreter: Any = retrieve_current_functorch_interpreter()
     return custom_function_call_vmap_helper(interpreter, rule, op, *args, **kwargs)
 
 

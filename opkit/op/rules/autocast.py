@@ -39,7 +39,11 @@ def cast(arguments: Any, device: str, policy: str | None, given: torch.dtype | N
         return arguments
     eligible = functools.partial(_eligible, device=device)
     target = given or _target(policy, device, [x for x in pytree.tree_leaves(arguments) if eligible(x)])
-    return pytree.tree_map(lambda x: x.to(target) if eligible(x) else x, arguments)
+
+    def convert(value: Any) -> Any:
+        return value.to(target) if eligible(value) else value
+
+    return pytree.tree_map(convert, arguments)
 
 
 def _eligible(value: object, device: str) -> bool:

@@ -46,7 +46,9 @@ class Call:
 
 def make_function(name: str) -> Any:
     """The autograd function of one operator; ``name`` is what ``grad_fn`` shows."""
-    return type(name, (private.SingleLevelFunction,), {"forward": staticmethod(_forward), "backward": staticmethod(_backward)})
+    return type(
+        name, (private.SingleLevelFunction,), {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
+    )
 
 
 def _forward(ctx: Any, *inputs: Any) -> Any:
@@ -89,8 +91,7 @@ def apply(function: Any, call: Call, args: tuple[Any, ...]) -> Any:
     if not any(type(arg) in (list, tuple) for arg in args):
         return function.apply(*args, call)
     leaves, call.spec = pytree.tree_flatten(args)
-    output = function.apply(*leaves, call)
-    return output
+    return function.apply(*leaves, call)
 
 
 def restore(call: Call, output: Any) -> Any:
@@ -172,9 +173,12 @@ class _Prepared:
         self.count = len(leaves)
         self.graph = graph
         self.grouped = call.spec
-        self.tensors = [(s.source == "output", s.index if s.source == "output" else self.at[s.index]) for s in graph.tensors]
+        self.tensors = [
+            (s.source == "output", s.index if s.source == "output" else self.at[s.index]) for s in graph.tensors
+        ]
         self.sizes = [
-            (s.source == "output", s.index if s.source == "output" else self.at[s.index], s.op, s.args) for s in graph.sizes
+            (s.source == "output", s.index if s.source == "output" else self.at[s.index], s.op, s.args)
+            for s in graph.sizes
         ]
         self.silent = [i for i, differentiable in enumerate(graph.differentiable) if not differentiable]
 
@@ -260,7 +264,8 @@ class DerivedRule:
         ctx.opkit_whole = ([None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
     def _backward_whole(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        leaves, spec = list(ctx.opkit_whole[0]), ctx.opkit_whole[1]
+        kept, spec = ctx.opkit_whole
+        leaves = list(kept)
         for i, tensor in zip(ctx.opkit_at, ctx.saved_tensors, strict=True):
             leaves[i] = tensor
         needs = ctx.needs_input_grad
@@ -275,14 +280,14 @@ class DerivedRule:
 
         found = iter(_pull_back(outputs_of, [leaves[i] for i in wanted], _tensors(list(grads))))
         spread = [next(found) if i in wanted else None for i in range(len(leaves))]
-        args, _ = pytree.tree_unflatten(spread, spec)
-        return tuple(args)
+        grouped: Any = pytree.tree_unflatten(spread, spec)
+        return tuple(grouped[0])
 
 
 def _pull_back(function: Callable[..., Any], inputs: list[Any], grads: list[Any]) -> Sequence[Any]:
     """``grads`` pulled back through ``function``, differentiable again where a graph is being built."""
     if torch.is_grad_enabled() or private.functorch_level() is not None:
-        outputs, pull = torch.func.vjp(function, *inputs)
+        outputs, pull, *_ = torch.func.vjp(function, *inputs)
         return pull(tuple(g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)))
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in inputs]

@@ -80,7 +80,10 @@ class RandomReferenceError(Exception):
 
 
 def derive(
-    reference: Callable[..., Any], inputs: Sequence[torch.Tensor], needs: Sequence[bool], outputs: Sequence[torch.Tensor]
+    reference: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    needs: Sequence[bool],
+    outputs: Sequence[torch.Tensor],
 ) -> BackwardGraph:
     """Trace the backward of ``reference``, a function of tensors only.
 
@@ -98,9 +101,7 @@ def derive(
     candidates = [_prune(joint, use_outputs=use) for use in (True, False)]
     graph, tensors, sizes = min(candidates, key=lambda c: _bytes(c[1], inputs, outputs))
     module = torch.fx.GraphModule(joint.module, graph)
-    return BackwardGraph(
-        module.forward, tensors, sizes, joint.differentiable, joint.connected, holds, module.code
-    )
+    return BackwardGraph(module.forward, tensors, sizes, joint.differentiable, joint.connected, holds, module.code)
 
 
 def _bytes(tensors: Sequence[SavedTensor], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
@@ -109,7 +110,10 @@ def _bytes(tensors: Sequence[SavedTensor], inputs: Sequence[torch.Tensor], outpu
 
 
 def _trace(
-    reference: Callable[..., Any], inputs: Sequence[torch.Tensor], needs: Sequence[bool], outputs: Sequence[torch.Tensor]
+    reference: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    needs: Sequence[bool],
+    outputs: Sequence[torch.Tensor],
 ) -> tuple[_Joint, Callable[[Sequence[torch.Tensor]], bool]]:
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -188,9 +192,7 @@ def _guard(placeholders: Sequence[torch.fx.Node]) -> Callable[[Sequence[torch.Te
     return lambda tensors: code is None or bool(shape_env.evaluate_guards_expression(code, list(tensors)))
 
 
-def _prune(
-    joint: _Joint, use_outputs: bool
-) -> tuple[torch.fx.Graph, tuple[SavedTensor, ...], tuple[SavedSize, ...]]:
+def _prune(joint: _Joint, use_outputs: bool) -> tuple[torch.fx.Graph, tuple[SavedTensor, ...], tuple[SavedSize, ...]]:
     """Keep what leads to the gradients; its leaves become saved tensors, saved sizes and output gradients."""
     return _Pruner(joint, use_outputs).run()
 

@@ -51,7 +51,11 @@ def fold(
         else:
             moved.append(arg)
     output = op(*moved, **kwargs)
-    return output, pytree.tree_map(lambda _: 0, output)
+    return output, pytree.tree_map_only(torch.Tensor, _first, output)
+
+
+def _first(_: torch.Tensor) -> int:
+    return 0
 
 
 def loop(op: Callable[..., Any], info: Any, in_dims: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, Any]:
