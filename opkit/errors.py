@@ -39,6 +39,10 @@ class ShapeError(OpkitError, ValueError):
     """A tensor's shape contradicts the shape pattern of its annotation."""
 
 
+class ArgumentTypeError(OpkitError, TypeError):
+    """An operator was called with an argument of the wrong type."""
+
+
 class DtypeError(OpkitError, TypeError):
     """A tensor's dtype contradicts its annotation."""
 

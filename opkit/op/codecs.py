@@ -21,7 +21,7 @@ import enum
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -71,8 +71,9 @@ class EnumCodec(Codec):
 class DataclassCodec(Codec):
     """A dataclass whose fields are scalars, one argument a field."""
 
-    def __init__(self, kind: type[Any], hints: Mapping[str, Any]) -> None:
+    def __init__(self, kind: Any) -> None:
         self.kind = kind
+        hints = typing.get_type_hints(kind)
         self.names = tuple(field.name for field in dataclasses.fields(kind) if field.init)
         self.fields = tuple(Field(f"_{name}", hints[name]) for name in self.names)
 
@@ -164,7 +165,7 @@ def codec_for(annotation: Any) -> Codec | None:
     if typing.get_origin(kind) in (dict, Mapping) and typing.get_args(kind) == (str, torch.Tensor):
         return _required(DictCodec(), annotation, optional)
     if dataclasses.is_dataclass(kind):
-        return _required(DataclassCodec(cast("type[Any]", kind), typing.get_type_hints(kind)), annotation, optional)
+        return _required(DataclassCodec(kind), annotation, optional)
     return None
 
 

@@ -18,13 +18,14 @@ fake                     the fake rule
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit.errors import NameClashError, RuleError
+from opkit.errors import ArgumentTypeError, NameClashError, RuleError
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.fastcall import FastCalls, GenericCall
@@ -160,7 +161,16 @@ class Dispatcher:
             return self._transformed(keyset, args, kwargs)
         if operator.schema.is_mutable or keyset.has(private.DispatchKey.Python) or operator.schema._is_view_op():
             return self._unit(keyset, args, kwargs)
+        self._check_given(args)
         return self.fast.planned(*args, **kwargs)
+
+    def _check_given(self, args: tuple[Any, ...]) -> None:
+        # the dispatcher lets None stand for a tensor, and the kernel would fail on it far from the call
+        for parameter, value in zip(self.operator.signature.parameters, args, strict=False):
+            if value is None and parameter.kind == "tensor" and not parameter.optional:
+                raise ArgumentTypeError(
+                    f"{self.operator.name}: the argument {parameter.name} must be a tensor, got None."
+                )
 
     def _under_modes(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = self.operator
@@ -278,6 +288,6 @@ class Dispatcher:
 
 
 def _clash(name: str, error: RuntimeError) -> NameClashError:
-    held = [line.strip() for line in str(error).splitlines() if "registered at" in line or "registration" in line]
-    holder = "; ".join(dict.fromkeys(held)) or str(error).splitlines()[0]
-    return NameClashError(f"{name} is already defined by another library: {holder}. Choose another name or namespace.")
+    found = re.search(r"Original registration: registered at ([^\n]*?)\.?(\n|$)", str(error))
+    holder = f"registered at {found[1]}" if found else str(error).splitlines()[0]
+    return NameClashError(f"{name} is already defined by another library, {holder}. Choose another name or namespace.")

@@ -68,10 +68,20 @@ def infer(operator: str, function: Callable[..., Any], signature: Signature, opa
 
 
 def _by_tracing(function: Callable[..., Any], signature: Signature, reasons: list[str]) -> Inference | None:
-    combinations = _example_calls(signature)
-    if combinations is None:
-        reasons.append("its annotations do not give every tensor's sizes and every argument an example value")
-        return None
+    for choices in patterns.EXAMPLE_SIZES:
+        combinations = _example_calls(signature, choices)
+        if combinations is None:
+            reasons.append("its annotations do not give every tensor's sizes and every argument an example value")
+            return None
+        found = _trace_all(function, signature, combinations, reasons)
+        if found is not None:
+            return found
+    return None
+
+
+def _trace_all(
+    function: Callable[..., Any], signature: Signature, combinations: list[Any], reasons: list[str]
+) -> Inference | None:
     mutated: set[str] = set()
     random = False
     for args, kwargs in combinations:
@@ -96,9 +106,9 @@ def _value_dependent(parameter: Parameter) -> bool:
     return parameter.kind in ("int", "float", "str", "dtype", "device", "other")
 
 
-def _example_calls(signature: Signature) -> list[tuple[list[Any], dict[str, Any]]] | None:
+def _example_calls(signature: Signature, sizes_from: Sequence[int]) -> list[tuple[list[Any], dict[str, Any]]] | None:
     sizes: dict[str, Any] = {}
-    choices = [_choices(parameter, sizes) for parameter in signature.parameters]
+    choices = [_choices(parameter, sizes, sizes_from) for parameter in signature.parameters]
     if any(choice is None for choice in choices):
         return None
     named = itertools.islice(itertools.product(*[c for c in choices if c is not None]), _MOST_COMBINATIONS)
@@ -110,12 +120,13 @@ def _split(signature: Signature, values: Sequence[Any]) -> tuple[list[Any], dict
     return [v for p, v in pairs if not p.keyword_only], {p.name: v for p, v in pairs if p.keyword_only}
 
 
-def _choices(parameter: Parameter, sizes: dict[str, Any]) -> Sequence[Any] | None:
+def _choices(parameter: Parameter, sizes: dict[str, Any], sizes_from: Sequence[int]) -> Sequence[Any] | None:
     nothing = (None,) if parameter.optional else ()
     if parameter.kind in ("tensor", "tensors"):
         if parameter.pattern is None:
             return None
-        tensor = _example_tensor(parameter.pattern, sizes)
+        shape = patterns.example_shape(parameter.pattern, sizes, sizes_from)
+        tensor = torch.zeros(shape, dtype=parameter.pattern.example_dtype())
         return ([tensor, tensor.clone()] if parameter.kind == "tensors" else tensor, *nothing)
     if parameter.kind == "bool":
         return (*_EXAMPLES["bool"], *nothing)
@@ -124,10 +135,6 @@ def _choices(parameter: Parameter, sizes: dict[str, Any]) -> Sequence[Any] | Non
     if parameter.codec is not None:
         return None
     return (*_EXAMPLES[parameter.kind], *nothing) if parameter.kind in _EXAMPLES else nothing or None
-
-
-def _example_tensor(pattern: patterns.TensorPattern, sizes: dict[str, Any]) -> torch.Tensor:
-    return torch.zeros(patterns.example_shape(pattern, sizes), dtype=pattern.example_dtype())
 
 
 def _names(signature: Signature, args: list[Any], kwargs: dict[str, Any], positions: Iterable[int]) -> set[str]:

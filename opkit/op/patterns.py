@@ -25,7 +25,8 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: lambda a, b: a // b,
 }
 _PREFERRED_DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
-_TRACE_SIZES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31)
+EXAMPLE_SIZES = ((3, 5, 7, 11, 13, 17, 19, 23, 29, 31), (4, 8, 16, 32, 64, 128, 256, 12, 24, 48))
+"""Sizes for examples: odd and distinct, or, for operators that want even ones, powers of two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,8 +212,8 @@ def _agrees(expected: Any, size: Any, dim: Dim) -> bool:
     return bool(expected == size)
 
 
-def example_shape(pattern: TensorPattern, sizes: dict[str, Any]) -> tuple[int, ...]:
-    """A small shape that fits ``pattern``; sizes of names are chosen distinct and remembered in ``sizes``."""
+def example_shape(pattern: TensorPattern, sizes: dict[str, Any], choices: Sequence[int]) -> tuple[int, ...]:
+    """A small shape that fits ``pattern``; sizes of names are chosen from ``choices`` and remembered in ``sizes``."""
     shape: list[int] = []
     for dim in pattern.dims:
         if dim.kind == "many":
@@ -223,5 +224,5 @@ def example_shape(pattern: TensorPattern, sizes: dict[str, Any]) -> tuple[int, .
             shape.append(dim.number)
         else:
             taken = sum(isinstance(size, int) for size in sizes.values())
-            shape.append(sizes.setdefault(dim.text, _TRACE_SIZES[taken % len(_TRACE_SIZES)]))
+            shape.append(sizes.setdefault(dim.text, choices[taken % len(choices)]))
     return tuple(shape)
