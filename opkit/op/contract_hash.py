@@ -66,10 +66,10 @@ class _Hasher:
             self._object(value)
 
     def _object(self, value: Any) -> None:
-        if hasattr(value, "contract_parts"):  # another operator of opkit's
+        if hasattr(type(value), "contract_parts"):  # another operator of opkit's
             self._items([item for part in value.contract_parts() for item in part])
             return
-        if hasattr(value, "cache_key") and hasattr(value, "src"):  # a Triton kernel: its key covers what it calls
+        if hasattr(type(value), "cache_key") and hasattr(value, "src"):  # a Triton kernel: its key covers what it calls
             self.text("triton", str(value.cache_key))
             return
         for kinds, handle in _HANDLERS:
