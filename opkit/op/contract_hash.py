@@ -98,7 +98,7 @@ class _Hasher:
     def _tensor(self, tensor: torch.Tensor) -> None:
         self.text("tensor", str(tensor.dtype), str(tuple(tensor.shape)), str(tensor.device))
         if tensor.device.type != "meta" and tensor.layout is torch.strided and not tensor.is_quantized:
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
             self.digest.update(flat.view(torch.uint8).numpy().tobytes())
 
     def _class(self, kind: type) -> None:
