@@ -79,13 +79,14 @@ def fake_like(value: Any, mode: Any) -> Any:
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         with mode:
             return torch.empty_strided(
-                _concrete(tensor.shape), _concrete(tensor.stride()), dtype=tensor.dtype, device=tensor.device
+                concrete(tensor.shape), concrete(tensor.stride()), dtype=tensor.dtype, device=tensor.device
             )
 
     return pytree.tree_map_only(torch.Tensor, convert, value)
 
 
-def _concrete(sizes: Sequence[Any]) -> list[int]:
+def concrete(sizes: Sequence[Any]) -> list[int]:
+    """``sizes`` with their hints in the place of symbols."""
     return [size if isinstance(size, int) else (size.node.hint or 2) for size in sizes]
 
 

@@ -66,10 +66,10 @@ class _Hasher:
             self._object(value)
 
     def _object(self, value: Any) -> None:
-        if hasattr(value, "contract_parts"):  # another operator of opkit's
+        if hasattr(type(value), "contract_parts"):  # another operator of opkit's
             self._items([item for part in value.contract_parts() for item in part])
             return
-        if hasattr(value, "cache_key") and hasattr(value, "src"):  # a Triton kernel: its key covers what it calls
+        if hasattr(type(value), "cache_key") and hasattr(value, "src"):  # a Triton kernel: its key covers what it calls
             self.text("triton", str(value.cache_key))
             return
         for kinds, handle in _HANDLERS:
@@ -98,7 +98,7 @@ class _Hasher:
     def _tensor(self, tensor: torch.Tensor) -> None:
         self.text("tensor", str(tensor.dtype), str(tuple(tensor.shape)), str(tensor.device))
         if tensor.device.type != "meta" and tensor.layout is torch.strided and not tensor.is_quantized:
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
             self.digest.update(flat.view(torch.uint8).numpy().tobytes())
 
     def _class(self, kind: type) -> None:

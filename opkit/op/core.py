@@ -141,10 +141,8 @@ class Operator:
         found = self._traces.get(key)
         if found is None:
             # a body that raised may have raised at these sizes only: its trace speaks for no others
-            exact = (
-                key,
-                *[leaf.shape for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)],
-            )
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            exact = (key, *[tuple(bodies.concrete(tensor.shape)) for tensor in tensors])
             found = self._traces.get(exact)
             if found is None:
                 found = self.traced(args, kwargs)

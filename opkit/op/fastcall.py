@@ -54,7 +54,10 @@ def dispatched(keyset, {parameters}):
     return decide(keyset, {passed})
 
 def planned({parameters}):
-    plan = plans.get({key})
+    try:
+        plan = plans.get({key})
+    except AttributeError:  # None for a tensor, which the dispatcher lets through
+        return generic({passed})
     if plan is None:
         plan = new_plan({key}, ({positional}), {named})
     if {gradients}:
@@ -95,7 +98,7 @@ class FastCalls:
         self.call, self.dispatched, self.planned = slow, decide, generic
         tensors = [p for p in operator.signature.parameters if p.kind == "tensor"]
         if _has_fast_form(operator, tensors):
-            namespace = _namespace(operator, slow, decide, tensors)
+            namespace = _namespace(operator, slow, decide, generic)
             source = _source(operator, tensors, namespace)
             exec(compile(source, f"<opkit call of {operator.name}>", "exec"), namespace)
             self.call, self.dispatched, self.planned = (namespace[n] for n in ("call", "dispatched", "planned"))
@@ -134,11 +137,11 @@ def _source(operator: Operator, tensors: list[Parameter], namespace: dict[str, A
 
 
 _HELPERS = ("profiling", "function_modes", "returned_argument", "dispatch_modes", "functorch_level", "any_autocast", "slow",
-            "planned", "decide", "new_plan", "new_training", "install", "grad_enabled", "entries")  # fmt: skip
+            "planned", "decide", "generic", "new_plan", "new_training", "install", "grad_enabled", "entries")  # fmt: skip
 
 
 def _namespace(
-    operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], tensors: list[Parameter]
+    operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]
 ) -> dict[str, Any]:
     plans: dict[Any, Plan] = {}
     entries: list[Entry] = []
@@ -175,7 +178,7 @@ def _namespace(
         "dispatch_modes": private.dispatch_modes, "function_modes": private.function_modes,
         "functorch_level": private.functorch_level, "profiling": private.profiling, "any_autocast": private.any_autocast,
         "forward_ad": private.forward_ad, "grad_enabled": private.grad_enabled, "plans": plans, "entries": entries,
-        "slow": slow, "decide": decide, "new_plan": new_plan, "new_training": new_training,
+        "slow": slow, "decide": decide, "generic": generic, "new_plan": new_plan, "new_training": new_training,
         "install": install, "returned_argument": returned_argument, "plain_types": _PLAIN_TYPES, "strided": torch.strided,
     }  # fmt: skip
     namespace = {f"_opkit_{name}": value for name, value in helpers.items()}

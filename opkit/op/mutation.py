@@ -192,5 +192,9 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-    flat_a, flat_b = (t.resolve_neg().contiguous().reshape(-1) for t in (a, b))
-    return torch.equal(flat_a.view(torch.uint8), flat_b.view(torch.uint8))
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.resolve_neg().contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride

@@ -498,3 +498,12 @@ def test_wrong_calls(custom_op: Any, name: str) -> None:
             op(*args)
     with pytest.raises((RuntimeError, TypeError)):
         op(torch.ones(2), 1.0, z=1)
+
+
+def test_one_element_with_a_stride_of_zero(custom_op: Any, name: str) -> None:
+    @custom_op(name, mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return torch.from_numpy(np.sin(x.numpy()))
+
+    x = torch.ones(1).as_strided((1,), (0,))
+    assert torch.allclose(op(x), x.sin())
