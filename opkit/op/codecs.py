@@ -164,9 +164,13 @@ def codec_for(annotation: Any) -> Codec | None:
         return _required(TupleCodec(items), annotation, optional)
     if typing.get_origin(kind) in (dict, Mapping) and typing.get_args(kind) == (str, torch.Tensor):
         return _required(DictCodec(), annotation, optional)
-    if dataclasses.is_dataclass(kind):
+    if _is_dataclass(kind):
         return _required(DataclassCodec(kind), annotation, optional)
     return None
+
+
+def _is_dataclass(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind)
 
 
 def _required(codec: Codec, annotation: Any, optional: bool) -> Codec:

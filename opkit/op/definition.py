@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
+from opkit.compat import warn_if_untested
 from opkit.errors import DefinitionError, KeywordTensorError
 from opkit.op import mutation, registry
 from opkit.op import schema as schemas
@@ -146,6 +147,7 @@ class _Draft:
     autocast: str | None
 
     def operator(self) -> Operator:
+        warn_if_untested(torch.__version__)
         self._check_options()
         _, opname = schemas.split_name(self.name)
         signature = signatures.read(self.function)
