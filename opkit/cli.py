@@ -117,7 +117,9 @@ def _bad_input(*mistakes: type[Exception]) -> Iterator[None]:
     try:
         yield
     except mistakes as error:
-        hint = " (with --module)" if isinstance(error, errors.UnknownOperatorError) else ""
+        hint = (
+            "\nName the module that defines it with --module." if isinstance(error, errors.UnknownOperatorError) else ""
+        )
         _refuse(f"{error}{hint}")
 
 

@@ -55,6 +55,8 @@ def status(version: str) -> str:
 def warn_if_untested(torch_version: str) -> None:
     """Warn, once a process for each version, if torch is newer than any release opkit was tested with.
 
+    ``opkit.custom_op`` calls it, and the warning names the line of that call.
+
     Args:
         torch_version: ``torch.__version__``.
 
@@ -75,5 +77,5 @@ def warn_if_untested(torch_version: str) -> None:
             "tested with. It will run; should anything misbehave, upgrade opkit or install the tested torch: "
             f"pip install 'torch=={dotted(NEWEST_TESTED)}.*'.",
             UntestedTorchWarning,
-            stacklevel=2,
+            stacklevel=3,  # the caller of opkit.custom_op
         )

@@ -133,8 +133,18 @@ def _compilers() -> Iterator[Finding]:
         if not any(found[program] for program in programs):
             mend = _INSTALL_COMPILER.get(platform.system())
             yield Finding("compilers", language, f"neither of {', '.join(programs)} is on PATH", "missing", mend)
+    yield _headers()
     if found["nvcc"] is None:
         yield Finding("compilers", "nvcc", "not on PATH (needed by CUDA C++ kernels alone)", "note")
+
+
+def _headers() -> Finding:
+    """Python's C headers, which torch.compile on a CPU, Triton's launchers and opkit's own build include."""
+    path = Path(sysconfig.get_path("include")) / "Python.h"
+    if path.exists():
+        return Finding("compilers", "Python.h", str(path))
+    mend = "apt-get install python3-dev    (or: dnf install python3-devel)" if platform.system() == "Linux" else None
+    return Finding("compilers", "Python.h", f"{path} does not exist", "missing", mend)
 
 
 def _cpu() -> Iterator[Finding]:

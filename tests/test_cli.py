@@ -116,7 +116,7 @@ def test_describe_prints_each_rule_with_its_origin(registered):
     ("arguments", "complaint"),
     [
         (("describe", "fake::rms_nrom"), r"did you mean 'fake::rms_norm'"),
-        (("describe", "zzz::zzz"), r"no operator 'zzz::zzz'.*with --module"),
+        (("describe", "zzz::zzz"), r"(?s)no operator 'zzz::zzz'.*with --module"),
         (("list", "--module", "no.such.module"), r"'no\.such\.module' cannot be imported: ModuleNotFoundError"),
         (("list", "--module", ""), r"cannot be imported"),
         (("demo", "--device", "abacus"), r"'abacus' cannot be used"),

@@ -6,7 +6,9 @@ import sys
 import warnings
 
 import pytest
+import torch
 
+import opkit
 from opkit import compat, errors
 
 
@@ -46,9 +48,29 @@ def test_what_is_not_a_version_is_refused(version):
 
 
 def test_the_installed_torch_is_accepted():
-    import torch
-
     assert compat.status(torch.__version__) in ("tested", "newer than tested")
+
+
+def define(name):
+    return opkit.custom_op(name, lambda x: x.sin(), schema="(Tensor x) -> Tensor", mutates_args=())
+
+
+def test_the_first_definition_warns_where_it_stands(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with pytest.warns(errors.UntestedTorchWarning) as caught:
+        define("compat::first")
+    assert caught[0].filename == __file__
+    define("compat::second")
+    opkit.remove("compat::first")
+    opkit.remove("compat::second")
+
+
+def test_no_operator_is_defined_under_an_older_torch(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    with pytest.raises(errors.UnsupportedTorchError):
+        define("compat::never")
+    with pytest.raises(errors.UnknownOperatorError):
+        opkit.get("compat::never")
 
 
 def test_the_module_itself_imports_no_torch():

@@ -5,6 +5,7 @@ import os
 import platform
 import stat
 import sys
+import sysconfig
 
 import pytest
 
@@ -55,6 +56,13 @@ def test_the_command_for_a_compiler_fits_the_system(monkeypatch, system, mend):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(platform, "system", lambda: system)
     assert mend in by_name(doctor._compilers())["C"].mend
+
+
+def test_python_without_its_headers(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    found = doctor._headers()
+    assert found.status == "missing"
+    assert "python3-dev" in (found.mend or "")
 
 
 def test_triton_is_not_asked_for_where_it_has_no_release(monkeypatch):

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from opkit.compat import warn_if_untested
+from opkit import compat
 from opkit.errors import DefinitionError, KeywordTensorError
 from opkit.op import mutation, registry
 from opkit.op import schema as schemas
@@ -101,6 +101,7 @@ def custom_op(
         DefinitionError: the name, an annotation or an option is at fault; nothing is registered then.
         NameClashError: another module or library holds the name.
         MutationUnknownError: ``mutates_args`` was left out and could not be established.
+        UnsupportedTorchError: the installed torch is older than opkit runs on.
 
     >>> import opkit, torch
     >>> @opkit.custom_op("doc::scaled_sin", mutates_args=())
@@ -118,6 +119,7 @@ def custom_op(
         registry.install(op, function.__module__, stacklevel=3 if fn is None else 4)
         return op
 
+    compat.warn_if_untested(torch.__version__)
     schemas.split_name(name)
     check_policy(name, autocast)
     return define if fn is None else define(fn)
@@ -147,7 +149,6 @@ class _Draft:
     autocast: str | None
 
     def operator(self) -> Operator:
-        warn_if_untested(torch.__version__)
         self._check_options()
         _, opname = schemas.split_name(self.name)
         signature = signatures.read(self.function)
