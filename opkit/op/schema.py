@@ -65,7 +65,7 @@ def _prototype(
     if plain and not signature.flattened and not any(signature.return_patterns):
         return function, []
     assert isinstance(function, types.FunctionType)
-    prototype = types.FunctionType(function.__code__, function.__globals__, function.__name__)
+    prototype = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, function.__closure__)
     parameters: list[inspect.Parameter] = []
     spellings: list[tuple[str, str]] = []
     for parameter in signature.parameters:
