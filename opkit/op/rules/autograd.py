@@ -61,6 +61,7 @@ def _forward(ctx: Any, *inputs: Any) -> Any:
     return output
 
 
+@private.untraced
 def _backward(ctx: Any, *grads: Any) -> Any:
     call: Call = ctx.opkit_call
     if call.output_spec is not None:
