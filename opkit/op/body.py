@@ -74,20 +74,23 @@ class _Watch(TorchDispatchMode):
 
 
 def fake_like(value: Any, mode: Any) -> Any:
-    """Fake tensors of the sizes, strides, dtypes and devices in ``value``; symbolic sizes become their hints."""
+    """Fake tensors of the sizes, strides, dtypes and devices in ``value``; symbolic numbers become their hints."""
 
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return concrete(leaf)
+        sizes, strides = [[concrete(number) for number in numbers] for numbers in (leaf.shape, leaf.stride())]
         with mode:
-            return torch.empty_strided(
-                concrete(tensor.shape), concrete(tensor.stride()), dtype=tensor.dtype, device=tensor.device
-            )
+            return torch.empty_strided(sizes, strides, dtype=leaf.dtype, device=leaf.device)
 
-    return pytree.tree_map_only(torch.Tensor, convert, value)
+    return pytree.tree_map(convert, value)
 
 
-def concrete(sizes: Sequence[Any]) -> list[int]:
-    """``sizes`` with their hints in the place of symbols."""
-    return [size if isinstance(size, int) else (size.node.hint or 2) for size in sizes]
+def concrete(number: Any) -> Any:
+    """The hint of a symbolic number, or 2 where it has none; anything else as it is."""
+    if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return number
+    return number.node.pytype(2 if number.node.hint is None else number.node.hint)
 
 
 def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:

@@ -141,8 +141,7 @@ class Operator:
         found = self._traces.get(key)
         if found is None:
             # a body that raised may have raised at these sizes only: its trace speaks for no others
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            exact = (key, *[tuple(bodies.concrete(tensor.shape)) for tensor in tensors])
+            exact = (key, *[tuple(map(bodies.concrete, leaf.shape)) for _, leaf in self.named_tensors(args, kwargs)])
             found = self._traces.get(exact)
             if found is None:
                 found = self.traced(args, kwargs)

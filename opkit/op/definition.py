@@ -165,7 +165,7 @@ class _Draft:
             signature = _from_schema(signature, parsed)
             if declared is not None:
                 schemas.check_manual(text, set(inference.mutates), declared, parsed.arguments)
-        tags = self._tags(inference)
+        tags = self._tags(inference, parsed)
         operator = Operator(
             name=self.name,
             signature=signature,
@@ -241,9 +241,10 @@ class _Draft:
             )
         return parsed
 
-    def _tags(self, inference: Inference) -> tuple[torch.Tag, ...]:
+    def _tags(self, inference: Inference, parsed: Any) -> tuple[torch.Tag, ...]:
         seeded = torch.Tag.nondeterministic_seeded
-        return (*self.tags, seeded) if inference.random and seeded not in self.tags else self.tags
+        random = inference.random or any("Generator" in str(argument.type) for argument in parsed.arguments)
+        return (*self.tags, seeded) if random and seeded not in self.tags else self.tags
 
     def _devices(self, parsed: Any) -> tuple[str, ...] | None:
         if self.device_types is None:

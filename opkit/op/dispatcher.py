@@ -88,6 +88,7 @@ class Dispatcher:
         elif schema.is_mutable:
             library.impl(opname, self.inplace, "ADInplaceOrView", with_keyset=True)
 
+    @private.untraced
     def inplace(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         """Advance the version counters of the arguments written to, so that a stale backward raises."""
         schema = self.operator.schema
@@ -110,6 +111,7 @@ class Dispatcher:
 
     # ---- kernels ---------------------------------------------------------------------------------------------------
 
+    @private.untraced
     def backend(self, *args: Any, **kwargs: Any) -> Any:
         """Below autograd: run the planned kernel."""
         plan = self.plain.plan(args, kwargs)
@@ -129,6 +131,7 @@ class Dispatcher:
                 raise private.tag_error(operator.opname, "out must return its mutable keyword-only arguments")
         return result
 
+    @private.untraced
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         """Sizes, strides, dtypes and devices of the outputs, from the author's rule or the reference."""
         operator = self.operator
@@ -150,6 +153,7 @@ class Dispatcher:
         """The Autograd kernel: the fast path where its guard holds, else :meth:`autograd`."""
         return self.fast.dispatched(keyset, *args, **kwargs)
 
+    @private.untraced
     def autograd(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         """Decide how a call is differentiated, or seen by the compiler."""
         operator = self.operator
@@ -249,6 +253,7 @@ class Dispatcher:
     def _autocast_kernel(self, device: str, key: Any) -> Callable[..., Any]:
         keys = private.DispatchKeySet(key)
 
+        @private.untraced
         def autocast_kernel(_: Any, *args: Any, **kwargs: Any) -> Any:
             operator = self.operator
             given = operator.given.autocast.get(device)
@@ -258,6 +263,7 @@ class Dispatcher:
 
         return autocast_kernel
 
+    @private.untraced
     def batched(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         """The author's vmap rule, one folded call, the reference mapped, or a loop over the kernel."""
         operator = self.operator

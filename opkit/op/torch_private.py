@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import _C
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch._library import autograd as _library_autograd
 from torch._library import custom_ops as custom_ops
 from torch._library import utils as library_utils
 from torch.autograd import forward_ad as forward_ad
 from torch.autograd import function as autograd_function
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 CustomOpDef = custom_ops.CustomOpDef
 SingleLevelFunction = autograd_function._SingleLevelFunction
@@ -135,6 +138,16 @@ def supported_parameter_types() -> dict[Any, str]:
     from torch._library.infer_schema import SUPPORTED_PARAM_TYPES
 
     return SUPPORTED_PARAM_TYPES
+
+
+def untraced(function: F) -> F:
+    """Keep Dynamo out of ``function`` and whatever it calls, at no cost a call.
+
+    After a graph break Dynamo follows eager calls into every Python frame, the dispatcher's Python kernels included.
+    """
+    skip = _eval_frame._FrameAction.SKIP
+    _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 def in_compilation() -> bool:

@@ -153,9 +153,7 @@ def test_the_backward_is_traced_once_for_many_shapes() -> None:
     for rows in (2, 3, 5, 8):
         x = torch.randn(rows, 6, requires_grad=True)
         op(x, torch.ones(6)).sum().backward()
-        torch.testing.assert_close(
-            x.grad, torch.autograd.grad(rms_norm(x, torch.ones(6)).sum(), x)[0]
-        )
+        torch.testing.assert_close(x.grad, torch.autograd.grad(rms_norm(x, torch.ones(6)).sum(), x)[0])
     graphs = op._operator.derived.graphs
     assert [len(known) for known in graphs.values()] == [1]
 
@@ -347,7 +345,9 @@ def test_functorch_compositions(case: str) -> None:
         lambda g: torch.func.jacrev(lambda x: g(x) * x.sum()),
         lambda g: torch.func.jacfwd(lambda x: g(x) * x.sum()),
         lambda g: torch.func.grad(lambda x: torch.func.grad(g)(x).pow(2).sum()),
-        lambda g: lambda x: torch.func.vmap(torch.func.grad(lambda r: g(x + r)))(torch.zeros(2, *x.shape, dtype=x.dtype)),
+        lambda g: (
+            lambda x: torch.func.vmap(torch.func.grad(lambda r: g(x + r)))(torch.zeros(2, *x.shape, dtype=x.dtype))
+        ),
         torch.func.hessian,
     ):
         torch.testing.assert_close(transform(f(op))(x), transform(f(reference))(x))
@@ -357,7 +357,10 @@ def test_flops() -> None:
     def products(x: Float[Tensor, "a b"], y: Float[Tensor, "b c"]) -> Float[Tensor, "a c"]:
         return (x @ y) * 2
 
-    for op in (opkit.custom_op("derived::products", products), counted(opkit.custom_op("derived::products_kernel", products))):
+    for op in (
+        opkit.custom_op("derived::products", products),
+        counted(opkit.custom_op("derived::products_kernel", products)),
+    ):
         x, y = torch.randn(3, 4), torch.randn(4, 5)
         op(x, y)
         with FlopCounterMode(display=False) as counter:

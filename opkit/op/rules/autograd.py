@@ -63,6 +63,7 @@ def _forward(ctx: Any, *inputs: Any) -> Any:
     return output
 
 
+@private.untraced
 def _backward(ctx: Any, *grads: Any) -> Any:
     call: Call = ctx.opkit_call
     if call.output_spec is not None:
@@ -211,7 +212,8 @@ class DerivedRule:
         prepared: _Prepared | None = ctx.opkit_prepared
         if prepared is None:
             return self._backward_whole(ctx, *grads)
-        found = iter(prepared.graph.run(*ctx.saved_tensors, *ctx.opkit_sizes, *_tensors(list(grads))))
+        run = prepared.graph.run_again if torch.is_grad_enabled() else prepared.graph.run
+        found = iter(run(*ctx.saved_tensors, *ctx.opkit_sizes, *_tensors(list(grads))))
         spread: list[Any] = [None] * prepared.count
         for i in prepared.at:
             if ctx.needs_input_grad[i]:

@@ -4,6 +4,9 @@ The reference and its backward are traced together on fake tensors with symbolic
 graph. From the graph the part that leads to the gradients is kept. Its leaves are the values saved by the forward: of the
 inputs and outputs, whichever choice holds fewer bytes; an input that only lends its sizes is saved as integers. One
 traced graph serves every shape for which its guards hold.
+
+torch has second formulas for some gradients, slower and differentiable again (``silu`` is one). So the backward is traced
+twice, and the second graph runs where a graph of the backward is being built (``create_graph=True``).
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -41,9 +44,13 @@ class SavedSize:
 
 @dataclasses.dataclass
 class BackwardGraph:
-    """A pruned backward: ``run(*saved tensors, *saved sizes, *output gradients)`` gives the input gradients."""
+    """A pruned backward: ``run(*saved tensors, *saved sizes, *output gradients)`` gives the input gradients.
+
+    ``run_again`` does the same by operations that can be differentiated again.
+    """
 
     run: Callable[..., Sequence[Any]]
+    run_again: Callable[..., Sequence[Any]]
     tensors: tuple[SavedTensor, ...]
     sizes: tuple[SavedSize, ...]
     differentiable: tuple[bool, ...]
@@ -97,11 +104,46 @@ def derive(
         RandomReferenceError: the reference draws random numbers.
         NotPrunableError: the reference or its backward writes in place.
     """
-    joint, holds = _trace(reference, inputs, needs, outputs)
-    candidates = [_prune(joint, use_outputs=use) for use in (True, False)]
-    graph, tensors, sizes = min(candidates, key=lambda c: _bytes(c[1], inputs, outputs))
-    module = torch.fx.GraphModule(joint.module, graph)
-    return BackwardGraph(module.forward, tensors, sizes, joint.differentiable, joint.connected, holds, module.code)
+    joint, holds = _trace(reference, inputs, needs, outputs, again=False)
+    twice, holds_twice = _trace(reference, inputs, needs, outputs, again=True)
+    candidates = [_Pair(joint, twice, use_outputs=use) for use in (True, False)]
+    pair = min(candidates, key=lambda c: _bytes(c.tensors, inputs, outputs))
+    return BackwardGraph(
+        run=pair.runner(0),
+        run_again=pair.runner(1),
+        tensors=pair.tensors,
+        sizes=pair.sizes,
+        differentiable=joint.differentiable,
+        connected=joint.connected,
+        holds=lambda tensors: holds(tensors) and holds_twice(tensors),
+        code=pair.code,
+    )
+
+
+class _Pair:
+    """Both pruned graphs over one set of saved values."""
+
+    def __init__(self, joint: _Joint, twice: _Joint, use_outputs: bool) -> None:
+        self.joints = (joint, twice)
+        self.parts = [_Pruner(j, use_outputs).run() for j in self.joints]
+        self.tensors = tuple(dict.fromkeys(saved for _, tensors, _ in self.parts for saved in tensors))
+        self.sizes = tuple(dict.fromkeys(saved for _, _, sizes in self.parts for saved in sizes))
+
+    @property
+    def code(self) -> str:
+        """The first graph as Python, for a person to read."""
+        return torch.fx.GraphModule(self.joints[0].module, self.parts[0][0]).code
+
+    def runner(self, which: int) -> Callable[..., Sequence[Any]]:
+        """The graph ``which`` as a function of all saved tensors, all saved sizes and the output gradients."""
+        graph, tensors, sizes = self.parts[which]
+        forward = torch.fx.GraphModule(self.joints[which].module, graph).forward
+        if tensors == self.tensors and sizes == self.sizes:
+            return forward
+        saved = len(self.tensors) + len(self.sizes)
+        chosen = [self.tensors.index(t) for t in tensors]
+        chosen += [len(self.tensors) + self.sizes.index(s) for s in sizes]
+        return lambda *values: forward(*[values[i] for i in chosen], *values[saved:])
 
 
 def _bytes(tensors: Sequence[SavedTensor], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
@@ -114,6 +156,7 @@ def _trace(
     inputs: Sequence[torch.Tensor],
     needs: Sequence[bool],
     outputs: Sequence[torch.Tensor],
+    again: bool,
 ) -> tuple[_Joint, Callable[[Sequence[torch.Tensor]], bool]]:
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -124,9 +167,9 @@ def _trace(
         with torch.enable_grad():
             results = reference(*primals)
         facts["differentiable"] = tuple(bool(r.requires_grad) for r in results)
-        gradients = _gradients(results, primals, needs, cotangents)
+        gradients = _gradients(results, primals, needs, cotangents, again)
         facts["connected"] = tuple(g is not None for g in gradients)
-        return [[r.detach() for r in results], gradients]
+        return [[r.detach() for r in results], [None if g is None else g.detach() for g in gradients]]
 
     examples = [_example(t, need) for t, need in zip(inputs, needs, strict=True)]
     examples += [t.detach() for t in outputs]
@@ -148,14 +191,19 @@ def _example(tensor: torch.Tensor, need: bool) -> torch.Tensor:
 
 
 def _gradients(
-    results: Sequence[torch.Tensor], primals: Sequence[torch.Tensor], needs: Sequence[bool], cotangents: Sequence[Any]
+    results: Sequence[torch.Tensor],
+    primals: Sequence[torch.Tensor],
+    needs: Sequence[bool],
+    cotangents: Sequence[Any],
+    again: bool,
 ) -> list[torch.Tensor | None]:
     used = [(r, c) for r, c in zip(results, cotangents, strict=True) if r.requires_grad]
     wanted = [p for p, need in zip(primals, needs, strict=True) if need]
     if not used:
         return [None] * len(wanted)
+    pairs = [(r, c.to(r.dtype) if c.dtype != r.dtype else c) for r, c in used]
     found = torch.autograd.grad(
-        [r for r, _ in used], wanted, [c.to(r.dtype) if c.dtype != r.dtype else c for r, c in used], allow_unused=True
+        [r for r, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True, create_graph=again
     )
     return list(found)
 
@@ -163,7 +211,7 @@ def _gradients(
 def _output_of(graph: torch.fx.Graph) -> tuple[list[Any], list[Any]]:
     (node,) = [n for n in graph.nodes if n.op == "output"]
     results, gradients = node.args[0]
-    return [_undetached(r) for r in results], list(gradients)
+    return [_undetached(r) for r in results], [_undetached(g) for g in gradients]
 
 
 def _undetached(node: Any) -> Any:
@@ -190,11 +238,6 @@ def _guard(placeholders: Sequence[torch.fx.Node]) -> Callable[[Sequence[torch.Te
         return lambda _: True
     code = shape_env.produce_guards_expression(fakes, ignore_static=False)
     return lambda tensors: code is None or bool(shape_env.evaluate_guards_expression(code, list(tensors)))
-
-
-def _prune(joint: _Joint, use_outputs: bool) -> tuple[torch.fx.Graph, tuple[SavedTensor, ...], tuple[SavedSize, ...]]:
-    """Keep what leads to the gradients; its leaves become saved tensors, saved sizes and output gradients."""
-    return _Pruner(joint, use_outputs).run()
 
 
 class _Pruner:
