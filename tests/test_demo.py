@@ -47,6 +47,13 @@ def test_one_step_is_enough_and_repeats_itself(tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_the_default_number_of_steps_is_cut_short_on_a_slow_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "SECONDS", 0.0)
+    report, printed = _run(None, tmp_path)
+    assert len(report.eager.losses) == len(report.compiled.losses) == 1
+    assert "1/1" in printed
+
+
 @pytest.mark.parametrize("steps", [0, -3, 2.5, True, "9"])
 def test_steps_that_are_not_a_count_are_refused(steps, tmp_path):
     with pytest.raises(ArgumentError, match=r"steps is .* at least 1"):

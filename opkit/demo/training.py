@@ -14,7 +14,7 @@ from opkit.demo.model import GPT
 from opkit.errors import DemoError
 
 LEARNING_RATE = 2e-3
-WARM_UP = 10  #: steps over which the learning rate rises; it then falls linearly to zero
+WARM_UP = 10  #: steps over which the learning rate rises
 
 #: (step, nats): the losses of eager and compiled may differ by so much up to and with that step. The two round their
 #: float32 sums differently, nothing else, so the first losses agree to a few units in the last place (5e-7 each).
@@ -57,9 +57,14 @@ def _mean(values: tuple[float, ...]) -> float:
 
 
 def train(
-    name: str, model: GPT, loss: Callable[[Tensor], Tensor], data: Tensor, progress: Callable[[float], None]
+    name: str,
+    model: GPT,
+    loss: Callable[[Tensor], Tensor],
+    data: Tensor,
+    progress: Callable[[float], None],
+    budget: float = math.inf,
 ) -> Curve:
-    """Train ``model`` by AdamW, one step for each window of ``data``.
+    """Train ``model`` by AdamW, one step for each batch of ``data`` while there is time.
 
     Args:
         name: of the curve.
@@ -67,16 +72,19 @@ def train(
         loss: the loss of ``model`` on a batch of windows: ``model.loss``, or that compiled.
         data: ``(steps, batch, length)``, int64, on the device of ``model``.
         progress: called with the loss after each step.
+        budget: seconds after which no further step is begun.
     """
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     losses: list[float] = []
     seconds: list[float] = []
     for step, windows in enumerate(data):
         began = time.perf_counter()
-        optimiser.param_groups[0]["lr"] = _learning_rate(step, len(data))
+        optimiser.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP)
         losses.append(_step(optimiser, loss(windows)))
         seconds.append(time.perf_counter() - began)
         progress(losses[-1])
+        if sum(seconds) > budget:
+            break
     return Curve(name, tuple(losses), tuple(seconds))
 
 
@@ -85,10 +93,6 @@ def _step(optimiser: torch.optim.Optimizer, loss: Tensor) -> float:
     optimiser.step()
     optimiser.zero_grad()
     return loss.item()  # waits for the device, so that a clock read next is read after the step
-
-
-def _learning_rate(step: int, steps: int) -> float:
-    return LEARNING_RATE * min((step + 1) / WARM_UP, 1 - step / steps)
 
 
 def tolerance(step: int) -> float:
