@@ -10,6 +10,7 @@ import dataclasses
 import math
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from opkit.demo import corpus
 from opkit.demo.model import GPT, Size, build, generate
 from opkit.demo.report import Report, draw_losses, write_losses
-from opkit.demo.training import Curve, check_agree, check_falls, train
+from opkit.demo.training import Curve, Step, check_agree, check_falls, schedule, train
 from opkit.errors import ArgumentError, DemoError
 
 __all__ = ["Options", "Report", "Size", "run"]
@@ -69,7 +70,7 @@ def run(
     plan = _plan(steps, device, out)
     text = corpus.read()
     models = [build(options.size, options.seed, plan.device) for _ in range(2)]
-    eager, compiled = _curves(models, _batches(text, plan, options), plan.budget, options, console)
+    eager, compiled = _curves(models, _steps_of(text, plan, options), plan.budget, options, console)
     prompt = text[: options.size.context]
     report = Report(
         device=_describe(plan.device),
@@ -112,10 +113,10 @@ def _plan(steps: int | None, name: str | None, out: Path) -> _Plan:
     return _Plan(_steps(steps, device), budget, device, _folder(out))
 
 
-def _batches(text: Tensor, plan: _Plan, options: Options) -> Tensor:
+def _steps_of(text: Tensor, plan: _Plan, options: Options) -> list[Step]:
     length = options.size.context + 1
     data = corpus.batches(text, steps=plan.steps, batch=options.batch, length=length, seed=options.seed)
-    return data.to(plan.device)
+    return schedule(data.to(plan.device))
 
 
 def _steps(steps: int | None, device: torch.device) -> int:
@@ -154,21 +155,29 @@ def _folder(out: Path) -> Path:
         raise ArgumentError(f"opkit demo: cannot write to out, {str(out)!r}: {reason}. Give another folder.") from error
 
 
-def _curves(models: list[GPT], data: Tensor, budget: float, options: Options, console: Console) -> tuple[Curve, Curve]:
+def _curves(
+    models: list[GPT], data: list[Step], budget: float, options: Options, console: Console
+) -> tuple[Curve, Curve]:
     """Train the first of ``models`` eagerly within ``budget`` seconds, and the second as far under torch.compile."""
     with _progress(console) as progress:
         eager = train("eager", models[0], models[0].loss, data, _ticker(progress, "eager", len(data)), budget)
         data = data[: len(eager.losses)]
         progress.update(progress.task_ids[0], total=len(data))
-        loss = torch.compile(models[1].loss, fullgraph=True, dynamic=False, backend=options.backend)
-        try:
-            compiled = train("compiled", models[1], loss, data, _ticker(progress, "compiled", len(data)))
-        except Exception as error:
-            raise DemoError(
-                f"opkit demo: the eager run went through, torch.compile did not: {type(error).__name__} (above). "
-                "`opkit doctor` says whether a compiler is missing."
-            ) from error
-    return eager, compiled
+        return eager, _compiled(models[1], data, options, _ticker(progress, "compiled", len(data)))
+
+
+def _compiled(model: GPT, data: list[Step], options: Options, ticker: Callable[[float], None]) -> Curve:
+    loss = torch.compile(model.loss, fullgraph=True, dynamic=False, backend=options.backend)
+    try:
+        with warnings.catch_warnings():
+            # The two runs are compared in full float32, so Inductor's advice to use TensorFloat32 is not taken.
+            warnings.filterwarnings("ignore", message="TensorFloat32")
+            return train("compiled", model, loss, data, ticker)
+    except Exception as error:
+        raise DemoError(
+            f"opkit demo: the eager run went through, torch.compile did not: {type(error).__name__} (above). "
+            "`opkit doctor` says whether a compiler is missing."
+        ) from error
 
 
 def _progress(console: Console) -> Progress:
@@ -187,4 +196,5 @@ def _generate(model: GPT, prompt: Tensor, options: Options) -> bytes:
 
 
 def _decode(text: bytes) -> str:
-    return text.decode(errors="replace")
+    """``text`` without what a terminal would take for a command; an untrained model writes any byte."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text.decode(errors="replace"))

@@ -40,7 +40,7 @@ def rms_norm(x: Float[Tensor, "*batch d"], weight: Float[Tensor, "d"], eps: floa
     return (wide * scale * weight).to(x.dtype)
 
 
-@opkit.custom_op("opkit::rotary_embedding", mutates_args=())
+@opkit.custom_op("opkit::rotary_embedding")
 def rotary_embedding(
     x: Float[Tensor, "*batch length d"], positions: Integer[Tensor, "length"], base: float = 10000.0
 ) -> Float[Tensor, "*batch length d"]:
