@@ -7,8 +7,10 @@ fall, is checked; a run that returns is one where both held.
 from __future__ import annotations
 
 import dataclasses
+import math
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,12 +22,13 @@ from torch import Tensor
 from opkit.demo import corpus
 from opkit.demo.model import GPT, Size, build, generate
 from opkit.demo.report import Report, draw_losses, write_losses
-from opkit.demo.training import Curve, check_agree, check_falls, train
+from opkit.demo.training import Curve, Step, check_agree, check_falls, schedule, train
 from opkit.errors import ArgumentError, DemoError
 
 __all__ = ["Options", "Report", "Size", "run"]
 
 STEPS = {"cpu": 150, "cuda": 1000}  #: by the type of device, where the number of steps is left out
+SECONDS = 20.0  #: after which eager training ends, where the number of steps is left out; compiled takes as many steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Options:
     batch: int = 4
     seed: int = 0
     backend: str = "inductor"  #: of torch.compile
-    sample: int = 240  #: bytes to generate
+    sample: int = 200  #: bytes to generate
     temperature: float = 0.7
 
 
@@ -51,7 +54,8 @@ def run(
     """Train the demo's model twice, compare, and show and write what was found.
 
     Args:
-        steps: of training, in each of the two runs; 150 on a CPU and 1000 on a GPU where it is left out.
+        steps: of training, in each of the two runs; where it is left out, 150 on a CPU and 1000 on a GPU, or
+            as many as the eager run takes in 20 seconds.
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; a GPU where there is one, if it is left out.
         out: the folder for ``losses.json`` and ``losses.png``, made where it is missing.
         options: the model's size and the like.
@@ -63,25 +67,21 @@ def run(
     """
     began = time.perf_counter()
     options, console = options or Options(), console or Console()
-    place = _device(device)
-    steps = _steps(steps, place)
-    folder = _folder(out)
+    plan = _plan(steps, device, out)
     text = corpus.read()
-    length = options.size.context + 1
-    data = corpus.batches(text, steps=steps, batch=options.batch, length=length, seed=options.seed)
-    models = [build(options.size, options.seed, place) for _ in range(2)]
-    eager, compiled = _curves(models, data.to(place), options, console)
+    models = [build(options.size, options.seed, plan.device) for _ in range(2)]
+    eager, compiled = _curves(models, _steps_of(text, plan, options), plan.budget, options, console)
     prompt = text[: options.size.context]
     report = Report(
-        device=_describe(place),
+        device=_describe(plan.device),
         parameters=sum(p.numel() for p in models[0].parameters()),
         tokens_per_step=options.batch * options.size.context,
         eager=eager,
         compiled=compiled,
         prompt=_decode(bytes(prompt.tolist())),
-        sample=_decode(_generate(models[1], prompt.to(place), options)),
+        sample=_decode(_generate(models[1], prompt.to(plan.device), options)),
         seconds=time.perf_counter() - began,
-        folder=folder,
+        folder=plan.folder,
     )
     return _conclude(report, console)
 
@@ -97,9 +97,31 @@ def _conclude(report: Report, console: Console) -> Report:
     return report
 
 
-def _steps(steps: int | None, place: torch.device) -> int:
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What the user asked for, once it is known that it can be had."""
+
+    steps: int
+    budget: float
+    device: torch.device
+    folder: Path
+
+
+def _plan(steps: int | None, name: str | None, out: Path) -> _Plan:
+    device = _device(name)
+    budget = SECONDS if steps is None else math.inf
+    return _Plan(_steps(steps, device), budget, device, _folder(out))
+
+
+def _steps_of(text: Tensor, plan: _Plan, options: Options) -> list[Step]:
+    length = options.size.context + 1
+    data = corpus.batches(text, steps=plan.steps, batch=options.batch, length=length, seed=options.seed)
+    return schedule(data.to(plan.device))
+
+
+def _steps(steps: int | None, device: torch.device) -> int:
     if steps is None:
-        return STEPS[place.type]
+        return STEPS[device.type]
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ArgumentError(f"opkit demo: steps is {steps!r}. Give a whole number of at least 1.")
     return steps
@@ -110,15 +132,15 @@ def _device(name: str | None) -> torch.device:
     names = ["cpu", "cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     usable = names if torch.cuda.is_available() else ["cpu"]
     if name is None:
-        return torch.device(usable[-1] if len(usable) == 1 else "cuda")
+        return torch.device("cuda" if "cuda" in usable else "cpu")
     if name not in usable:
         raise ArgumentError(f"opkit demo: device is {name!r}. This machine has: {', '.join(usable)}.")
     return torch.device(name)
 
 
-def _describe(place: torch.device) -> str:
-    if place.type == "cuda":
-        return torch.cuda.get_device_name(place)
+def _describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     return f"{torch.get_num_threads()} CPU threads"
 
 
@@ -133,19 +155,29 @@ def _folder(out: Path) -> Path:
         raise ArgumentError(f"opkit demo: cannot write to out, {str(out)!r}: {reason}. Give another folder.") from error
 
 
-def _curves(models: list[GPT], data: Tensor, options: Options, console: Console) -> tuple[Curve, Curve]:
-    """Train the first of ``models`` eagerly and the second under torch.compile."""
+def _curves(
+    models: list[GPT], data: list[Step], budget: float, options: Options, console: Console
+) -> tuple[Curve, Curve]:
+    """Train the first of ``models`` eagerly within ``budget`` seconds, and the second as far under torch.compile."""
     with _progress(console) as progress:
-        eager = train("eager", models[0], models[0].loss, data, _ticker(progress, "eager", len(data)))
-        loss = torch.compile(models[1].loss, fullgraph=True, dynamic=False, backend=options.backend)
-        try:
-            compiled = train("compiled", models[1], loss, data, _ticker(progress, "compiled", len(data)))
-        except Exception as error:
-            raise DemoError(
-                f"opkit demo: the eager run went through, torch.compile did not: {type(error).__name__} (above). "
-                "`opkit doctor` says whether a compiler is missing."
-            ) from error
-    return eager, compiled
+        eager = train("eager", models[0], models[0].loss, data, _ticker(progress, "eager", len(data)), budget)
+        data = data[: len(eager.losses)]
+        progress.update(progress.task_ids[0], total=len(data))
+        return eager, _compiled(models[1], data, options, _ticker(progress, "compiled", len(data)))
+
+
+def _compiled(model: GPT, data: list[Step], options: Options, ticker: Callable[[float], None]) -> Curve:
+    loss = torch.compile(model.loss, fullgraph=True, dynamic=False, backend=options.backend)
+    try:
+        with warnings.catch_warnings():
+            # The two runs are compared in full float32, so Inductor's advice to use TensorFloat32 is not taken.
+            warnings.filterwarnings("ignore", message="TensorFloat32")
+            return train("compiled", model, loss, data, ticker)
+    except Exception as error:
+        raise DemoError(
+            f"opkit demo: the eager run went through, torch.compile did not: {type(error).__name__} (above). "
+            "`opkit doctor` says whether a compiler is missing."
+        ) from error
 
 
 def _progress(console: Console) -> Progress:
@@ -164,4 +196,5 @@ def _generate(model: GPT, prompt: Tensor, options: Options) -> bytes:
 
 
 def _decode(text: bytes) -> str:
-    return text.decode(errors="replace")
+    """``text`` without what a terminal would take for a command; an untrained model writes any byte."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text.decode(errors="replace"))

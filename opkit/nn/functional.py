@@ -6,7 +6,7 @@ float64 one is not demoted.
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 import opkit
@@ -42,7 +42,7 @@ def rms_norm(x: Float[Tensor, "*batch d"], weight: Float[Tensor, "d"], eps: floa
 
 @opkit.custom_op("opkit::rotary_embedding")
 def rotary_embedding(
-    x: Float[Tensor, "*batch length d"], positions: Int[Tensor, "length"], base: float = 10000.0
+    x: Float[Tensor, "*batch length d"], positions: Integer[Tensor, "length"], base: float = 10000.0
 ) -> Float[Tensor, "*batch length d"]:
     """Rotate features ``i`` and ``i + d/2`` of ``x`` by ``position * base ** (-2i/d)`` radians.
 
@@ -98,7 +98,7 @@ def swiglu(gate: Float[Tensor, "*batch d"], up: Float[Tensor, "*batch d"]) -> Fl
 
 @opkit.custom_op("opkit::cross_entropy")
 def cross_entropy(
-    logits: Float[Tensor, "*batch classes"], targets: Int[Tensor, "*batch"], ignore_index: int = -100
+    logits: Float[Tensor, "*batch classes"], targets: Integer[Tensor, "*batch"], ignore_index: int = -100
 ) -> Float[Tensor, ""]:
     """Mean over tokens of the negative log-likelihood of ``targets`` under ``softmax(logits)``.
 
