@@ -161,6 +161,15 @@ def tag_error(name: str, demand: str) -> Exception:
     return OutputError(f"{name}: An operator tagged with torch.Tag.{demand}.")
 
 
+def register_fake(library: Any, name: str, fake: Callable[..., Any], author: Any) -> None:
+    """Register a fake implementation whose errors name the place where ``author`` is defined."""
+    from torch._library.simple_registry import singleton
+
+    library._register_fake(name.split("::")[1], fake)
+    code = author.__code__
+    singleton.find(name).fake_impl.kernel.source = f"{code.co_filename}:{code.co_firstlineno}"
+
+
 def register_effect(name: str, effect: Any, library: Any) -> None:
     """``CustomOpDef.register_effect`` of torch 2.13."""
     if hasattr(library, "_register_effectful_op"):

@@ -106,6 +106,35 @@ def test_fakes(shifted: Any, by: str) -> None:
     assert calls == ["fake"]
 
 
+def test_torch_finds_the_fake_and_its_source(sine: Any) -> None:
+    has_fake_kernel = torch._library.utils.has_fake_kernel
+    with FakeTensorMode(), pytest.raises(RuntimeError):
+        sine(torch.randn(3))
+    assert not has_fake_kernel(sine._opoverload)
+    sine.register_fake(torch.empty_like)
+    assert has_fake_kernel(sine._opoverload)
+    entry = torch._library.simple_registry.singleton.find(sine._qualname)
+    assert __file__ in entry.fake_impl.kernel.source
+
+
+def test_fake_profiles_stand_in_and_step_back(product: Any) -> None:
+    from torch._library.fake_profile import OpProfile, TensorMetadata, unsafe_generate_fake_kernels
+
+    product.register_fake(lambda x, y: torch.empty_like(x, dtype=torch.bfloat16))
+    matrix = TensorMetadata(rank=2, dtype=torch.float32, device=torch.device("cpu"), layout=torch.strided)
+    profiles = {product._qualname.replace("::", ".") + ".default": {OpProfile((matrix, matrix), matrix)}}
+    mode = FakeTensorMode(shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv(allow_dynamic_output_shape_ops=True))
+    x = mode.from_tensor(torch.ones(3, 3))
+    dtypes: list[torch.dtype] = []
+    with mode:
+        dtypes.append(product(x, x).dtype)
+    with unsafe_generate_fake_kernels(profiles), mode:
+        dtypes.append(product(x, x).dtype)
+    with mode:
+        dtypes.append(product(x, x).dtype)
+    assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
 def test_a_given_fake_is_used_though_one_could_be_derived(product: Any) -> None:
     calls: list[str] = []
 
@@ -639,3 +668,40 @@ def test_effects(custom_op: Any, name: str, by: str) -> None:
 
     torch.compile(program, backend="aot_eager", fullgraph=True)(torch.zeros(2))
     assert seen == [0.0, 2.0]
+
+
+# ---- opcheck -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["object", "overload"])
+@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
+def test_opcheck(product: Any, by: str, kernel: bool) -> None:
+    if kernel:
+        product.register_kernel("cpu")(lambda x, y: torch.from_numpy(x.detach().numpy() * y.detach().numpy()))
+    product.register_fake(lambda x, y: torch.empty_like(x))
+    product.register_autograd(
+        lambda ctx, grad: (grad * ctx.saved_tensors[1], grad * ctx.saved_tensors[0]),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    op = product._opoverload if by == "overload" else product
+    for needs in (False, True):
+        x, y = torch.randn(3, requires_grad=needs), torch.randn(3, requires_grad=needs)
+        assert set(torch.library.opcheck(op, (x, y)).values()) == {"SUCCESS"}
+
+
+def test_opcheck_finds_a_fake_of_other_strides(custom_op: Any, name: str) -> None:
+    @custom_op(name, mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x.clone().permute(2, 0, 1)
+
+    op.register_fake(lambda x: x.new_empty(x.shape[2], x.shape[0], x.shape[1]))
+    with pytest.raises(Exception, match="Stride mismatch"):
+        torch.library.opcheck(op, (torch.randn(4, 4, 3),))
+
+
+def test_opcheck_of_writes(custom_op: Any, name: str) -> None:
+    @custom_op(name, mutates_args={"x"})
+    def op(x: Tensor, y: Tensor) -> None:
+        x.add_(y)
+
+    assert set(torch.library.opcheck(op, (torch.randn(3), torch.randn(3))).values()) == {"SUCCESS"}
