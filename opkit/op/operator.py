@@ -296,7 +296,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         return self._operator.given_reference or self._operator.function
 
     @property
-    def _abstract_fn(self) -> Callable[..., Any] | None:
+    def _abstract_fn(self) -> Callable[..., Any] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         # torch asks through this name whether an operator has a fake implementation, and which
         operator = self._operator
         trace = operator.last_trace()

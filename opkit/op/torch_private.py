@@ -36,6 +36,7 @@ dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 function_modes: Callable[[], int] = _C._len_torch_function_stack
 functorch_level: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 any_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
+jit_tracing: Callable[[], bool] = _C._is_tracing
 profiling: Callable[[], bool] = _C._autograd._profiler_enabled
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 parse_schema: Callable[[str], Any] = _C.parse_schema
@@ -167,7 +168,8 @@ def register_fake(library: Any, name: str, fake: Callable[..., Any], author: Any
 
     library._register_fake(name.split("::")[1], fake)
     code = author.__code__
-    singleton.find(name).fake_impl.kernel.source = f"{code.co_filename}:{code.co_firstlineno}"
+    registered: Any = singleton.find(name).fake_impl.kernel
+    registered.source = f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def register_effect(name: str, effect: Any, library: Any) -> None:
