@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -112,6 +113,7 @@ def custom_op(
     """
 
     def define(function: Callable[..., Any]) -> CustomOp[Any, Any]:
+        function = function if schema is None else _as_function(function)
         draft = _Draft(
             name, function, mutates_args, device_types, schema, _normalized(tags), opaque, reference, inline, autocast
         )
@@ -123,6 +125,19 @@ def custom_op(
     schemas.split_name(name)
     check_policy(name, autocast)
     return define if fn is None else define(fn)
+
+
+def _as_function(given: Callable[..., Any]) -> Callable[..., Any]:
+    """``given`` as a Python function; a schema by hand allows any callable."""
+    if isinstance(given, types.FunctionType) or not callable(given):
+        return given
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return given(*args, **kwargs)
+
+    call.__doc__, call.__module__ = given.__doc__, getattr(given, "__module__", None) or call.__module__
+    call.__name__ = call.__qualname__ = getattr(given, "__name__", type(given).__name__)
+    return call
 
 
 def _normalized(tags: Tags) -> tuple[torch.Tag, ...]:

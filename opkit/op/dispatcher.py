@@ -71,7 +71,7 @@ class Dispatcher:
         operator.library = library
         operator.overload = private.library_utils.lookup_op(operator.name)
         opname = operator.opname
-        library._register_fake(opname, self.fake)
+        private.register_fake(library, operator.name, self.fake, operator.function)
         library.impl(opname, self.entrance, "Autograd", with_keyset=True)
         library.impl(opname, self.batched, "FuncTorchBatched", with_keyset=True)
         for device, key in private.autocast_keys().items():

@@ -40,7 +40,7 @@ def call({parameters}):
                 returned_argument()
             return result
     if (dispatch_modes() or functorch_level() is not None or function_modes() or profiling() or any_autocast()
-            or forward_ad._current_level >= 0{unusual}):
+            or jit_tracing() or forward_ad._current_level >= 0{unusual}):
         return slow({passed})
     return planned({passed})
 
@@ -137,7 +137,8 @@ def _source(operator: Operator, tensors: list[Parameter], namespace: dict[str, A
 
 
 _HELPERS = ("profiling", "function_modes", "returned_argument", "dispatch_modes", "functorch_level", "any_autocast", "slow",
-            "planned", "decide", "generic", "new_plan", "new_training", "install", "grad_enabled", "entries")  # fmt: skip
+            "jit_tracing", "planned", "decide", "generic", "new_plan", "new_training", "install", "grad_enabled",
+            "entries")  # fmt: skip
 
 
 def _namespace(
@@ -177,6 +178,7 @@ def _namespace(
     helpers: dict[str, Any] = {
         "dispatch_modes": private.dispatch_modes, "function_modes": private.function_modes,
         "functorch_level": private.functorch_level, "profiling": private.profiling, "any_autocast": private.any_autocast,
+        "jit_tracing": private.jit_tracing,
         "forward_ad": private.forward_ad, "grad_enabled": private.grad_enabled, "plans": plans, "entries": entries,
         "slow": slow, "decide": decide, "generic": generic, "new_plan": new_plan, "new_training": new_training,
         "install": install, "returned_argument": returned_argument, "plain_types": _PLAIN_TYPES, "strided": torch.strided,

@@ -295,6 +295,14 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         """The function that says what the operator computes."""
         return self._operator.given_reference or self._operator.function
 
+    @property
+    def _abstract_fn(self) -> Callable[..., Any] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # torch asks through this name whether an operator has a fake implementation, and which
+        operator = self._operator
+        trace = operator.last_trace()
+        opaque = operator.declared_opaque if trace is None else trace.opaque is not None
+        return operator.given.fake or (None if opaque and operator.given_reference is None else self.reference)
+
     def describe(self) -> Description:
         """The schema, what is written to, the kernels, and where each rule comes from."""
         return describe(self._operator)

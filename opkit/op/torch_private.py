@@ -39,6 +39,7 @@ dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 function_modes: Callable[[], int] = _C._len_torch_function_stack
 functorch_level: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 any_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
+jit_tracing: Callable[[], bool] = _C._is_tracing
 profiling: Callable[[], bool] = _C._autograd._profiler_enabled
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 parse_schema: Callable[[str], Any] = _C.parse_schema
@@ -172,6 +173,16 @@ def tag_error(name: str, demand: str) -> Exception:
     from opkit.errors import OutputError
 
     return OutputError(f"{name}: An operator tagged with torch.Tag.{demand}.")
+
+
+def register_fake(library: Any, name: str, fake: Callable[..., Any], author: Any) -> None:
+    """Register a fake implementation whose errors name the place where ``author`` is defined."""
+    from torch._library.simple_registry import singleton
+
+    library._register_fake(name.split("::")[1], fake)
+    code = author.__code__
+    registered: Any = singleton.find(name).fake_impl.kernel
+    registered.source = f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def register_effect(name: str, effect: Any, library: Any) -> None:

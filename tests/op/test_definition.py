@@ -339,7 +339,8 @@ def test_a_failed_redefinition_keeps_the_old() -> None:
 
 def test_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = tmp_path / "reloaded_ops.py"
-    text = "import opkit\nfrom torch import Tensor\n@opkit.custom_op('reloaded::op', mutates_args=())\ndef op(x: Tensor) -> Tensor:\n    return x * {}\n"
+    text = "import opkit\nfrom torch import Tensor\n@opkit.custom_op('reloaded::op', mutates_args=())\n"
+    text += "def op(x: Tensor) -> Tensor:\n    return x * {}\n"
     module.write_text(text.format(2))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -352,7 +353,7 @@ def test_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_clash_says_who_holds_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = torch.library.Library("definition_foreign", "DEF")  # noqa: TOR901
+    library = torch.library.Library("definition_foreign", "DEF")
     library.define("held(Tensor x) -> Tensor")
     with pytest.raises(NameClashError, match=r"already defined by another library, registered at .*test_definition"):
         opkit.custom_op("definition_foreign::held", plain, mutates_args=())

@@ -1,7 +1,6 @@
 """``torch.Tag.inplace`` and ``torch.Tag.out`` on ``opkit.custom_op``, held against ``torch.library.custom_op``."""
 
-import itertools
-from collections.abc import Callable
+import functools
 from typing import Any, List, Optional  # noqa: UP035  (the spellings that existing code uses)
 
 import pytest
@@ -9,26 +8,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import opkit
-
-_count = itertools.count()
-pytestmark = pytest.mark.skipif(not hasattr(torch.Tag, "out"), reason="torch.Tag.inplace and out came with torch 2.13")
-
-
-@pytest.fixture(params=[torch.library.custom_op, opkit.custom_op], ids=["torch", "opkit"])
-def custom_op(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    return request.param
-
-
-@pytest.fixture
-def name() -> str:
-    return f"drop_in_tags::op{next(_count)}"
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Any:
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.skipif(not hasattr(torch.Tag, "out"), reason="torch.Tag.inplace and out came with torch 2.13"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 
 @pytest.fixture(params=[None, "(Tensor(a!) x, Tensor y) -> Tensor(a!)"], ids=["inferred", "by hand"])
@@ -248,12 +231,10 @@ def test_out_does_not_differentiate(custom_op: Any, name: str) -> None:
 
 @pytest.mark.parametrize("named", ["method", "object", "name", "overload"])
 def test_out_takes_no_backward(add_out: Any, named: str) -> None:
+    op = {"object": add_out, "name": add_out._qualname, "overload": add_out._opoverload}.get(named)
+    register = add_out.register_autograd if op is None else functools.partial(torch.library.register_autograd, op)
     with pytest.raises(RuntimeError, match="Out variants do not support autograd"):
-        if named == "method":
-            add_out.register_autograd(lambda ctx, grad: grad)
-        else:
-            op = {"object": add_out, "name": add_out._qualname, "overload": add_out._opoverload}[named]
-            torch.library.register_autograd(op, lambda ctx, grad: grad)
+        register(lambda ctx, grad: grad)
 
 
 def test_out_with_a_fake_of_its_own(custom_op: Any, name: str) -> None:

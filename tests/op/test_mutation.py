@@ -95,7 +95,7 @@ def plain_subscript(x: Tensor) -> None:
 
 
 def plain_augmented(x: Tensor, y: Tensor) -> None:
-    y += x  # noqa: F841
+    y += x
 
 
 def plain_out(x: Tensor, y: Tensor) -> None:

@@ -77,7 +77,6 @@ def test_dtypes() -> None:
 
 def test_unreadable_patterns() -> None:
     with pytest.raises(DefinitionError, match="more than one item"):
-        patterns.TensorPattern  # noqa: B018
         patterns.parse(type("Fake", (), {"dim_str": "*a *b", "dtypes": (), "array_type": Tensor}))
     with pytest.raises(DefinitionError, match="cannot be read"):
         patterns.parse(type("Fake", (), {"dim_str": "a+*", "dtypes": (), "array_type": Tensor}))
