@@ -36,10 +36,16 @@ def get(name: str) -> CustomOp[Any, Any]:
     with lock:
         found = _operators.get(name)
     if found is None:
-        near = difflib.get_close_matches(name, _operators, n=3, cutoff=0.5)
+        near = _near(name)
         hint = f" Did you mean {' or '.join(near)}?" if near else " Import the module that defines it first."
         raise UnknownOperatorError(f"opkit defined no operator named {name!r}.{hint}")
     return found
+
+
+def _near(name: str) -> list[str]:
+    namespace = name.split("::")[0] + "::"
+    beside = [known for known in _operators if known.startswith(namespace)]
+    return difflib.get_close_matches(name, beside or _operators, n=3, cutoff=0.5)
 
 
 def remove(name: str) -> None:

@@ -60,7 +60,7 @@ class Recorder:
 
 
 @opkit.custom_op("tcompile::norm")
-def norm(x: Float[Tensor, "*batch d"], weight: Float[Tensor, d], eps: float = 1e-6) -> Float[Tensor, "*batch d"]:
+def norm(x: Float[Tensor, "*batch d"], weight: Float[Tensor, "d"], eps: float = 1e-6) -> Float[Tensor, "*batch d"]:
     """Root-mean-square normalisation."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
@@ -469,7 +469,7 @@ def test_an_opaque_data_dependent_size(name):
 @pytest.mark.parametrize("kernel", [False, True])
 def test_the_global_generator(name, kernel):
     @opkit.custom_op(name)
-    def op(x: Float[Tensor, n]) -> Float[Tensor, n]:
+    def op(x: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
         return x + torch.rand_like(x)
 
     assert torch.Tag.nondeterministic_seeded in op._opoverload.tags
@@ -623,7 +623,7 @@ def test_in_place_operators(name, spelling, backend, kernel):
 
 def test_in_place_inlined_code_has_no_call(name):
     @opkit.custom_op(name)
-    def op(x: Float[Tensor, n]) -> None:
+    def op(x: Float[Tensor, "n"]) -> None:
         x.mul_(2)
 
     recorder = Recorder()

@@ -171,7 +171,7 @@ def test_annotations_are_checked_before_the_body_runs(call: typing.Any) -> None:
         call(torch.zeros(2, 3), torch.zeros(3))
     with pytest.raises(ShapeError, match="definition::checked: the argument w has shape"):
         call(torch.zeros(2, 3), torch.zeros(4))
-    with pytest.raises(DtypeError, match="the argument x has dtype torch.int64"):
+    with pytest.raises(DtypeError, match=r"the argument x has dtype torch.int64"):
         call(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3))
     with pytest.raises(ShapeError, match="1 or more"):
         call(torch.zeros(()), torch.zeros(3))
