@@ -1,7 +1,10 @@
 """The demo, made small: what it shows, what it writes, and what it refuses before it begins."""
 
+import functools
 import io
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,3 +164,11 @@ def test_the_sample_holds_no_terminal_commands():
 def test_generation_has_the_length_asked_for():
     model = build(TINY.size, 0, torch.device("cpu"))
     assert len(generate(model, torch.arange(16), count=5, temperature=1.0, seed=0)) == 5
+
+
+def test_the_quickstart_says_what_the_demo_does(tmp_path, monkeypatch):
+    program = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "quickstart.py"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "run", functools.partial(demo.run, device="cpu", options=TINY))
+    program["main"]()
+    assert (tmp_path / "opkit-demo" / "losses.png").exists()

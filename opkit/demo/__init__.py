@@ -28,7 +28,7 @@ from opkit.errors import ArgumentError, DemoError
 __all__ = ["Options", "Report", "Size", "run"]
 
 STEPS = {"cpu": 150, "cuda": 1000}  #: by the type of device, where the number of steps is left out
-SECONDS = 20.0  #: after which eager training ends, where the number of steps is left out; compiled takes as many steps
+SECONDS = 15.0  #: after which eager training ends, where the number of steps is left out; compiled takes as many steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def run(
 
     Args:
         steps: of training, in each of the two runs; where it is left out, 150 on a CPU and 1000 on a GPU, or
-            as many as the eager run takes in 20 seconds.
+            as many as the eager run takes in 15 seconds.
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; a GPU where there is one, if it is left out.
         out: the folder for ``losses.json`` and ``losses.png``, made where it is missing.
         options: the model's size and the like.
