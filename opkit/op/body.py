@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import linecache
 import traceback
-import types
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +73,38 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """What a fake tensor is made from."""
+
+    sizes: list[int]
+    strides: list[int]
+    dtype: torch.dtype
+    device: torch.device
+
+
 def fake_like(value: Any, mode: Any) -> Any:
     """Fake tensors of the sizes, strides, dtypes and devices in ``value``; symbolic numbers become their hints."""
+    return pytree.tree_map(lambda leaf: _fake(leaf, mode), _described(value))  # pyright: ignore[reportUnknownLambdaType]
 
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+
+def _described(value: Any) -> Any:
+    def describe(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
             return concrete(leaf)
         sizes, strides = [[concrete(number) for number in numbers] for numbers in (leaf.shape, leaf.stride())]
-        with mode:
-            return torch.empty_strided(sizes, strides, dtype=leaf.dtype, device=leaf.device)
+        return _Shape(sizes, strides, leaf.dtype, leaf.device)
 
-    return pytree.tree_map(convert, value)
+    return pytree.tree_map(describe, value)
+
+
+def _fake(leaf: Any, mode: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):  # of a layout that sizes and strides do not describe
+        return mode.from_tensor(leaf)
+    if not isinstance(leaf, _Shape):
+        return leaf
+    with mode:
+        return torch.empty_strided(leaf.sizes, leaf.strides, dtype=leaf.dtype, device=leaf.device)
 
 
 def concrete(number: Any) -> Any:
@@ -98,13 +119,22 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
     Exceptions do not escape: a body that raises is opaque as far as this trace can tell, and the trace says why.
     """
+    described = _described((tuple(args), kwargs))
+    if private.functorch_level() is None:
+        return _trace(body, described)
+    # within a functorch transform the thread's dispatch state belongs to the transform; a new thread has its own
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_trace, body, described).result()
+
+
+def _trace(body: Callable[..., Any], described: Any) -> Trace:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     with private.no_modes(), torch.enable_grad():
         shape_env = ShapeEnv(allow_dynamic_output_shape_ops=True, allow_scalar_outputs=False)
         mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-        fake_args, fake_kwargs = fake_like((tuple(args), kwargs), mode)
+        fake_args, fake_kwargs = pytree.tree_map(lambda leaf: _fake(leaf, mode), described)  # pyright: ignore[reportUnknownLambdaType]
         leaves = [leaf for leaf in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(leaf, torch.Tensor)]
         for leaf in leaves:
             private.throw_on_data_pointer(leaf)
@@ -130,9 +160,3 @@ def _stray_output(outputs: Any) -> str:
 
     real = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)]
     return "it returned a tensor that did not come from torch operations on its arguments" if real else ""
-
-
-def leaves_torch(function: Callable[..., Any]) -> bool:
-    """Whether the function's own code names numpy or ctypes: a hint for messages, never the decision."""
-    code = getattr(function, "__code__", None)
-    return isinstance(code, types.CodeType) and bool({"numpy", "ctypes", "data_ptr"} & set(code.co_names))

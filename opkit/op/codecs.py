@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from opkit.errors import DefinitionError, OutputError
+from opkit.errors import ArgumentTypeError, DefinitionError, OutputError
 
 MISSING: Any = dataclasses.MISSING
 
@@ -62,7 +62,11 @@ class EnumCodec(Codec):
         self.fields = (Field("", str | None if optional else str),)
 
     def encode(self, value: Any) -> tuple[Any, ...]:
-        return (None if value is None else self.kind(value).name,)
+        if value is None:
+            return (None,)
+        if not isinstance(value, self.kind):
+            raise ArgumentTypeError(f"expected a member of {self.kind.__name__}, got {value!r}")
+        return (value.name,)
 
     def decode(self, values: Sequence[Any]) -> Any:
         return None if values[0] is None else self.kind[values[0]]

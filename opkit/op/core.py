@@ -212,6 +212,16 @@ class Operator:
             f"Register the rule with {method}, or give the operator a reference in torch with reference=."
         )
 
+    def lost_gradient_error(self, argument: str) -> OpkitError:
+        """The refusal to overwrite a tensor that takes part in a gradient by a body that cannot be differentiated."""
+        error = RuleError(
+            f"{self.name} writes to its argument {argument!r}, which requires grad, and its derivative is not known: the "
+            f"gradient through {argument} would be silently wrong. Call it under torch.no_grad(), pass "
+            f"{argument}.detach(), or give the operator a reference in torch with reference=."
+        )
+        error.add_note(self.opaque_note("derivative", "reference="))
+        return error
+
     def random_error(self) -> OpkitError:
         """The refusal to derive a backward that would draw other random numbers than the forward did."""
         return RuleError(

@@ -30,7 +30,7 @@ from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.fastcall import FastCalls, GenericCall
 from opkit.op.identity import note_traced
-from opkit.op.planning import check_arguments
+from opkit.op.planning import check_arguments, schema_mutates
 from opkit.op.rules import autocast, flops, vmap
 from opkit.op.rules.autograd import Call, apply, restore
 
@@ -224,8 +224,18 @@ class Dispatcher:
             )
         if operator.mutates and operator.composite(args, kwargs):
             return operator.reference(*args, **kwargs)
+        self._refuse_lost_gradient(args, kwargs)
         call = Call(self._below_autograd(keyset), operator.rule(args, kwargs), kwargs, False)
         return restore(call, apply(operator.autograd_function, call, args))
+
+    def _refuse_lost_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        operator = self.operator
+        written = schema_mutates(operator)
+        if operator.is_inplace or operator.transparent(args, kwargs):
+            return
+        for name, tensor in operator.named_tensors(args, kwargs):
+            if name in written and tensor.requires_grad:
+                raise operator.lost_gradient_error(name)
 
     def _below_autograd(self, keyset: Any) -> Callable[..., Any]:
         overload = self.operator.overload

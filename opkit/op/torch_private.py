@@ -101,11 +101,10 @@ def single_level_functions_allowed() -> Generator[None]:
 
 @contextlib.contextmanager
 def no_modes() -> Generator[None]:
-    """Suspend every dispatch mode (fake, proxy, functional, the user's own) and every functorch level."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    """Suspend every dispatch mode (fake, proxy, functional, the user's own)."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+    with _disable_current_modes():
         yield
 
 

@@ -17,7 +17,9 @@ _count = itertools.count()
 
 @pytest.fixture(params=[torch.library.custom_op, opkit.custom_op], ids=["torch", "opkit"])
 def custom_op(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Both decorators: what a test asserts holds for torch's and for opkit's."""
+    """Both decorators: what a test asserts holds for torch's (since 2.13) and for opkit's."""
+    if request.param is torch.library.custom_op and not hasattr(torch.Tag, "inplace"):
+        pytest.skip("what these tests hold torch's own decorator to came with torch 2.13")
     return request.param
 
 

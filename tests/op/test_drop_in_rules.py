@@ -177,6 +177,7 @@ def test_opcheck(product: Any, by: str, kernel: bool) -> None:
         assert set(torch.library.opcheck(op, (x, y)).values()) == {"SUCCESS"}
 
 
+@pytest.mark.skipif(not hasattr(torch.Tag, "inplace"), reason="opcheck compares strides from torch 2.13 on")
 def test_opcheck_finds_a_fake_of_other_strides(custom_op: Any, name: str) -> None:
     @custom_op(name, mutates_args=())
     def op(x: Tensor) -> Tensor:
