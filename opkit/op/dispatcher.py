@@ -35,6 +35,10 @@ from opkit.op.rules import autocast, flops, vmap
 from opkit.op.rules.autograd import Call, apply, restore
 
 
+_HANDLED_BELOW = (private.DispatchKey.Python, private.DispatchKey.Conjugate, private.DispatchKey.Negative)
+"""What the dispatcher still does below autograd: subclasses, and lazy conjugation and negation."""
+
+
 class Dispatcher:
     """The dispatcher kernels of one operator."""
 
@@ -163,7 +167,11 @@ class Dispatcher:
             return self._forward_mode(args, kwargs)
         if private.functorch_level() is not None:
             return self._transformed(keyset, args, kwargs)
-        if operator.schema.is_mutable or keyset.has(private.DispatchKey.Python) or operator.schema._is_view_op():
+        if (
+            operator.schema.is_mutable
+            or any(keyset.has(key) for key in _HANDLED_BELOW)
+            or operator.schema._is_view_op()
+        ):
             return self._unit(keyset, args, kwargs)
         self._check_given(args)
         return self.fast.planned(*args, **kwargs)

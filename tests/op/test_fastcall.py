@@ -1,0 +1,193 @@
+"""The fast path and the dispatcher give the same over the same inputs, and the fast path knows when not to be taken."""
+
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import opkit
+
+
+def weighted(
+    x: Float[Tensor, "*batch d"],
+    w: Float[Tensor, "d"] | None = None,
+    scale: float = 2.0,
+    flip: bool = False,
+    power: int = 1,
+    *,
+    kind: str = "sin",
+) -> Float[Tensor, "*batch d"]:
+    y = getattr(torch, kind)(x) ** power * scale
+    y = -y if flip else y
+    return y if w is None else y * w
+
+
+REFERENCE = opkit.custom_op("fast::reference", weighted)
+KERNEL = opkit.custom_op("fast::kernel", weighted)
+KERNEL.register_kernel("cpu", lambda *args, **kwargs: weighted(*args, **kwargs))
+OPS = {"reference": REFERENCE, "kernel": KERNEL}
+
+
+def arguments() -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    x, w = torch.randn(3, 4), torch.randn(4)
+    return [
+        ((x,), {}),
+        ((x, w), {}),
+        ((x, w, 3.0), {}),
+        ((x, w, 3), {}),
+        ((x,), {"scale": 0.5, "flip": True}),
+        ((x, None, 1.0, True, 3), {"kind": "cos"}),
+        ((x.t().contiguous().t(),), {}),
+        ((x[:, :2],), {}),
+        ((x[::2],), {}),
+        ((torch.randn(2, 2, 4).expand(2, 2, 4),), {}),
+        ((torch.empty(0, 4), w), {}),
+        ((x.double(), w.double()), {}),
+        ((torch.nn.Parameter(x), w), {}),
+        ((x.clone().requires_grad_(), w), {}),
+        ((x, w.clone().requires_grad_()), {"flip": True}),
+        ((torch.full((2, 4), float("nan")), w), {}),
+    ]
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_both_paths_over_the_same_inputs(kind: str) -> None:
+    op = OPS[kind]
+    through_dispatcher = getattr(torch.ops.fast, kind)
+    cases = arguments()
+    for _ in range(4):  # so that guards are installed, hit and replaced
+        for args, kwargs in cases:
+            want = weighted(*args, **kwargs)
+            for call in (op, through_dispatcher, op._dispatched):
+                got = call(*args, **kwargs)
+                torch.testing.assert_close(got, want, equal_nan=True)
+                assert (got.stride(), got.requires_grad) == (want.stride(), want.requires_grad)
+    assert op._dispatcher.fast.call.__code__.co_filename.startswith("<opkit call")
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_no_grad_inference_and_gradients_alternate(kind: str) -> None:
+    op = OPS[kind]
+    x = torch.randn(3, 4, requires_grad=True)
+    for _ in range(4):
+        assert op(x).requires_grad
+        with torch.no_grad():
+            assert not op(x).requires_grad
+        with torch.inference_mode():
+            assert op(x).is_inference()
+            assert op(torch.randn(3, 4)).is_inference()
+        torch.testing.assert_close(torch.autograd.grad(op(x).sum(), x)[0], 2 * x.cos())
+
+
+class Logging(TorchDispatchMode):
+    """Notes the names of the operators it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_modes_subclasses_transforms_autocast_and_the_profiler_are_noticed(kind: str) -> None:
+    op, x = OPS[kind], torch.randn(3, 4)
+    for _ in range(4):
+        op(x)  # the guard for these shapes is installed: only the circumstances differ below
+    with Logging() as mode:
+        op(x)
+    assert mode.seen[0] == f"fast.{kind}.default"
+
+    pair = op(TwoTensor(x, x + 1))
+    assert isinstance(pair, TwoTensor)
+    torch.testing.assert_close(pair.b, weighted(x + 1))
+
+    torch.testing.assert_close(torch.vmap(op)(x), weighted(x))
+    torch.testing.assert_close(torch.func.grad(lambda x: op(x).sum())(x), 2 * x.cos())
+    _, tangent = torch.func.jvp(op, (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(tangent, 2 * x.cos())
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(op(dual)).tangent, 2 * x.cos())
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert op(x).dtype is torch.float32
+    with torch.profiler.profile() as profile:
+        op(x)
+    assert any(event.key == f"fast::{kind}" for event in profile.key_averages())
+    with torch.device("meta"):
+        torch.testing.assert_close(op(x), weighted(x))
+
+
+def test_lazy_negation_and_conjugation_reach_kernels_resolved() -> None:
+    seen: list[bool] = []
+
+    def plain(x: Tensor) -> Tensor:
+        return x * 2
+
+    op = opkit.custom_op("fast::resolved", plain)
+
+    @op.register_kernel("cpu")
+    def _(x: Tensor) -> Tensor:
+        seen.append(x.is_neg() or x.is_conj())
+        return x * 2
+
+    z = torch.randn(3, dtype=torch.complex64)
+    for _ in range(4):
+        torch.testing.assert_close(op(z.conj()), z.conj() * 2)
+        torch.testing.assert_close(op(torch._neg_view(z.real)), -z.real * 2)
+        torch.testing.assert_close(op(z), z * 2)
+    assert not any(seen)
+
+
+def test_sparse_tensors_reach_the_reference() -> None:
+    def plain(x: Tensor) -> Tensor:
+        return x * 2
+
+    op = opkit.custom_op("fast::sparse", plain)
+    x = torch.eye(3).to_sparse()
+    for _ in range(3):
+        torch.testing.assert_close(op(x).to_dense(), torch.eye(3) * 2)
+
+
+def test_the_same_tensor_twice() -> None:
+    def product(x: Float[Tensor, "n"], y: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+        return x * y
+
+    op = opkit.custom_op("fast::product", product)
+    op.register_kernel("cpu", product)
+    x = torch.randn(3, requires_grad=True)
+    for _ in range(6):
+        torch.testing.assert_close(torch.autograd.grad(op(x, x).sum(), x)[0], 2 * x)
+        torch.testing.assert_close(op(x.detach(), x.detach()), x.detach() ** 2)
+
+
+def test_parameters_named_like_the_helpers() -> None:
+    def named(entries: Tensor, plan: int = 1, slow: float = 1.0, plans: bool = True) -> Tensor:
+        return entries * plan * slow
+
+    def reserved(result: Tensor, entry: int = 1) -> Tensor:
+        return result * entry
+
+    for function in (named, reserved):
+        op = opkit.custom_op(f"fast::{function.__name__}", function)
+        for _ in range(4):
+            assert op(torch.ones(1), 3).item() == 3
+
+
+def test_integer_and_flag_values_are_told_apart() -> None:
+    def stepped(x: Int[Tensor, "n"], step: int = 1, up: bool = True) -> Int[Tensor, "n"]:
+        return x + step if up else x - step
+
+    op = opkit.custom_op("fast::stepped", stepped)
+    op.register_kernel("cpu", stepped, when=lambda step: step > 0)
+    x = torch.arange(3)
+    for _ in range(5):
+        for step, up in ((1, True), (2, True), (1, False), (-1, True)):
+            assert torch.equal(op(x, step, up), stepped(x, step, up))

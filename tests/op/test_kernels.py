@@ -1,0 +1,280 @@
+"""Kernels: registration, selection with reasons, forcing, enabling, autotuning across processes."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+import opkit
+from opkit import config
+from opkit.errors import KernelError, NoKernelError
+from opkit.op import autotune
+
+Vector = Float[Tensor, "*batch n"]
+
+
+def fresh(name: str, **options: Any) -> Any:
+    def doubled(x: Vector, k: float = 1.0, flag: bool = False) -> Vector:
+        return x * 2 * k
+
+    return opkit.custom_op(f"kernels::{name}", doubled, **options)
+
+
+def marked(value: float) -> Any:
+    """A kernel whose results tell which kernel ran."""
+    return lambda x, k=1.0, flag=False: torch.full_like(x, value)
+
+
+def test_priority_then_recency_then_the_reference() -> None:
+    op = fresh("order")
+    x = torch.ones(3)
+    assert op.select(x).kernel == "reference"
+    op.register_kernel("cpu", marked(1), name="first", priority=1)
+    op.register_kernel("cpu", marked(2), name="second", priority=1)
+    op.register_kernel("cpu", marked(3), name="third", priority=0, when=lambda x: True)
+    op.register_kernel("cpu", marked(4), name="plain")
+    assert op.select(x).kernel == "second"
+    assert op(x)[0].item() == 2
+    assert op.select(x).refused == {
+        "first": "second is preferred",
+        "third": "second is preferred",
+        "plain": "second is preferred",
+        "reference": "second is preferred",
+    }
+    assert str(op.select(x)).startswith("kernels::order: second\n  not first: second is preferred")
+
+
+def test_reasons() -> None:
+    op = fresh("reasons")
+    op.register_kernel("cuda", marked(1), name="gpu")
+    op.register_kernel("cpu", marked(2), name="half", dtypes=[torch.bfloat16, torch.float16])
+    op.register_kernel("cpu", marked(3), name="small", when=lambda x: x.shape[-1] <= 4)
+    op.register_kernel("cpu", marked(4), name="scaled", when=lambda k, flag: k > 2 and flag)
+    chosen = op.select(torch.ones(8))
+    assert chosen.kernel == "reference"
+    assert chosen.refused["gpu"] == "it runs on cuda, the arguments are on cpu"
+    assert chosen.refused["half"] == "the arguments have torch.float32; it takes torch.bfloat16, torch.float16"
+    assert chosen.refused["small"].startswith("its condition")
+    assert op.select(torch.ones(4)).kernel == "small"
+    assert op.select(torch.ones(8), 3.0, True).kernel == "scaled"
+    assert op.select(torch.ones(8, dtype=torch.float16)).kernel == "half"
+
+
+@pytest.mark.parametrize("path", ["op", "torch.ops"])
+def test_conditions_on_sizes_strides_and_scalars_are_asked_for_every_kind_of_call(path: str) -> None:
+    op = fresh(f"conditions_{path.replace('.', '_')}")
+    call = op if path == "op" else getattr(torch.ops.kernels, op.name.split("::")[1])
+    op.register_kernel("cpu", marked(1), name="contiguous", when=lambda x: x.is_contiguous())
+    op.register_kernel("cpu", marked(2), name="big", when=lambda k: k > 5, priority=1)
+    x = torch.ones(2, 3)
+    for _ in range(5):  # long enough for the guards of the fast path to be installed and changed
+        assert call(x)[0, 0].item() == 1
+        assert call(x.t())[0, 0].item() == 2  # the reference: 1 * 2
+        assert call(x, 6.0)[0, 0].item() == 2
+        assert call(x, 5.0)[0, 0].item() == 1
+
+
+def test_dtypes_choose() -> None:
+    op = fresh("dtypes")
+    op.register_kernel("cpu", marked(7), dtypes=[torch.float64])
+    for _ in range(4):
+        assert op(torch.ones(2)).tolist() == [2, 2]
+        assert op(torch.ones(2, dtype=torch.float64)).tolist() == [7, 7]
+
+
+def test_a_plain_kernel_replaces_the_plain_kernel_of_its_device() -> None:
+    op = fresh("replaced")
+    op.register_kernel("cpu")(marked(1))
+    assert op(torch.ones(1)).item() == 1
+    op.register_kernel("cpu")(marked(5))
+    assert op(torch.ones(1)).item() == 5
+    assert len(op.describe().kernels) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "message"),
+    [
+        (("toaster", marked(1)), {}, "not a device type"),
+        (("cpu", 3), {}, "must be callable"),
+        (("cpu", marked(1)), {"when": lambda y: True}, "asks for y; the operator has x, k, flag"),
+        (("cpu", marked(1)), {"when": 3}, "must be a function"),
+        (("cpu", marked(1)), {"name": "taken"}, "there is a kernel named 'taken' already"),
+        (("cpu", marked(1)), {"name": "reference"}, "there is a kernel named 'reference' already"),
+    ],
+)
+def test_bad_registrations_change_nothing(arguments: Any, keywords: Any, message: str) -> None:
+    op = fresh("bad")
+    op.register_kernel("cpu", marked(9), name="taken", priority=1)
+    with pytest.raises(KernelError, match=message):
+        op.register_kernel(*arguments, **keywords)
+    assert [k.name for k in op.describe().kernels] == ["taken"]
+    assert op(torch.ones(1)).item() == 9
+    opkit.remove("kernels::bad")
+
+
+def test_use_kernel() -> None:
+    op = fresh("forced")
+    op.register_kernel("cpu", marked(1), name="one", priority=1)
+    op.register_kernel("cpu", marked(2), name="two")
+    op.register_kernel("cuda", marked(3), name="three")
+    x = torch.ones(2)
+    for _ in range(4):
+        assert op(x)[0].item() == 1
+        with opkit.use_kernel(op, "two"):
+            assert op(x)[0].item() == 2
+            assert torch.ops.kernels.forced(x)[0].item() == 2
+            assert op.select(x).refused["one"] == "two is forced by opkit.use_kernel"
+            with opkit.use_kernel(op, "reference"):
+                assert op(x * 5)[0].item() == 10
+            assert op(x)[0].item() == 2
+    with opkit.use_kernel(op, "three"), pytest.raises(KernelError, match="runs on cuda, but the arguments are on cpu"):
+        op(x)
+    with pytest.raises(KernelError, match=r"there is no kernel named 'four'. There are: reference, one"):
+        opkit.use_kernel(op, "four").__enter__()
+    with pytest.raises(KernelError, match="takes an operator made by"):
+        opkit.use_kernel(torch.sin, "one").__enter__()  # type: ignore[arg-type]
+    assert op(x)[0].item() == 1
+
+
+def test_forcing_a_kernel_leaves_other_threads_alone() -> None:
+    op = fresh("threads")
+    op.register_kernel("cpu", marked(1), name="one")
+    x, seen = torch.ones(2), []
+    inside, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        inside.wait(10)
+        seen.extend(op(x)[0].item() for _ in range(5))
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with opkit.use_kernel(op, "reference"):
+        assert op(x)[0].item() == 2
+        inside.set()
+        assert done.wait(10)
+        assert op(x)[0].item() == 2
+    thread.join()
+    assert seen == [1.0] * 5
+
+
+def test_enabling() -> None:
+    op = fresh("enabled")
+    op.register_kernel("cpu", marked(5))
+    x = torch.ones(1)
+    for _ in range(3):
+        assert op(x).item() == 5
+        with op.set_kernel_enabled("cpu", enabled=False):
+            assert op(x).item() == 2
+            assert op.select(x).refused == {"cpu_kernel": "kernels for cpu are disabled"}
+    assert op.describe().kernels[0].enabled
+
+
+def test_a_reference_limited_to_a_device() -> None:
+    op = fresh("limited", device_types="cuda")
+    with pytest.raises(NoKernelError, match=r"limited does not have a kernel registered for cpu|CPU"):
+        op(torch.ones(1))
+    op.register_kernel("cpu", marked(3))
+    assert op(torch.ones(1)).item() == 3
+    assert torch.ops.kernels.limited(torch.ones(1)).item() == 3
+
+
+# ---- autotuning ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    settings = dataclasses.replace(config.get(), cache_dir=tmp_path)
+    monkeypatch.setattr(config, "get", lambda: settings)
+    return tmp_path
+
+
+def slow(seconds: float, value: float) -> Any:
+    def kernel(x: Tensor, k: float = 1.0, flag: bool = False) -> Tensor:
+        time.sleep(seconds)
+        return torch.full_like(x, value)
+
+    return kernel
+
+
+def test_autotuning_picks_the_faster_once_a_bucket_and_remembers(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = fresh("tuned")
+    op.register_kernel("cpu", slow(0.003, 1), name="slow", autotune=True)
+    op.register_kernel("cpu", slow(0.0, 2), name="quick", autotune=True)
+    assert op(torch.ones(100))[0].item() == 2
+    (record,) = (cache / "autotune").glob("*.json")
+    assert list(json.loads(record.read_text()).values()) == ["quick"]
+    assert (cache / "autotune").stat().st_mode & 0o777 == 0o700
+
+    timed: list[str] = []
+    real = autotune.measure
+    monkeypatch.setattr(autotune, "measure", lambda f, *rest: timed.append("timed") or real(f, *rest))
+    assert op(torch.ones(101))[0].item() == 2
+    assert timed == []  # the same bucket
+    assert op(torch.ones(200))[0].item() == 2
+    assert timed == ["timed", "timed"]
+    assert "quick was measured to be faster" in op.select(torch.ones(100)).refused["slow"]
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"key": 3}', "\x00\xff"])
+def test_a_damaged_record_is_timed_again(cache: Path, damage: str) -> None:
+    op = fresh(f"damaged_{abs(hash(damage))}")
+    path = cache / "autotune" / f"{op.name.replace('::', '.')}.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(damage)
+    op.register_kernel("cpu", slow(0.002, 1), name="slow", autotune=True)
+    op.register_kernel("cpu", slow(0.0, 2), name="quick", autotune=True)
+    assert op(torch.ones(4))[0].item() == 2
+    assert "quick" in json.loads(path.read_text()).values()
+
+
+def test_an_edited_kernel_is_timed_afresh(cache: Path) -> None:
+    for name, seconds in (("edited_a", (0.002, 0.0)), ("edited_b", (0.0, 0.002))):
+        op = fresh(name)
+        op.register_kernel("cpu", slow(seconds[0], 1), name="one", autotune=True)
+        op.register_kernel("cpu", slow(seconds[1], 2), name="two", autotune=True)
+        kernels = op._operator.kernels.kernels
+        chosen = autotune.choose("kernels::edited", kernels, [torch.ones(4)], {}, "cpu")
+        assert chosen.name == ("two" if name == "edited_a" else "one")
+
+
+_TUNED = """
+import time, torch, opkit
+from torch import Tensor
+@opkit.custom_op("tuned_across::op", mutates_args=())
+def op(x: Tensor) -> Tensor:
+    return x * 2
+def quick(x):
+    return x * 2
+def slow(x):
+    time.sleep(0.002)
+    return x * 2
+for kernel in (slow, quick):
+    op.register_kernel("cpu", kernel, name=kernel.__name__, autotune=True)
+from opkit.op import autotune
+real, timed = autotune.measure, []
+autotune.measure = lambda *a: timed.append(1) or real(*a)
+print(op.select(torch.ones(64)).kernel, len(timed))
+"""
+
+
+def test_autotuning_remembers_across_processes(tmp_path: Path, child_environment: dict[str, str]) -> None:
+    script = tmp_path / "tuned.py"
+    script.write_text(_TUNED)
+    environment = {**child_environment, "OPKIT_CACHE_DIR": str(tmp_path / "cache")}
+    runs = [
+        subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, env=environment, check=True
+        ).stdout
+        for _ in range(2)
+    ]
+    assert [run.split() for run in runs] == [["quick", "2"], ["quick", "0"]]
