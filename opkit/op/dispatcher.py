@@ -179,6 +179,9 @@ class Dispatcher:
     def _under_modes(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = self.operator
         note_traced(operator)
+        mode = private.fake_mode_in_force()
+        if mode is not None and operator.known_trace(args, kwargs).captures:
+            mode.allow_non_fake_inputs = True  # what the reference captured is a constant of the traced program
         if flops.counter_in_use():
             self._install_flops(args, kwargs)
         if private.forward_ad._current_level >= 0 and self._any_tangent(args, kwargs):
