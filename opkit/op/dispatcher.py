@@ -166,6 +166,9 @@ class Dispatcher:
         if operator.schema.is_mutable or keyset.has(private.DispatchKey.Python) or operator.schema._is_view_op():
             return self._unit(keyset, args, kwargs)
         self._check_given(args)
+        if private.profiling():
+            with torch.profiler.record_function(f"{operator.name}[{self.plain.plan(args, kwargs).kernel}]"):
+                return self.fast.planned(*args, **kwargs)
         return self.fast.planned(*args, **kwargs)
 
     def _check_given(self, args: tuple[Any, ...]) -> None:

@@ -10,9 +10,8 @@ used under that spelling elsewhere.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
-from collections.abc import Callable, Iterator
 import sys
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import torch
