@@ -24,12 +24,12 @@ ROUNDS, CALLS = 61, 400
 GOALS = {"no gradient": 0.30, "through torch.ops": 0.45, "with gradient": 0.55}
 
 
-def one(x: Float[Tensor, n]) -> Float[Tensor, n]:
+def one(x: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
     """One tensor in, one out."""
     return torch.sin(x)
 
 
-def three(x: Float[Tensor, n], y: Float[Tensor, n], z: Float[Tensor, n]) -> Float[Tensor, n]:
+def three(x: Float[Tensor, "n"], y: Float[Tensor, "n"], z: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
     """Three tensors in, one out, no more work than ``one``."""
     return torch.sin(x)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,6 +48,7 @@ class Trace:
     mutated: tuple[int, ...] = ()
     random: bool = False
     cuts_gradient: bool = False
+    captures: bool = False  # real tensors that are not arguments
 
 
 def line_at_fault(error: BaseException) -> str:
@@ -66,10 +68,15 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.random = False
         self.cuts_gradient = False
+        self.captures = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         self.cuts_gradient |= func is torch.ops.aten.detach.default or not torch.is_grad_enabled()
+        if func is not torch.ops.aten.lift_fresh.default:  # which torch.tensor(1.0) calls on a real tensor
+            self.captures |= any(
+                isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) for x in pytree.tree_leaves(args)
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -128,7 +135,6 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _trace(body: Callable[..., Any], described: Any) -> Trace:
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     with private.no_modes(), torch.enable_grad():
@@ -147,7 +153,7 @@ def _trace(body: Callable[..., Any], described: Any) -> Trace:
             return Trace(opaque=Opaque(_first_line(error), line_at_fault(error)))
     mutated = tuple(i for i, (leaf, v) in enumerate(zip(leaves, versions, strict=True)) if leaf._version != v)  # pyright: ignore[reportPrivateUsage]
     stray = _stray_output(outputs)
-    return Trace(outputs, Opaque(stray) if stray else None, mutated, watch.random, watch.cuts_gradient)
+    return Trace(outputs, Opaque(stray) if stray else None, mutated, watch.random, watch.cuts_gradient, watch.captures)
 
 
 def _first_line(error: BaseException) -> str:
@@ -156,7 +162,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _stray_output(outputs: Any) -> str:
-    from torch._subclasses.fake_tensor import FakeTensor
-
     real = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)]
     return "it returned a tensor that did not come from torch operations on its arguments" if real else ""

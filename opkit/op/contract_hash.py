@@ -11,17 +11,21 @@ library.
 
 from __future__ import annotations
 
+import copyreg
 import dis
 import enum
 import functools
 import hashlib
+import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 _ATOMS = (
     str,
@@ -38,6 +42,22 @@ _ATOMS = (
     range,
     slice,
 )
+_SLOT = (types.MemberDescriptorType, types.GetSetDescriptorType)
+_CLASS_NOISE = {
+    "__abstractmethods__",
+    "__annotations__",
+    "__annotations_cache__",
+    "__dict__",
+    "__doc__",
+    "__firstlineno__",
+    "__module__",
+    "__orig_bases__",
+    "__parameters__",
+    "__slots__",
+    "__static_attributes__",
+    "__weakref__",
+    "_abc_impl",
+}
 _INSTALLED = {Path(torch.__file__).parent.name, "numpy", "triton", "jaxtyping"} | set(sys.stdlib_module_names)
 
 
@@ -76,10 +96,26 @@ class _Hasher:
             if isinstance(value, kinds):
                 handle(self, value)
                 return
-        self.text("object", type(value).__module__, type(value).__qualname__)
-        state = getattr(value, "__dict__", None)
-        if isinstance(state, dict) and not _external(type(value).__module__):
-            self._mapping(state)
+        self._instance(value)
+
+    def _instance(self, value: Any) -> None:
+        kind = type(value)
+        self.value(kind)
+        if getattr(value, "__wrapped__", None) is not None:  # functools.cache and its like
+            self.value(value.__wrapped__)
+        elif not _external(kind.__module__) or isinstance(value, torch.nn.Module):
+            slots = [name for base in kind.__mro__ for name in vars(base) if isinstance(vars(base)[name], _SLOT)]
+            state = {**getattr(value, "__dict__", {}), **{n: getattr(value, n) for n in slots if hasattr(value, n)}}
+            self._mapping({name: state[name] for name in sorted(state)})
+        else:
+            self._items(_reduced(value))
+
+    def _array(self, array: np.ndarray[Any, Any]) -> None:
+        self.text("array", str(array.dtype), str(array.shape))
+        if array.dtype.hasobject:
+            self._items(array.ravel().tolist())
+        else:
+            self.digest.update(array.tobytes())
 
     def _items(self, values: Iterable[Any]) -> None:
         self.text("items", type(values).__name__)
@@ -91,23 +127,41 @@ class _Hasher:
 
     def _mapping(self, mapping: dict[Any, Any]) -> None:
         self.text("mapping")
-        for key in sorted(mapping, key=repr):
+        for key, value in mapping.items():
             self.value(key)
-            self.value(mapping[key])
+            self.value(value)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         self.text("tensor", str(tensor.dtype), str(tuple(tensor.shape)), str(tensor.device))
-        if tensor.device.type != "meta" and tensor.layout is torch.strided and not tensor.is_quantized:
-            flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
+        if hasattr(tensor, "__tensor_flatten__"):
+            names, context = tensor.__tensor_flatten__()
+            self._items([context, *(getattr(tensor, name) for name in names)])
+        elif tensor.device.type != "meta" and not isinstance(tensor, FakeTensor):
+            dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+            plain = dense.dequantize() if dense.is_quantized else dense.resolve_conj().resolve_neg()
+            flat = plain.cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
             self.digest.update(flat.view(torch.uint8).numpy().tobytes())
 
     def _class(self, kind: type) -> None:
         self.text("class", kind.__module__, kind.__qualname__)
-        if not _external(kind.__module__):
-            for name, member in sorted(vars(kind).items()):
-                if isinstance(member, (*_ATOMS, types.FunctionType, classmethod, staticmethod)):
-                    self.text(name)
-                    self.value(getattr(member, "__func__", member))
+        if _external(kind.__module__):
+            return
+        self._items(kind.__bases__)
+        for name, member in sorted(vars(kind).items()):
+            if name not in _CLASS_NOISE and not isinstance(member, _SLOT):
+                self.text(name)
+                self.value(member)
+
+    def _enumeration(self, kind: type[enum.Enum]) -> None:
+        self._items([(member.name, member.value) for member in kind])
+        self._class(kind)
+
+    def _property(self, member: property) -> None:
+        self._items((member.fget, member.fset, member.fdel))
+
+    def _method_of_class(self, member: Any) -> None:
+        self.text(type(member).__name__)
+        self.value(member.__func__)
 
     def _module(self, module: types.ModuleType) -> None:
         self.text("module", module.__name__)
@@ -145,7 +199,7 @@ class _Hasher:
         self.digest.update(code.co_code)
         self._items([const for const in code.co_consts if not isinstance(const, types.CodeType)])
         self.text(*code.co_names, *code.co_varnames)
-        for value in _referenced(code, scope):
+        for value in (*_referenced(code, scope), *_imported(code, scope)):
             self.value(value)
         for const in code.co_consts:
             if isinstance(const, types.CodeType):
@@ -170,6 +224,39 @@ def _referenced(code: types.CodeType, scope: dict[str, Any]) -> Iterable[Any]:
             yield current
 
 
+def _imported(code: types.CodeType, scope: dict[str, Any]) -> Iterable[Any]:
+    """The user's modules that the code imports itself: their source, and what they define."""
+    instructions = list(dis.get_instructions(code))
+    for level, _, instruction in zip(instructions, instructions[1:], instructions[2:], strict=False):
+        if instruction.opname != "IMPORT_NAME":
+            continue
+        package = scope.get("__package__") or ""
+        name = "." * (level.argval or 0) + instruction.argval
+        try:
+            name = importlib.util.resolve_name(name, package)
+            spec = None if _external(name) else importlib.util.find_spec(name)
+        except (ImportError, ValueError, AttributeError):
+            continue
+        if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
+            yield Path(spec.origin).read_bytes()
+            defined = vars(sys.modules[name]) if name in sys.modules else {}
+            yield [v for v in defined.values() if getattr(v, "__module__", None) == name]
+
+
+def _reduced(value: Any) -> tuple[Any, ...]:
+    """What ``pickle`` would rebuild an object of a library's class from; nothing where it could not."""
+    if isinstance(value, torch.Generator):
+        return ()
+    try:
+        reducer = copyreg.dispatch_table.get(type(value))
+        reduced: Any = reducer(value) if reducer else value.__reduce_ex__(2)
+    except Exception:  # locks, handles and the like raise as they please
+        return ()
+    if isinstance(reduced, str):
+        return (reduced,)
+    return tuple(list(part) if isinstance(part, Iterator) else part for part in reduced)
+
+
 _HANDLERS: list[tuple[Any, Callable[[_Hasher, Any], None]]] = [
     (torch.Tensor, _Hasher._tensor),  # pyright: ignore[reportPrivateUsage]
     ((list, tuple), _Hasher._items),  # pyright: ignore[reportPrivateUsage]
@@ -179,6 +266,10 @@ _HANDLERS: list[tuple[Any, Callable[[_Hasher, Any], None]]] = [
     (types.MethodType, _Hasher._method),  # pyright: ignore[reportPrivateUsage]
     (functools.partial, _Hasher._partial),  # pyright: ignore[reportPrivateUsage]
     (types.ModuleType, _Hasher._module),  # pyright: ignore[reportPrivateUsage]
+    (property, _Hasher._property),  # pyright: ignore[reportPrivateUsage]
+    ((classmethod, staticmethod), _Hasher._method_of_class),  # pyright: ignore[reportPrivateUsage]
+    (np.ndarray, _Hasher._array),  # pyright: ignore[reportPrivateUsage]
+    (enum.EnumType, _Hasher._enumeration),  # pyright: ignore[reportPrivateUsage]
     (type, _Hasher._class),  # pyright: ignore[reportPrivateUsage]
 ]
 

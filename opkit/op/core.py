@@ -249,7 +249,8 @@ class Operator:
     def contract_hash(self) -> str:
         """The hash of :meth:`contract_parts`; recomputed when something was registered."""
         if not self._hash:
-            self._hash = contract_hash(self.contract_parts())
+            with private.no_modes(), torch.inference_mode():
+                self._hash = contract_hash(self.contract_parts())
         return self._hash
 
     def changed(self) -> None:

@@ -34,7 +34,6 @@ from opkit.op.planning import check_arguments, schema_mutates
 from opkit.op.rules import autocast, flops, vmap
 from opkit.op.rules.autograd import Call, apply, restore
 
-
 _HANDLED_BELOW = (private.DispatchKey.Python, private.DispatchKey.Conjugate, private.DispatchKey.Negative)
 """What the dispatcher still does below autograd: subclasses, and lazy conjugation and negation."""
 
@@ -174,6 +173,9 @@ class Dispatcher:
         ):
             return self._unit(keyset, args, kwargs)
         self._check_given(args)
+        if private.profiling():
+            with torch.profiler.record_function(f"{operator.name}[{self.plain.plan(args, kwargs).kernel}]"):
+                return self.fast.planned(*args, **kwargs)
         return self.fast.planned(*args, **kwargs)
 
     def _check_given(self, args: tuple[Any, ...]) -> None:
@@ -187,6 +189,9 @@ class Dispatcher:
     def _under_modes(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = self.operator
         note_traced(operator)
+        mode = private.fake_mode_in_force()
+        if mode is not None and operator.known_trace(args, kwargs).captures:
+            mode.allow_non_fake_inputs = True  # what the reference captured is a constant of the traced program
         if flops.counter_in_use():
             self._install_flops(args, kwargs)
         if private.forward_ad._current_level >= 0 and self._any_tangent(args, kwargs):

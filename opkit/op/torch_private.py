@@ -10,6 +10,7 @@ used under that spelling elsewhere.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
@@ -82,7 +83,21 @@ def functionalizing() -> bool:
 
 def compiling() -> bool:
     """Whether the tracing in progress belongs to torch.compile or AOTInductor, and not to export."""
+    if ahead_of_time():  # its AOTAutograd calls itself an export, and has no tracing context
+        return True
     return torch._guards.TracingContext.try_get() is not None and not torch.compiler.is_exporting()
+
+
+def ahead_of_time() -> bool:
+    """Whether AOTInductor is compiling."""
+    virtualized: Any = sys.modules.get("torch._inductor.virtualized")
+    return virtualized is not None and bool(virtualized.V.aot_compilation)
+
+
+def fake_mode_in_force() -> Any:
+    """The fake mode that refuses real tensors and is tracing the program that calls us; None where there is none."""
+    mode: Any = torch._guards.detect_fake_mode()
+    return None if mode is None or mode.allow_non_fake_inputs else mode
 
 
 def has_tangent(value: object) -> bool:
@@ -152,7 +167,7 @@ def untraced(function: F) -> F:
 
 def in_compilation() -> bool:
     """Whether torch.compile, AOTInductor or export is tracing."""
-    return torch._guards.TracingContext.try_get() is not None
+    return torch._guards.TracingContext.try_get() is not None or ahead_of_time()
 
 
 def register_ordered_effect(name: str, library: Any) -> None:

@@ -265,6 +265,19 @@ def test_a_backward_within_a_compiled_step(name):
     torch.testing.assert_close(x.grad, torch.autograd.grad(norm.reference(x, weight).sum(), x)[0])
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_reference_that_captures_a_tensor(name, kernel, backend):
+    table = torch.tensor([1.0, 2.0, 3.0])
+    op = opkit.custom_op(name, lambda x: (x * table).sin(), schema="(Tensor x) -> Tensor")
+    if kernel:
+        op.register_kernel("cpu", lambda x: (x * table).sin())
+    x = torch.randn(2, 3, requires_grad=True)
+    output = torch.compile(lambda x: op(x) + 1, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(output, (x * table).sin() + 1)
+    torch.testing.assert_close(torch.autograd.grad(output.sum(), x)[0], (x * table).cos() * table)
+
+
 # ---- dynamic shapes -------------------------------------------------------------------------------------------------
 
 # batch 1, equal sizes, and two sizes that vary on their own

@@ -118,7 +118,7 @@ def test_modes_subclasses_transforms_autocast_and_the_profiler_are_noticed(kind:
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert op(x).dtype is torch.float32
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         op(x)
     assert any(event.key == f"fast::{kind}" for event in profile.key_averages())
     with torch.device("meta"):

@@ -1,0 +1,495 @@
+"""The contract hash, and that torch's compile caches obey it across processes."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import contextvars
+import dataclasses
+import decimal
+import functools
+import json
+import operator
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+import opkit
+from opkit.op.contract_hash import contract_hash
+
+ROOT = str(Path(opkit.__file__).parent.parent)
+
+
+def in_new_process(folder, source, **environment):
+    """Run ``source`` in a new process and return what it prints, as JSON, on its last line."""
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(source))
+    path = os.pathsep.join([str(folder), ROOT, os.environ.get("PYTHONPATH", "")])
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    ran = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, **caches, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return json.loads(ran.stdout.strip().splitlines()[-1])
+
+
+# ---- what the hash covers -------------------------------------------------------------------------------------------
+
+HELPER = 2.0
+
+
+def helper(x):
+    return x * HELPER
+
+
+class Scaler:
+    factor = 2
+
+    def __init__(self, bias):
+        self.bias = bias
+
+    def __call__(self, x):
+        return x * self.factor + self.bias
+
+
+def hash_of(value):
+    return contract_hash([("part", value)])
+
+
+def made(source, name="f", **scope):
+    """The function ``name`` that ``source`` defines."""
+    namespace = {"__name__": "users_module", "torch": torch, "functools": functools, **scope}
+    exec(textwrap.dedent(source), namespace)
+    return namespace[name]
+
+
+def closure(value):
+    def f(x):
+        return x * value
+
+    return f
+
+
+EDITS = {
+    "body": ("def f(x): return x * 2", "def f(x): return x + 2"),
+    "constant": ("def f(x): return x * 2", "def f(x): return x * 3"),
+    "default": ("def f(x, a=1): return x * a", "def f(x, a=2): return x * a"),
+    "keyword default": ("def f(x, *, a=1): return x * a", "def f(x, *, a=2): return x * a"),
+    "name of a torch function": ("def f(x): return x.sin()", "def f(x): return x.cos()"),
+    "global": ("A = 1\ndef f(x): return x * A", "A = 2\ndef f(x): return x * A"),
+    "global in a container": (
+        "A = {'a': [1]}\ndef f(x): return x * A['a'][0]",
+        "A = {'a': [2]}\ndef f(x): return x * A['a'][0]",
+    ),
+    "helper": ("def g(x): return x * 2\ndef f(x): return g(x)", "def g(x): return x * 3\ndef f(x): return g(x)"),
+    "helper of a helper": (
+        "def h(x): return x * 2\ndef g(x): return h(x)\ndef f(x): return g(x)",
+        "def h(x): return x * 3\ndef g(x): return h(x)\ndef f(x): return g(x)",
+    ),
+    "nested function": (
+        "def f(x):\n  def g(y): return y * 2\n  return g(x)",
+        "def f(x):\n  def g(y): return y * 3\n  return g(x)",
+    ),
+    "lambda": ("f = lambda x: x * 2", "f = lambda x: x * 3"),
+    "lambda in a comprehension": ("def f(x): return [y * 2 for y in x]", "def f(x): return [y * 3 for y in x]"),
+    "partial": (
+        "def g(x, a): return x * a\nf = functools.partial(g, a=2)",
+        "def g(x, a): return x * a\nf = functools.partial(g, a=3)",
+    ),
+    "partial global": (
+        "def g(x, a): return x * a\np = functools.partial(g, a=2)\ndef f(x): return p(x)",
+        "def g(x, a): return x * a\np = functools.partial(g, a=3)\ndef f(x): return p(x)",
+    ),
+    "method": (
+        "class C:\n  def m(self, x): return x * 2\nc = C()\ndef f(x): return c.m(x)",
+        "class C:\n  def m(self, x): return x * 3\nc = C()\ndef f(x): return c.m(x)",
+    ),
+    "static method": (
+        "class C:\n  @staticmethod\n  def m(x): return x * 2\ndef f(x): return C.m(x)",
+        "class C:\n  @staticmethod\n  def m(x): return x * 3\ndef f(x): return C.m(x)",
+    ),
+    "inherited method": (
+        "class B:\n  def m(self, x): return x * 2\nclass C(B): pass\ndef f(x): return C().m(x)",
+        "class B:\n  def m(self, x): return x * 3\nclass C(B): pass\ndef f(x): return C().m(x)",
+    ),
+    "property": (
+        "class C:\n  @property\n  def a(self): return 2\ndef f(x): return x * C().a",
+        "class C:\n  @property\n  def a(self): return 3\ndef f(x): return x * C().a",
+    ),
+    "class attribute": ("class C:\n  a = 2\ndef f(x): return x * C.a", "class C:\n  a = 3\ndef f(x): return x * C.a"),
+    "class attribute in a container": (
+        "class C:\n  a = [2]\ndef f(x): return x * C.a[0]",
+        "class C:\n  a = [3]\ndef f(x): return x * C.a[0]",
+    ),
+    "instance": (
+        "class C:\n  def __init__(self, a): self.a = a\nc = C(2)\ndef f(x): return x * c.a",
+        "class C:\n  def __init__(self, a): self.a = a\nc = C(3)\ndef f(x): return x * c.a",
+    ),
+    "slots": (
+        "class C:\n  __slots__ = ('a',)\nc = C(); c.a = 2\ndef f(x): return x * c.a",
+        "class C:\n  __slots__ = ('a',)\nc = C(); c.a = 3\ndef f(x): return x * c.a",
+    ),
+    "enum": (
+        "import enum\nclass E(enum.Enum):\n  A = 2\ndef f(x): return x * E.A.value",
+        "import enum\nclass E(enum.Enum):\n  A = 3\ndef f(x): return x * E.A.value",
+    ),
+    "decorated": (
+        "def d(g):\n  @functools.wraps(g)\n  def w(x): return g(x) * 2\n  return w\n@d\ndef f(x): return x",
+        "def d(g):\n  @functools.wraps(g)\n  def w(x): return g(x) * 3\n  return w\n@d\ndef f(x): return x",
+    ),
+    "decorated inside": (
+        "def d(g):\n  @functools.wraps(g)\n  def w(x): return g(x)\n  return w\n@d\ndef f(x): return x * 2",
+        "def d(g):\n  @functools.wraps(g)\n  def w(x): return g(x)\n  return w\n@d\ndef f(x): return x * 3",
+    ),
+    "cached": (
+        "@functools.cache\ndef g(a): return a * 2\ndef f(x): return x * g(1)",
+        "@functools.cache\ndef g(a): return a * 3\ndef f(x): return x * g(1)",
+    ),
+    "tensor": (
+        "t = torch.tensor([1.0, 2.0])\ndef f(x): return x * t",
+        "t = torch.tensor([1.0, 3.0])\ndef f(x): return x * t",
+    ),
+    "scalar tensor": ("t = torch.tensor(1)\ndef f(x): return x * t", "t = torch.tensor(2)\ndef f(x): return x * t"),
+    "bool tensor": (
+        "t = torch.tensor([True])\ndef f(x): return x * t",
+        "t = torch.tensor([False])\ndef f(x): return x * t",
+    ),
+    "tensor dtype": (
+        "t = torch.zeros(2)\ndef f(x): return x * t",
+        "t = torch.zeros(2).double()\ndef f(x): return x * t",
+    ),
+    "numpy array": (
+        "import numpy as np\nt = np.array([1.0, 2.0])\ndef f(x): return x * torch.from_numpy(t)",
+        "import numpy as np\nt = np.array([1.0, 3.0])\ndef f(x): return x * torch.from_numpy(t)",
+    ),
+    "module": (
+        "m = torch.nn.Linear(1, 1, bias=False); m.weight.data.fill_(2)\ndef f(x): return m(x)",
+        "m = torch.nn.Linear(1, 1, bias=False); m.weight.data.fill_(3)\ndef f(x): return m(x)",
+    ),
+    "dtype": ("def f(x): return x.to(torch.float16)", "def f(x): return x.to(torch.bfloat16)"),
+    "int and float": ("def f(x): return x * 2", "def f(x): return x * 2.0"),
+    "True and 1": ("A = True\ndef f(x): return x * A", "A = 1\ndef f(x): return x * A"),
+    "recursion": ("def f(x): return x if x.sum() > 1 else f(x * 2)", "def f(x): return x if x.sum() > 1 else f(x * 3)"),
+    "mutual recursion": (
+        "def g(x): return f(x * 2)\ndef f(x): return g(x)",
+        "def g(x): return f(x * 3)\ndef f(x): return g(x)",
+    ),
+    "order of a dictionary's values": (
+        "D = {'a': 1, 'b': 2}\ndef f(x): return x * list(D.values())[0]",
+        "D = {'b': 2, 'a': 1}\ndef f(x): return x * list(D.values())[0]",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_changes_the_hash(edit):
+    before, after = EDITS[edit]
+    assert hash_of(made(before)) == hash_of(made(before))
+    assert hash_of(made(before)) != hash_of(made(after))
+
+
+OBJECTS = {
+    "numpy": lambda n: np.array([n, None], dtype=object),
+    "decimal": lambda n: decimal.Decimal(n),
+    "pattern": lambda n: re.compile("a" * n),
+    "path": lambda n: Path("a" * n),
+    "deque": lambda n: collections.deque([n]),
+    "defaultdict": lambda n: collections.defaultdict(list, a=n),
+    "named tuple": lambda n: collections.namedtuple("Pair", "a")(n),
+    "namespace": lambda n: types.SimpleNamespace(a=n),
+    "dataclass": lambda n: Configuration(n),
+    "abstract": lambda n: made(f"class A(abc.ABC):\n  a = {n}", "A", abc=abc),
+    "item getter": lambda n: operator.itemgetter(n),
+    "size": lambda n: torch.Size([n]),
+    "sparse": lambda n: torch.tensor([0, n]).to_sparse(),
+    "complex": lambda n: torch.tensor([n + 1j]),
+    "conjugate": lambda n: torch.tensor([n + 1j]).conj(),
+    "subclass": lambda n: TwoTensor(torch.ones(1), torch.full((1,), float(n))),
+    "parameter": lambda n: torch.nn.Parameter(torch.tensor([float(n)])),
+}
+
+
+@dataclasses.dataclass
+class Configuration:
+    scale: float
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_objects_of_many_kinds(kind):
+    make = OBJECTS[kind]
+    assert hash_of(closure(make(2))) == hash_of(closure(make(2)))
+    assert hash_of(closure(make(2))) != hash_of(closure(make(3)))
+
+
+def test_objects_that_cannot_be_read_are_no_error():
+    for value in (
+        threading.Lock(),
+        sys.stdout,
+        iter([1]),
+        (n for n in [1]),
+        torch.Generator(),
+        contextvars.ContextVar("v"),
+        sys,
+    ):
+        assert hash_of(closure(value)) == hash_of(closure(value))
+
+
+def test_imports_inside_a_function(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    hashes = set()
+    for factor in (2, 3):
+        (tmp_path / "imported_late.py").write_text(f"def helper(x):\n    return x * {factor}\n")
+        for source in (
+            "import imported_late as m\n    return m.helper(x)",
+            "from imported_late import helper\n    return helper(x)",
+        ):
+            hashes.add(hash_of(made(f"def f(x):\n    {source}")))
+    assert len(hashes) == 4
+
+
+def test_comments_and_lines_do_not_matter():
+    assert hash_of(made("def f(x): return x * 2")) == hash_of(
+        made("\n\n# why\ndef f(x):\n    # because\n    return x * 2")
+    )
+
+
+def test_closures():
+    assert hash_of(closure(2)) == hash_of(closure(2))
+    assert hash_of(closure(2)) != hash_of(closure(3))
+    assert hash_of(closure(torch.ones(2))) != hash_of(closure(torch.zeros(2)))
+    assert hash_of(closure(helper)) != hash_of(closure(closure(1)))
+
+
+def test_bound_methods_and_callable_objects():
+    assert hash_of(Scaler(1)) == hash_of(Scaler(1))
+    assert hash_of(Scaler(1)) != hash_of(Scaler(2))
+    assert hash_of(Scaler(1).__call__) != hash_of(Scaler(2).__call__)
+
+
+def test_sets_do_not_depend_on_their_order():
+    assert hash_of(frozenset(["a", "b", "c"])) == hash_of(frozenset(["c", "b", "a"]))
+    assert hash_of({"a"}) != hash_of({"b"})
+
+
+def test_values_that_contain_themselves():
+    value = [1]
+    value.append(value)
+    other = [2]
+    other.append(other)
+    assert hash_of(value) != hash_of(other)
+
+
+def test_an_operator_that_calls_an_operator():
+    def define(factor):
+        inner = opkit.custom_op("thash::inner", lambda x: x * factor, schema="(Tensor x) -> Tensor")
+        outer = opkit.custom_op("thash::outer", lambda x: inner(x) + 1, schema="(Tensor x) -> Tensor")
+        found = outer._operator.contract_hash()
+        opkit.remove("thash::outer")
+        opkit.remove("thash::inner")
+        return found
+
+    assert define(2) == define(2)
+    assert define(2) != define(3)
+
+
+def test_tensors_are_read_while_a_compiler_traces():
+    hashes = []
+    for factor in (2.0, 3.0, 2.0):
+        table = torch.tensor([factor])
+        op = opkit.custom_op("thash::table", closure(table), schema="(Tensor x) -> Tensor")
+        assert torch.compile(lambda x: op(x), backend="aot_eager")(torch.ones(1)) == factor  # noqa: B023
+        hashes.append(op._operator.traced_hash)
+        assert hashes[-1] == op._operator.contract_hash()
+        opkit.remove("thash::table")
+    assert hashes[0] == hashes[2] != hashes[1]
+
+
+REGISTRATIONS = {
+    "kernel": lambda op: op.register_kernel("cpu", lambda x: x * 2),
+    "fake": lambda op: op.register_fake(torch.empty_like),
+    "autograd": lambda op: op.register_autograd(lambda ctx, grad: grad * 2),
+    "vmap": lambda op: op.register_vmap(lambda info, in_dims, x: (x, 0)),
+    "autocast": lambda op: op.register_autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", REGISTRATIONS)
+def test_a_registration_changes_the_hash(kind):
+    op = opkit.custom_op("thash::registered", lambda x: x.clone(), schema="(Tensor x) -> Tensor")
+    before = op._operator.contract_hash()
+    REGISTRATIONS[kind](op)
+    assert op._operator.contract_hash() != before
+    opkit.remove("thash::registered")
+
+
+def test_the_options_are_covered():
+    found = set()
+    for options in ({}, {"inline": True}, {"inline": False}, {"autocast": "low"}, {"opaque": True}):
+        op = opkit.custom_op("thash::options", lambda x: x * 2, schema="(Tensor x) -> Tensor", **options)
+        found.add(op._operator.contract_hash())
+        opkit.remove("thash::options")
+    assert len(found) == 5
+
+
+def test_the_hash_is_stable_across_processes(tmp_path):
+    source = """
+        import json, enum, functools, torch, opkit
+        class Mode(enum.Enum):
+            A = 1
+        NAMES = {"a", "b", "c"}
+        TABLE = {"x": torch.arange(3), "y": [1, 2.5]}
+        def helper(x): return x * len(NAMES) if x.dtype in (torch.float32, torch.float16) else x
+        class Box:
+            def __init__(self): self.items = frozenset(["p", "q", "r"]); self.call = functools.partial(helper)
+            def __call__(self, x): return self.call(x)
+        box = Box()
+        @opkit.custom_op("thash::stable", mutates_args=())
+        def op(x: torch.Tensor) -> torch.Tensor:
+            return box(x) * TABLE["y"][0] if "z" not in {"u", "v"} else x
+        @op.register_kernel("cpu", dtypes=[torch.float32, torch.float16, torch.bfloat16])
+        def kernel(x): return x.clone()
+        print(json.dumps(op._operator.contract_hash()))
+    """
+    assert len({in_new_process(tmp_path, source, PYTHONHASHSEED=seed) for seed in ("0", "1", "17")}) == 1
+
+
+# ---- torch's compile caches -----------------------------------------------------------------------------------------
+
+# One process holds one operator for each kind of edit. In the second run every @PART@ reads 3 in place of 2, so each
+# operator's result changes, and only because of the part under test.
+HELPERS = """
+def helper(x):
+    return x * {factor}
+"""
+
+SCRIPT = """
+import json, sys
+import torch, opkit, users_helpers
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+FACTOR = {factor}
+SPELLING = {spelling!r}
+
+def closed_over(factor):
+    def function(x: Tensor) -> Tensor:
+        return x * factor
+    return function
+
+@opkit.custom_op("tcache::body", mutates_args=())
+def body(x: Tensor) -> Tensor:
+    return x * {factor}
+
+@opkit.custom_op("tcache::helper", mutates_args=())
+def helper(x: Tensor) -> Tensor:
+    return users_helpers.helper(x)
+
+closure = opkit.custom_op("tcache::closure", closed_over({factor}), mutates_args=())
+
+@opkit.custom_op("tcache::constant", mutates_args=())
+def constant(x: Tensor) -> Tensor:
+    return x * FACTOR
+
+@opkit.custom_op("tcache::kernel", mutates_args=())
+def kernel(x: Tensor) -> Tensor:
+    return x * 1
+kernel.register_kernel("cpu", lambda x: x * {factor})
+
+@opkit.custom_op("tcache::fake", mutates_args=(), opaque=True)
+def fake(x: Tensor, n: int) -> Tensor:
+    return x.repeat(n)
+fake.register_fake(lambda x, n: x.new_empty(x.shape[0] * {factor}))
+
+@opkit.custom_op("tcache::backward", mutates_args=())
+def backward(x: Tensor) -> Tensor:
+    return x * 1
+backward.register_kernel("cpu", lambda x: x * 1)
+backward.register_autograd(lambda ctx, grad: grad * {factor})
+
+@opkit.custom_op("tcache::inlined_backward", mutates_args=())
+def inlined_backward(x: Tensor) -> Tensor:
+    return x * 1
+inlined_backward.register_autograd(lambda ctx, grad: grad * {factor})
+
+@opkit.custom_op("tcache::derived_backward", mutates_args=())
+def derived_backward(x: Tensor) -> Tensor:
+    return x * {factor}
+derived_backward.register_kernel("cpu", lambda x: x * {factor})
+
+@opkit.custom_op("tcache::mutates", mutates_args=("x",) if {factor} == 3 else ("y",))
+def mutates(x: Tensor, y: Tensor) -> None:
+    (x if {factor} == 3 else y).mul_(5)
+
+def spelled(op):
+    if SPELLING == "object":
+        return op
+    return lambda *args: getattr(torch.ops.tcache, op.name.split("::")[1])(*args)
+
+def run(name, function, x):
+    torch._dynamo.reset()
+    before = {{k: v for k, v in counters["aot_autograd"].items()}}
+    value = function(x)
+    found = {{k: v - before.get(k, 0) for k, v in counters["aot_autograd"].items()}}
+    results[name] = float(value)
+    hits[name] = found.get("autograd_cache_hit", 0)
+    misses[name] = found.get("autograd_cache_miss", 0) + found.get("autograd_cache_bypass", 0)
+
+def forward(op):
+    call = torch.compile(lambda x: spelled(op)(x) + 1, fullgraph=True)
+    return lambda x: call(x)[0] - 1
+
+def gradient(op):
+    call = torch.compile(lambda x: spelled(op)(x) + 1, fullgraph=True)
+    return lambda x: torch.autograd.grad(call(x.requires_grad_()).sum(), x)[0][0]
+
+def sized(op):
+    call = torch.compile(lambda x: spelled(op)(x, {factor}).shape[0] * x, fullgraph=True)
+    return lambda x: call(x)[0] / x.shape[0]
+
+def written(op):
+    def model(x):
+        y, z = x + 0, x + 0
+        spelled(op)(y, z)
+        return y
+    call = torch.compile(model, fullgraph=True)
+    return lambda x: call(x)[0]
+
+results, hits, misses = {{}}, {{}}, {{}}
+for op in (body, helper, closure, constant, kernel):
+    run(op.name, forward(op), torch.ones(4))
+for op in (backward, inlined_backward, derived_backward):
+    run(op.name, gradient(op), torch.ones(4))
+run(fake.name, sized(fake), torch.ones(4))
+run(mutates.name, written(mutates), torch.ones(4))
+print(json.dumps([results, hits, misses]))
+"""
+
+
+@pytest.mark.parametrize("spelling", ["object", "torch.ops"])
+def test_an_edit_is_never_served_from_a_stale_cache(tmp_path, spelling):
+    def run(factor):
+        (tmp_path / "users_helpers.py").write_text(HELPERS.format(factor=factor))
+        return in_new_process(tmp_path, SCRIPT.format(factor=factor, spelling=spelling))
+
+    first, _, _ = run(2)
+    again, hits, misses = run(2)
+    edited, _, _ = run(3)
+    assert first == again == {name: (1.0 if name == "tcache::mutates" else 2.0) for name in first}
+    assert edited == {name: (5.0 if name == "tcache::mutates" else 3.0) for name in first}
+    assert all(hits.values()), (hits, misses)
+    assert not any(misses.values()), (hits, misses)
