@@ -50,4 +50,5 @@ def renew(operator: Operator) -> None:
     base = operator.opname.split(".")[0]
     if base in vars(namespace):
         delattr(namespace, base)
+        namespace._dir.remove(base)  # else the name outlives the operator's removal, and listing the namespace fails
     operator.overload = private.library_utils.lookup_op(operator.name)
