@@ -34,7 +34,8 @@ _RESERVED = {"plan", "result", "training", "entry", "keyset"}
 _TEMPLATE = """
 def call({parameters}):
     for entry in entries:
-        if entry.check({tensors}){same} and not (profiling() or function_modes()) and forward_ad._current_level < 0:
+        if (entry.check({tensors}){same} and not (profiling() or function_modes() or dispatch_modes())
+                and forward_ad._current_level < 0):
             result = entry.go({passed})
             if {returned}:
                 returned_argument()
@@ -46,7 +47,7 @@ def call({parameters}):
 
 def dispatched(keyset, {parameters}):
     for entry in entries:
-        if entry.check({tensors}){same} and not profiling() and forward_ad._current_level < 0:
+        if entry.check({tensors}){same} and not (profiling() or dispatch_modes()) and forward_ad._current_level < 0:
             result = entry.go({passed})
             if {returned}:
                 returned_argument()
