@@ -114,12 +114,19 @@ def single_level_functions_allowed() -> Generator[None]:
         yield
 
 
+def _itself(value: Any) -> Any:
+    return value
+
+
 @contextlib.contextmanager
 def no_modes() -> Generator[None]:
-    """Suspend every dispatch mode (fake, proxy, functional, the user's own)."""
+    """Suspend every dispatch mode (fake, proxy, functional, the user's own), and saved-tensor hooks."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():
+    hooks: Any = contextlib.nullcontext()
+    if _C._autograd._saved_tensors_hooks_is_enabled():  # it is not within torch.func
+        hooks = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)  # a checkpoint counts what is saved
+    with _disable_current_modes(), hooks:
         yield
 
 
