@@ -42,6 +42,7 @@ _ATOMS = (
     range,
     slice,
 )
+_MOST_OBJECTS = 10_000  # a closure over, say, a test framework's objects would lead through all of it
 _SLOT = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _CLASS_NOISE = {
     "__abstractmethods__",
@@ -62,12 +63,22 @@ _INSTALLED = {Path(torch.__file__).parent.name, "numpy", "triton", "jaxtyping"} 
 
 
 class _Hasher:
-    """Feeds values into one digest; each function, class and module is visited once."""
+    """Feeds values into one digest: atoms and tuples where they stand, everything else once, nearest first."""
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
         self.seen: dict[int, int] = {}
-        self.kept: list[object] = []  # keeps ids in ``seen`` from being reused while hashing
+        self.found: list[object] = []  # in the order of ``seen``; keeps ids from being reused while hashing
+
+    def finish(self) -> str:
+        """Hash what was found on the way, and give the digest."""
+        for index, value in enumerate(self.found):  # grows while it is gone through
+            self.text("object", str(index))
+            if index < _MOST_OBJECTS:
+                self._object(value)
+            else:
+                self.text(type(value).__module__, type(value).__qualname__)
+        return self.digest.hexdigest()
 
     def text(self, *parts: str) -> None:
         for part in parts:
@@ -78,12 +89,15 @@ class _Hasher:
             self.text(type(value).__name__, repr(value))
         elif isinstance(value, enum.Enum):
             self.text("enum", type(value).__qualname__, value.name, repr(value.value))
-        elif id(value) in self.seen:
-            self.text("seen", str(self.seen[id(value)]))
+        elif isinstance(value, tuple):  # equal constants may or may not be one object
+            self._items(value)
+        elif isinstance(value, frozenset):
+            self._set(value)
         else:
-            self.seen[id(value)] = len(self.seen)
-            self.kept.append(value)
-            self._object(value)
+            if id(value) not in self.seen:
+                self.seen[id(value)] = len(self.found)
+                self.found.append(value)
+            self.text("see", str(self.seen[id(value)]))
 
     def _object(self, value: Any) -> None:
         if hasattr(type(value), "contract_parts"):  # another operator of opkit's
@@ -134,7 +148,7 @@ class _Hasher:
     def _tensor(self, tensor: torch.Tensor) -> None:
         self.text("tensor", str(tensor.dtype), str(tuple(tensor.shape)), str(tensor.device))
         if hasattr(tensor, "__tensor_flatten__"):
-            names, context = tensor.__tensor_flatten__()
+            names, context = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
             self._items([context, *(getattr(tensor, name) for name in names)])
         elif tensor.device.type != "meta" and not isinstance(tensor, FakeTensor):
             dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
@@ -259,8 +273,8 @@ def _reduced(value: Any) -> tuple[Any, ...]:
 
 _HANDLERS: list[tuple[Any, Callable[[_Hasher, Any], None]]] = [
     (torch.Tensor, _Hasher._tensor),  # pyright: ignore[reportPrivateUsage]
-    ((list, tuple), _Hasher._items),  # pyright: ignore[reportPrivateUsage]
-    ((set, frozenset), _Hasher._set),  # pyright: ignore[reportPrivateUsage]
+    (list, _Hasher._items),  # pyright: ignore[reportPrivateUsage]
+    (set, _Hasher._set),  # pyright: ignore[reportPrivateUsage]
     (dict, _Hasher._mapping),  # pyright: ignore[reportPrivateUsage]
     (types.FunctionType, _Hasher._function),  # pyright: ignore[reportPrivateUsage]
     (types.MethodType, _Hasher._method),  # pyright: ignore[reportPrivateUsage]
@@ -284,4 +298,4 @@ def contract_hash(parts: Iterable[tuple[str, Any]]) -> str:
     for name, value in parts:
         hasher.text(name)
         hasher.value(value)
-    return hasher.digest.hexdigest()
+    return hasher.finish()
