@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import pickle
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -244,7 +245,7 @@ def test_wrapper_subclasses(kind, spelling, train):
 class Logged(torch.Tensor):
     """A subclass that notes the operators that reach it."""
 
-    seen = []
+    seen: ClassVar[list] = []
 
     @staticmethod
     def __new__(cls, inner):
@@ -482,3 +483,24 @@ def test_anomaly_mode_and_gradient_hooks(kind):
     with torch.autograd.detect_anomaly(check_nan=True):
         OPS[kind](x, weight).sum().backward()
     assert seen == [x.shape]
+
+
+@SPELLINGS
+@KINDS
+@pytest.mark.parametrize("train", [False, True])
+def test_modes_see_an_operator_that_was_called_often(kind, spelling, train):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    op, (x, weight) = spelled(OPS[kind], spelling), inputs(train)
+    for _ in range(300):
+        op(x, weight)
+    with Recording() as mode:
+        op(x, weight)
+    assert mode.seen == [OPS[kind]._opoverload]
+    graph = make_fx(lambda x, w: op(x, w))(x, weight)
+    assert OPS[kind]._opoverload in [node.target for node in graph.graph.nodes]
+    contexts = functools.partial(create_selective_checkpoint_contexts, [OPS[kind]._opoverload])
+    CALLS.clear()
+    checkpoint(lambda x, w: op(x.sin(), w), x, weight, use_reentrant=False, context_fn=contexts)
+    assert len(CALLS) == (kind == "kernel")
+    assert type(op(TwoTensor(x, x), weight)) is TwoTensor

@@ -236,6 +236,19 @@ def test_objects_of_many_kinds(kind):
     assert hash_of(closure(make(2))) != hash_of(closure(make(3)))
 
 
+def test_long_chains_of_objects():
+    chain = None
+    for _ in range(30_000):
+        chain = [chain]
+    assert hash_of(closure(chain)) == hash_of(closure(chain))
+    assert hash_of(closure([2, chain])) != hash_of(closure([3, chain]))
+
+
+def test_equal_constants_need_not_be_one_object():
+    pair = (1, (2, 3))
+    assert hash_of([pair, pair]) == hash_of([pair, (1, (2, int("3")))])
+
+
 def test_objects_that_cannot_be_read_are_no_error():
     for value in (
         threading.Lock(),
