@@ -258,7 +258,8 @@ class _Draft:
 
     def _tags(self, inference: Inference, parsed: Any) -> tuple[torch.Tag, ...]:
         seeded = torch.Tag.nondeterministic_seeded
-        random = inference.random or any("Generator" in str(argument.type) for argument in parsed.arguments)
+        random = inference.random or mutation.names_random(self.reference or self.function)
+        random |= any("Generator" in str(argument.type) for argument in parsed.arguments)
         return (*self.tags, seeded) if random and seeded not in self.tags else self.tags
 
     def _devices(self, parsed: Any) -> tuple[str, ...] | None:

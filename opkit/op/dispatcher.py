@@ -45,13 +45,13 @@ class Dispatcher:
         self.operator = operator
         self.shown = shown  # how the operator is named in the error that torch's users know
         self.plain = GenericCall(operator)
-        self.fast: Any = None
+        self.fast = FastCalls()
         self.flop_formula: Callable[..., int] | None = None
 
     def refresh(self, slow: Callable[..., Any], forced: bool) -> Callable[..., Any]:
         """Forget every plan; returns what a direct call runs from now on. ``slow`` goes through the dispatcher."""
         self.plain.plans.clear()
-        self.fast = FastCalls(self.operator, slow, self.autograd, self.plain)
+        self.fast.renew(self.operator, slow, self.autograd, self.plain)
         if forced:  # while a kernel is forced in some thread, every call asks which
             self.fast.dispatched, self.fast.planned = self.autograd, self.plain
             return slow
@@ -75,7 +75,7 @@ class Dispatcher:
         operator.overload = private.library_utils.lookup_op(operator.name)
         opname = operator.opname
         private.register_fake(library, operator.name, self.fake, operator.function)
-        library.impl(opname, self.entrance, "Autograd", with_keyset=True)
+        library.impl(opname, self._entrance(), "Autograd", with_keyset=True)
         library.impl(opname, self.batched, "FuncTorchBatched", with_keyset=True)
         for device, key in private.autocast_keys().items():
             library.impl(opname, self._autocast_kernel(device, key), key.name, with_keyset=True)
@@ -152,9 +152,19 @@ class Dispatcher:
         generate = getattr(private.library_utils, "generate_trivial_fake_impl", None)  # torch 2.13 and newer
         return None if generate is None else generate(self.operator.overload, *args, **kwargs)
 
-    def entrance(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    def _entrance(self) -> Callable[..., Any]:
         """The Autograd kernel: the fast path where its guard holds, else :meth:`autograd`."""
-        return self.fast.dispatched(keyset, *args, **kwargs)
+        fast = self.fast
+
+        @private.untraced
+        def positional(keyset: Any, *args: Any) -> Any:
+            return fast.dispatched(keyset, *args)
+
+        @private.untraced
+        def general(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            return fast.dispatched(keyset, *args, **kwargs)
+
+        return general if any(a.kwarg_only for a in self.operator.schema.arguments) else positional
 
     @private.untraced
     def autograd(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:

@@ -93,9 +93,21 @@ class Entry:
 class FastCalls:
     """The written functions of one operator, for direct calls and for the Autograd kernel."""
 
-    def __init__(
+    call: Callable[..., Any]
+    dispatched: Callable[..., Any]
+    planned: Callable[..., Any]
+
+    def renew(
         self, operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]
     ) -> None:
+        """Write the functions anew, without plans.
+
+        Args:
+            operator: whose signature and kernels they are written for.
+            slow: calls through the dispatcher.
+            decide: the Autograd kernel for calls that are not plain.
+            generic: runs plain calls where the signature has no written form.
+        """
         self.call, self.dispatched, self.planned = slow, decide, generic
         tensors = [p for p in operator.signature.parameters if p.kind == "tensor"]
         if _has_fast_form(operator, tensors):

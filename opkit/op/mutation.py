@@ -26,6 +26,32 @@ from opkit.op import mutation_source, patterns
 from opkit.op.signature import Parameter, Signature
 
 _MOST_COMBINATIONS = 32
+_DRAWS = frozenset(
+    [
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "bernoulli",
+        "bernoulli_",
+        "multinomial",
+        "normal",
+        "normal_",
+        "uniform_",
+        "exponential_",
+        "geometric_",
+        "cauchy_",
+        "log_normal_",
+        "random_",
+        "poisson",
+        "dropout",
+        "dropout_",
+        "alpha_dropout",
+    ]
+)
 _EXAMPLES: dict[str, tuple[Any, ...]] = {
     "bool": (False, True),
     "int": (2,),
@@ -65,6 +91,15 @@ def infer(operator: str, function: Callable[..., Any], signature: Signature, opa
         f"{operator}: which arguments the function writes to could not be established ({'; '.join(reasons)}). "
         "Pass mutates_args=() if it writes to none of them, or their names, such as mutates_args=('x',)."
     )
+
+
+def names_random(function: Callable[..., Any]) -> bool:
+    """Whether the function's own code names a torch function that draws random numbers.
+
+    A hint for functions that are not traced at definition: the tag it leads to only keeps compilers from merging calls.
+    """
+    code = getattr(function, "__code__", None)
+    return code is not None and not _DRAWS.isdisjoint(code.co_names)
 
 
 def _by_tracing(function: Callable[..., Any], signature: Signature, reasons: list[str]) -> Inference | None:
