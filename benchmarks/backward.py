@@ -55,11 +55,11 @@ def layer_norm(x: Float[Tensor, "*batch d"], w: Float[Tensor, "d"]) -> Float[Ten
 
 
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
-    "rms_norm": (rms_norm, lambda: [torch.randn(512, 1024), torch.randn(1024)]),
-    "layer_norm": (layer_norm, lambda: [torch.randn(512, 1024), torch.randn(1024)]),
-    "softmax": (softmax, lambda: [torch.randn(512, 1024)]),
-    "swiglu": (swiglu, lambda: [torch.randn(512, 1024), torch.randn(512, 1024)]),
-    "cross_entropy": (cross_entropy, lambda: [torch.randn(512, 1024), torch.randint(1024, (512,))]),
+    "rms_norm": (rms_norm, lambda: [torch.randn(2048, 1024), torch.randn(1024)]),
+    "layer_norm": (layer_norm, lambda: [torch.randn(2048, 1024), torch.randn(1024)]),
+    "softmax": (softmax, lambda: [torch.randn(2048, 1024)]),
+    "swiglu": (swiglu, lambda: [torch.randn(2048, 1024), torch.randn(2048, 1024)]),
+    "cross_entropy": (cross_entropy, lambda: [torch.randn(2048, 1024), torch.randint(1024, (2048,))]),
     "attention": (attention, lambda: [torch.randn(8, 256, 64) for _ in range(3)]),
 }
 

@@ -26,32 +26,11 @@ from opkit.op import mutation_source, patterns
 from opkit.op.signature import Parameter, Signature
 
 _MOST_COMBINATIONS = 32
-_DRAWS = frozenset(
-    [
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "bernoulli",
-        "bernoulli_",
-        "multinomial",
-        "normal",
-        "normal_",
-        "uniform_",
-        "exponential_",
-        "geometric_",
-        "cauchy_",
-        "log_normal_",
-        "random_",
-        "poisson",
-        "dropout",
-        "dropout_",
-        "alpha_dropout",
-    ]
-)
+_DRAWS = frozenset({
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
+    "multinomial", "normal", "normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_",
+    "poisson", "dropout", "dropout_", "alpha_dropout",
+})  # fmt: skip
 _EXAMPLES: dict[str, tuple[Any, ...]] = {
     "bool": (False, True),
     "int": (2,),

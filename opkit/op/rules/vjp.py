@@ -79,7 +79,7 @@ class _Joint:
 
 
 class NotPrunableError(Exception):
-    """The joint graph writes in place, so parts of it cannot be taken out; the backward runs the whole reference."""
+    """The joint graph writes in place to what it also views, so no parts of it can be taken out."""
 
 
 class RandomReferenceError(Exception):
@@ -102,7 +102,7 @@ def derive(
 
     Raises:
         RandomReferenceError: the reference draws random numbers.
-        NotPrunableError: the reference or its backward writes in place.
+        NotPrunableError: the reference or its backward writes in place to something that it also views.
     """
     joint, holds = _trace(reference, inputs, needs, outputs, again=False)
     twice, holds_twice = _trace(reference, inputs, needs, outputs, again=True)
@@ -220,9 +220,27 @@ def _undetached(node: Any) -> Any:
 
 
 def _refuse_writes(module: torch.fx.GraphModule) -> None:
+    """Refuse writes whose effect a reader could see by another name than the node of the write itself.
+
+    The tracer lets later readers of a tensor that was written to refer to the node that wrote. What it cannot follow are
+    views; so a write is allowed to a tensor that the graph made and of which it takes no view.
+    """
     for node in module.graph.nodes:
         if _mutable(node):
-            raise NotPrunableError(f"{node.target} writes in place")
+            base = node.args[0]
+            own = isinstance(base, torch.fx.Node) and base.op == "call_function" and not _view(base)
+            if not own or _writes_elsewhere(node) or any(_view(user) for user in base.users):
+                raise NotPrunableError(f"{node.target} writes in place")
+
+
+def _writes_elsewhere(node: torch.fx.Node) -> bool:
+    arguments = node.target._schema.arguments  # pyright: ignore
+    return any(a.alias_info is not None and a.alias_info.is_write for a in arguments[1:])
+
+
+def _view(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
 def _refuse_random(joint: _Joint) -> None:
