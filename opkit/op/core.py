@@ -177,13 +177,15 @@ class Operator:
             return MissingRule(self)
         return self.derived
 
+    def self_differentiating(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether the reference, run under torch's own autograd, gives the gradients that the author asked for."""
+        return self.given.autograd is None and not self.is_out and self.transparent(args, kwargs)
+
     def composite(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a call that needs gradients is best run as the reference itself, under torch's own autograd."""
-        if self.given.autograd is not None or self.is_out:
-            return False
+        """Whether a call that needs gradients is best run as the reference itself, whatever kernel it would get."""
         if not self.mutates and self.kernels.serves(self.device(args, kwargs)):
             return False
-        return self.transparent(args, kwargs)
+        return self.self_differentiating(args, kwargs)
 
     def autograd_error(self) -> OpkitError:
         """The error for a gradient that was asked for and cannot be had, with the line that left torch."""

@@ -156,7 +156,7 @@ class Binding:
             allowed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in pattern.dtypes))
             raise DtypeError(
                 f"{self.operator}: {name} has dtype {tensor.dtype}, but its annotation allows only {allowed}. "
-                f"Convert it first, for example with {name.split()[-1]}.to(torch.{allowed.split(', ')[0]})."
+                f"Convert it first, for example with {name.split()[-1]}.to({pattern.example_dtype()})."
             )
         shape = tuple(tensor.shape)
         for dim, size in self._pair(name, shape, pattern):

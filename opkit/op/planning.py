@@ -296,7 +296,7 @@ def _restriding(function: Callable[..., Any], layout: list[Any]) -> Callable[...
 
 def make_training(operator: Operator, plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
     """How calls of these shapes run when gradients are recorded, on ordinary tensors in eager mode."""
-    if operator.composite(args, kwargs) and plan.kernel == REFERENCE:
+    if plan.kernel == REFERENCE and operator.self_differentiating(args, kwargs):
         return lambda *args, **kwargs: plan.run(*args, **kwargs)
     rule = operator.rule(args, kwargs)
     trim = _trailing_defaults(operator) if isinstance(rule, GivenRule) else []

@@ -427,3 +427,14 @@ def test_empty_and_zero_dimensional_tensors() -> None:
         assert x.grad is not None
         assert x.grad.shape == (0, 4)
         assert ops["total"](torch.tensor(3.0)).item() == 3
+
+
+def test_a_call_that_no_kernel_takes_is_differentiated_by_torch_itself() -> None:
+    def noisy(x: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+        return x * (torch.rand_like(x) > 0.5)
+
+    op = opkit.custom_op("derived::noisy", noisy)
+    op.register_kernel("cpu", lambda x: x * 0, dtypes=[torch.float64])
+    x = torch.ones(16, requires_grad=True)
+    y = op(x)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], (y != 0).float())
