@@ -49,6 +49,7 @@ class Trace:
     random: bool = False
     cuts_gradient: bool = False
     captures: bool = False  # real tensors that are not arguments
+    captures_gradient: bool = False  # ... among them one that requires grad
 
 
 def line_at_fault(error: BaseException) -> str:
@@ -69,14 +70,16 @@ class _Watch(TorchDispatchMode):
         self.random = False
         self.cuts_gradient = False
         self.captures = False
+        self.captures_gradient = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         self.cuts_gradient |= func is torch.ops.aten.detach.default or not torch.is_grad_enabled()
         if func is not torch.ops.aten.lift_fresh.default:  # which torch.tensor(1.0) calls on a real tensor
-            self.captures |= any(
-                isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) for x in pytree.tree_leaves(args)
-            )
+            for leaf in pytree.tree_leaves(args):
+                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
+                    self.captures = True
+                    self.captures_gradient |= leaf.requires_grad
         return func(*args, **(kwargs or {}))
 
 
@@ -153,7 +156,15 @@ def _trace(body: Callable[..., Any], described: Any) -> Trace:
             return Trace(opaque=Opaque(_first_line(error), line_at_fault(error)))
     mutated = tuple(i for i, (leaf, v) in enumerate(zip(leaves, versions, strict=True)) if leaf._version != v)  # pyright: ignore[reportPrivateUsage]
     stray = _stray_output(outputs)
-    return Trace(outputs, Opaque(stray) if stray else None, mutated, watch.random, watch.cuts_gradient, watch.captures)
+    return Trace(
+        outputs=outputs,
+        opaque=Opaque(stray) if stray else None,
+        mutated=mutated,
+        random=watch.random,
+        cuts_gradient=watch.cuts_gradient,
+        captures=watch.captures,
+        captures_gradient=watch.captures_gradient,
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -153,10 +153,6 @@ class Operator:
         """Whether the reference stays in torch for calls like this one."""
         return self.known_trace(args, kwargs).opaque is None
 
-    def draws_random(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether the reference draws random numbers in calls like this one."""
-        return self.known_trace(args, kwargs).random
-
     def last_trace(self) -> Trace | None:
         """The latest trace of the reference, if it was traced at all."""
         return self._last_trace
@@ -223,6 +219,13 @@ class Operator:
         )
         error.add_note(self.opaque_note("derivative", "reference="))
         return error
+
+    def captured_error(self) -> OpkitError:
+        """The refusal to derive a backward that would leave out a tensor which is not an argument."""
+        return RuleError(
+            f"{self.name}: no backward can be derived, because the reference uses a tensor that requires grad and is not "
+            "an argument: beside a kernel its gradient would be lost. Make it an argument of the operator."
+        )
 
     def random_error(self) -> OpkitError:
         """The refusal to derive a backward that would draw other random numbers than the forward did."""

@@ -237,12 +237,17 @@ class DerivedRule:
             if graph.holds([*inputs, *outputs]):
                 return graph
         trace = self.operator.traced(args, kwargs)
-        if trace.random:
-            raise self.operator.random_error()
+        self._refuse(trace)
         if trace.cuts_gradient or any(t.layout is not torch.strided for t in inputs):
             self.whole = "the reference cuts parts off from autograd, which a second derivative must see"
             return None
         return self._derive(known, args, kwargs, outputs)
+
+    def _refuse(self, trace: Any) -> None:
+        if trace.random:
+            raise self.operator.random_error()
+        if trace.captures_gradient:
+            raise self.operator.captured_error()
 
     def _derive(self, known: list[vjp.BackwardGraph], args: Any, kwargs: Any, outputs: list[Any]) -> Any:
         inputs, reference = vjp.flat_reference(self.operator.reference, args, kwargs)
@@ -258,8 +263,7 @@ class DerivedRule:
         return graph
 
     def _save_whole(self, ctx: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.operator.draws_random(args, kwargs):
-            raise self.operator.random_error()
+        self._refuse(self.operator.known_trace(args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         ctx.opkit_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         ctx.save_for_backward(*[leaves[i] for i in ctx.opkit_at])

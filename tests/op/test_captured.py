@@ -1,0 +1,37 @@
+"""References that use tensors which are not their arguments: differentiated by torch, or refused; never left out."""
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+import opkit
+from opkit.errors import RuleError
+
+
+def test_a_captured_parameter_gets_its_gradient_where_there_is_no_kernel() -> None:
+    scale = torch.full((3,), 2.0, requires_grad=True)
+
+    def scaled(x: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+        return x * scale
+
+    op = opkit.custom_op("captured::parameter", scaled, mutates_args=())
+    x = torch.randn(3, requires_grad=True)
+    for tensor in (x, x.detach()):
+        torch.testing.assert_close(torch.autograd.grad(op(tensor).sum(), scale)[0], x.detach())
+    op.register_kernel("cpu", lambda x: x * 2)
+    for call in (op, torch.ops.captured.parameter):
+        with pytest.raises(RuleError, match="is not an argument"):
+            call(x)
+
+
+def test_a_captured_constant_is_part_of_the_derived_backward() -> None:
+    constant = torch.tensor([1.0, 2.0, 3.0])
+
+    def weighted(x: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+        return x.sin() * constant
+
+    op = opkit.custom_op("captured::constant", weighted, mutates_args=())
+    op.register_kernel("cpu", weighted)
+    x = torch.randn(3, requires_grad=True)
+    torch.testing.assert_close(torch.autograd.grad(op(x).sum(), x)[0], x.cos() * constant)
