@@ -1,5 +1,6 @@
 """The fast path and the dispatcher give the same over the same inputs, and the fast path knows when not to be taken."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -191,3 +192,31 @@ def test_integer_and_flag_values_are_told_apart() -> None:
     for _ in range(5):
         for step, up in ((1, True), (2, True), (1, False), (-1, True)):
             assert torch.equal(op(x, step, up), stepped(x, step, up))
+
+
+def test_calls_from_many_threads() -> None:
+    def scaled(x: Float[Tensor, "*batch d"], w: Float[Tensor, "d"]) -> Float[Tensor, "*batch d"]:
+        return x.sin() * w
+
+    op = opkit.custom_op("fast::threads", scaled)
+    op.register_kernel("cpu", scaled)
+    failures: list[BaseException] = []
+
+    def work(step: int) -> None:
+        try:
+            for i in range(60):
+                x, w = torch.randn(1 + i * step % 5, 4, requires_grad=i % 2 == 0), torch.randn(4)
+                y = op(x, w)
+                torch.testing.assert_close(y, scaled(x, w))
+                if x.requires_grad:
+                    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], x.cos() * w)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(step,)) for step in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert not torch.fx._symbolic_trace.is_fx_tracing()  # what traces of backwards patch is put back

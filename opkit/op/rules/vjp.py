@@ -15,11 +15,15 @@ twice, and the second graph runs where a graph of the backward is being built (`
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+_TRACER = threading.Lock()
+"""torch's tracer patches ``nn.Module`` while it runs, for every thread: two at once leave it patched."""
 
 _SIZE_OPS = ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset")
 
@@ -173,7 +177,7 @@ def _trace(
 
     examples = [_example(t, need) for t, need in zip(inputs, needs, strict=True)]
     examples += [t.detach() for t in outputs]
-    with torch.enable_grad():
+    with _TRACER, torch.enable_grad():
         module = make_fx(joint, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
     _refuse_writes(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
