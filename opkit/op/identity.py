@@ -25,12 +25,14 @@ _traced: dict[str, str] = {}
 
 def note_traced(operator: Operator) -> None:
     """Put the operator's contract hash into the key of torch's compile caches, once it is part of a compiled program."""
-    if operator.traced_hash or not private.in_compilation():
+    if not private.in_compilation():
+        return
+    config: Any = torch.compiler.config
+    if operator.traced_hash and _MARK in str(config.cache_key_tag):  # the user may have set the tag since
         return
     with _lock:
         operator.traced_hash = operator.contract_hash()
         _traced[operator.name] = operator.traced_hash
-        config: Any = torch.compiler.config
         users = str(config.cache_key_tag).split(_MARK)[0]
         digest = hashlib.sha256(repr(sorted(_traced.items())).encode()).hexdigest()
         config.cache_key_tag = f"{users}{_MARK}{digest}"
