@@ -111,6 +111,11 @@ class Operator:
         """The dispatcher's schema object."""
         return self.overload._schema  # pyright: ignore[reportPrivateUsage]
 
+    @property
+    def only_effects(self) -> bool:
+        """Whether all that the operator does is outside of tensors: it returns nothing and writes to no argument."""
+        return not self.schema.returns and not self.schema.is_mutable
+
     def device(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         """The device type of a call through the schema."""
         index = private.library_utils.get_device_arg_index(self.schema)
@@ -161,6 +166,8 @@ class Operator:
 
     def inlinable(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether the compiler is to see the reference in place of the operator."""
+        if self.only_effects:  # the effect is of the run, and a compiler would have it once, while it traces
+            return False
         if self.inline is not None:
             return self.inline and self.transparent(args, kwargs)
         return not self.kernels.serves(self.device(args, kwargs)) and self.transparent(args, kwargs)

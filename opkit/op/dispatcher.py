@@ -108,8 +108,7 @@ class Dispatcher:
         self.operator.library.impl(self.operator.opname, self.backend, key)
 
     def _register_effect(self, library: Any) -> None:
-        schema = self.operator.schema
-        if not schema.returns and not schema.is_mutable:
+        if self.operator.only_effects:
             private.register_ordered_effect(self.operator.name, library)
 
     # ---- kernels ---------------------------------------------------------------------------------------------------
@@ -141,6 +140,8 @@ class Dispatcher:
         note_traced(operator)
         if operator.given.fake is not None:
             return operator.flat(operator.given.fake)(*args, **kwargs)
+        if operator.only_effects:
+            return None
         if private.library_utils.can_generate_trivial_fake_impl(operator.overload):
             return self._trivial_fake(args, kwargs)
         if not operator.transparent(args, kwargs):
