@@ -3,7 +3,6 @@
 import gc
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from jaxtyping import Float, Int
@@ -12,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import opkit
-from opkit.errors import OutputError, RuleError, StrideWarning
+from opkit.errors import OutputError, StrideWarning
 
 calls: dict[str, int] = {}
 
@@ -226,73 +225,6 @@ def test_tensor_lists() -> None:
             torch.testing.assert_close(a, b)
 
 
-def test_a_random_reference_beside_a_kernel_refuses_derivation() -> None:
-    def drop(x: Float[Tensor, "n"], p: float = 0.5) -> Float[Tensor, "n"]:
-        return x * (torch.rand_like(x) > p)
-
-    op = opkit.custom_op("derived::drop", drop)
-    x = torch.ones(8, requires_grad=True)
-    torch.manual_seed(0)
-    y = op(x)
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], (y != 0).float())
-    counted(op)
-    for call in (op, torch.ops.derived.drop):
-        with pytest.raises(RuleError, match=r"derived::drop: no backward can be derived.*register_autograd"):
-            call(x)
-
-
-def test_an_opaque_body_names_the_line_and_the_method() -> None:
-    def leaves(x: Tensor) -> Tensor:
-        doubled = x * 2
-        return torch.from_numpy(np.sin(doubled.numpy(force=True)))
-
-    op = opkit.custom_op("derived::leaves", leaves, mutates_args=())
-    x = torch.ones(2, requires_grad=True)
-    with pytest.raises(RuleError, match="no autograd formula") as caught:
-        op(x).sum().backward()
-    note = caught.value.__notes__[0]
-    assert "np.sin(doubled.numpy(force=True))" in note
-    assert "register_autograd" in note
-    with FakeTensorMode(), pytest.raises(RuleError, match="no fake impl") as caught:
-        op(torch.ones(2))
-    assert "register_fake" in caught.value.__notes__[0]
-    with pytest.raises(RuleError, match="forward-mode"):
-        torch.func.jvp(op, (torch.ones(2),), (torch.ones(2),))
-    assert {r.rule: r.origin for r in op.describe().rules}["backward"] == "not derivable"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        lambda x: x * x.sum().item(),
-        lambda x: x * 2 if x.sum() > 0 else x * 3,
-        lambda x: torch.tensor(x.tolist()) * 2,
-    ],
-    ids=["item", "branch", "tolist"],
-)
-def test_values_read_by_the_body_make_it_opaque(body: Any) -> None:
-    def opaque(x: Tensor) -> Tensor:
-        return body(x)
-
-    name = f"derived::opaque_{abs(hash(body))}"
-    op = opkit.custom_op(name, opaque, mutates_args=())
-    torch.testing.assert_close(op(torch.ones(2)), body(torch.ones(2)))
-    with pytest.raises(RuleError, match="no autograd formula"):
-        op(torch.ones(2, requires_grad=True)).sum().backward()
-
-
-def test_a_reference_given_beside_an_opaque_body() -> None:
-    def with_numpy(x: Tensor) -> Tensor:
-        return torch.from_numpy(np.cos(x.numpy(force=True)))
-
-    op = opkit.custom_op("derived::numpy_cos", with_numpy, mutates_args=(), reference=lambda x: x.cos())
-    x = torch.randn(3, requires_grad=True)
-    assert op.select(x).kernel == "with_numpy"
-    torch.testing.assert_close(torch.autograd.grad(op(x).sum(), x)[0], -x.sin())
-    compiled = torch.compile(lambda x: op(x) * 2, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), 2 * x.cos())
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_fake(case: str) -> None:
     op, reference, args = both(case)
@@ -369,41 +301,6 @@ def test_flops() -> None:
         assert counter.get_total_flops() == 2 * 2 * 3 * 4 * 5
 
 
-POLICIES = {
-    None: (torch.float32, torch.float16),
-    "low": (torch.bfloat16, torch.bfloat16),
-    "full": (torch.float32, torch.float32),
-    "promote": (torch.float32, torch.float32),
-}
-
-
-@pytest.mark.parametrize("kernel", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_autocast_policies(policy: str | None, kernel: bool) -> None:
-    def seen(x: Float[Tensor, "n n"], y: Float[Tensor, "n n"]) -> tuple[Tensor, Tensor]:
-        return x @ x, y @ y
-
-    op = opkit.custom_op(f"derived::autocast_{policy}_{kernel}", seen, autocast=policy)
-    if kernel:
-        counted(op)
-    x, y = torch.randn(2, 2), torch.randn(2, 2, dtype=torch.float16)
-    compiled = torch.compile(lambda x, y: op(x, y), fullgraph=True, backend="aot_eager")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for call in (op, getattr(torch.ops.derived, f"autocast_{policy}_{kernel}"), compiled):
-            assert tuple(t.dtype for t in call(x, y)) == POLICIES[policy]
-            assert call(x.double(), y.double())[0].dtype is torch.float64
-    assert op(x, y)[0].dtype is torch.float32
-
-
-def test_autocast_gradients_keep_the_inputs_dtype() -> None:
-    op = counted(opkit.custom_op("derived::autocast_grad", softmax, autocast="low"))
-    x = torch.randn(3, 4, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = op(x)
-    (grad,) = torch.autograd.grad(out.float().pow(2).sum(), x)
-    assert (out.dtype, grad.dtype) == (torch.bfloat16, torch.float32)
-
-
 def test_kernels_are_compared_with_the_reference() -> None:
     def half(x: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
         return x.t().contiguous().t() * 0.5
@@ -427,14 +324,3 @@ def test_empty_and_zero_dimensional_tensors() -> None:
         assert x.grad is not None
         assert x.grad.shape == (0, 4)
         assert ops["total"](torch.tensor(3.0)).item() == 3
-
-
-def test_a_call_that_no_kernel_takes_is_differentiated_by_torch_itself() -> None:
-    def noisy(x: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
-        return x * (torch.rand_like(x) > 0.5)
-
-    op = opkit.custom_op("derived::noisy", noisy)
-    op.register_kernel("cpu", lambda x: x * 0, dtypes=[torch.float64])
-    x = torch.ones(16, requires_grad=True)
-    y = op(x)
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], (y != 0).float())

@@ -1,0 +1,81 @@
+"""Operators under torch.compile: random numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import opkit
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_the_global_generator(name, kernel):
+    @opkit.custom_op(name)
+    def op(x: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+        return x + torch.rand_like(x)
+
+    assert torch.Tag.nondeterministic_seeded in op._opoverload.tags
+    if kernel:
+        op.register_kernel("cpu", lambda x: x + torch.rand_like(x))
+    compiled = torch.compile(lambda x: op(x) * 2, backend="aot_eager", fullgraph=True)
+    x = torch.zeros(8)
+    results = []
+    for function in (lambda x: op(x) * 2, compiled, compiled):
+        torch.manual_seed(3)
+        results.append(function(x))
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(results[1], results[2])
+    assert not torch.equal(compiled(x), compiled(x))
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_two_random_calls_are_not_made_one(name, kernel):
+    op = opkit.custom_op(
+        name, lambda x: torch.rand_like(x), schema="(Tensor x) -> Tensor", tags=torch.Tag.nondeterministic_seeded
+    )
+    if kernel:
+        op.register_kernel("cpu", lambda x: torch.rand_like(x))
+    compiled = torch.compile(lambda x: (op(x), op(x)), fullgraph=True)
+    first, second = compiled(torch.zeros(8))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_generator_argument(name, kernel):
+    @opkit.custom_op(name, mutates_args=())
+    def op(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return x + torch.rand(x.shape, generator=generator, dtype=x.dtype)
+
+    assert torch.Tag.nondeterministic_seeded in op._opoverload.tags
+    if kernel:
+        op.register_kernel("cpu", lambda x, generator=None: x + torch.rand(x.shape, generator=generator, dtype=x.dtype))
+    x = torch.zeros(6)
+    expected = torch.rand(6, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(op(x, torch.Generator().manual_seed(5)), expected)
+    generator = torch.Generator().manual_seed(5)
+    compiled = torch.compile(lambda x: op(x, generator) * 2, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected * 2)
+    generator.manual_seed(5)
+    torch.testing.assert_close(compiled(x), expected * 2)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_seed_argument(name, kernel):
+    def draw(x: Tensor, seed: int) -> Tensor:
+        index = torch.arange(x.numel(), device=x.device).reshape(x.shape) + seed
+        return x + torch.frac(torch.sin(index.to(torch.float64) * 12.9898) * 43758.5453).to(x.dtype)
+
+    op = opkit.custom_op(name, draw)
+    if kernel:
+        op.register_kernel("cpu", draw)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x, seed: op(x, seed), backend=counter, fullgraph=True)
+    x = torch.zeros(6)
+    for seed in (3, 4, 5, 6):
+        torch.testing.assert_close(compiled(x, seed), draw(x, seed))
+    assert counter.frame_count <= 3

@@ -1,0 +1,182 @@
+"""The contract hash across processes, and that torch's compile caches obey it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import opkit
+
+ROOT = str(Path(opkit.__file__).parent.parent)
+
+
+def in_new_process(folder, source, **environment):
+    """Run ``source`` in a new process and return what it prints, as JSON, on its last line."""
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(source))
+    path = os.pathsep.join([str(folder), ROOT, os.environ.get("PYTHONPATH", "")])
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    ran = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, **caches, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return json.loads(ran.stdout.strip().splitlines()[-1])
+
+
+def test_the_hash_is_stable_across_processes(tmp_path):
+    source = """
+        import json, enum, functools, torch, opkit
+        class Mode(enum.Enum):
+            A = 1
+        NAMES = {"a", "b", "c"}
+        TABLE = {"x": torch.arange(3), "y": [1, 2.5]}
+        def helper(x): return x * len(NAMES) if x.dtype in (torch.float32, torch.float16) else x
+        class Box:
+            def __init__(self): self.items = frozenset(["p", "q", "r"]); self.call = functools.partial(helper)
+            def __call__(self, x): return self.call(x)
+        box = Box()
+        @opkit.custom_op("thash_processes::stable", mutates_args=())
+        def op(x: torch.Tensor) -> torch.Tensor:
+            return box(x) * TABLE["y"][0] if "z" not in {"u", "v"} else x
+        @op.register_kernel("cpu", dtypes=[torch.float32, torch.float16, torch.bfloat16])
+        def kernel(x): return x.clone()
+        print(json.dumps(op._operator.contract_hash()))
+    """
+    assert len({in_new_process(tmp_path, source, PYTHONHASHSEED=seed) for seed in ("0", "1", "17")}) == 1
+
+
+# One process holds one operator for each kind of edit. In the second run every @PART@ reads 3 in place of 2, so each
+# operator's result changes, and only because of the part under test.
+HELPERS = """
+def helper(x):
+    return x * {factor}
+"""
+
+
+SCRIPT = """
+import json, sys
+import torch, opkit, users_helpers
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+FACTOR = {factor}
+SPELLING = {spelling!r}
+
+def closed_over(factor):
+    def function(x: Tensor) -> Tensor:
+        return x * factor
+    return function
+
+@opkit.custom_op("tcache::body", mutates_args=())
+def body(x: Tensor) -> Tensor:
+    return x * {factor}
+
+@opkit.custom_op("tcache::helper", mutates_args=())
+def helper(x: Tensor) -> Tensor:
+    return users_helpers.helper(x)
+
+closure = opkit.custom_op("tcache::closure", closed_over({factor}), mutates_args=())
+
+@opkit.custom_op("tcache::constant", mutates_args=())
+def constant(x: Tensor) -> Tensor:
+    return x * FACTOR
+
+@opkit.custom_op("tcache::kernel", mutates_args=())
+def kernel(x: Tensor) -> Tensor:
+    return x * 1
+kernel.register_kernel("cpu", lambda x: x * {factor})
+
+@opkit.custom_op("tcache::fake", mutates_args=(), opaque=True)
+def fake(x: Tensor, n: int) -> Tensor:
+    return x.repeat(n)
+fake.register_fake(lambda x, n: x.new_empty(x.shape[0] * {factor}))
+
+@opkit.custom_op("tcache::backward", mutates_args=())
+def backward(x: Tensor) -> Tensor:
+    return x * 1
+backward.register_kernel("cpu", lambda x: x * 1)
+backward.register_autograd(lambda ctx, grad: grad * {factor})
+
+@opkit.custom_op("tcache::inlined_backward", mutates_args=())
+def inlined_backward(x: Tensor) -> Tensor:
+    return x * 1
+inlined_backward.register_autograd(lambda ctx, grad: grad * {factor})
+
+@opkit.custom_op("tcache::derived_backward", mutates_args=())
+def derived_backward(x: Tensor) -> Tensor:
+    return x * {factor}
+derived_backward.register_kernel("cpu", lambda x: x * {factor})
+
+@opkit.custom_op("tcache::mutates", mutates_args=("x",) if {factor} == 3 else ("y",))
+def mutates(x: Tensor, y: Tensor) -> None:
+    (x if {factor} == 3 else y).mul_(5)
+
+def spelled(op):
+    if SPELLING == "object":
+        return op
+    return lambda *args: getattr(torch.ops.tcache, op.name.split("::")[1])(*args)
+
+def run(name, function, x):
+    torch._dynamo.reset()
+    before = {{k: v for k, v in counters["aot_autograd"].items()}}
+    value = function(x)
+    found = {{k: v - before.get(k, 0) for k, v in counters["aot_autograd"].items()}}
+    results[name] = float(value)
+    hits[name] = found.get("autograd_cache_hit", 0)
+    misses[name] = found.get("autograd_cache_miss", 0) + found.get("autograd_cache_bypass", 0)
+
+def forward(op):
+    call = torch.compile(lambda x: spelled(op)(x) + 1, fullgraph=True)
+    return lambda x: call(x)[0] - 1
+
+def gradient(op):
+    call = torch.compile(lambda x: spelled(op)(x) + 1, fullgraph=True)
+    return lambda x: torch.autograd.grad(call(x.requires_grad_()).sum(), x)[0][0]
+
+def sized(op):
+    call = torch.compile(lambda x: spelled(op)(x, {factor}).shape[0] * x, fullgraph=True)
+    return lambda x: call(x)[0] / x.shape[0]
+
+def written(op):
+    def model(x):
+        y, z = x + 0, x + 0
+        spelled(op)(y, z)
+        return y
+    call = torch.compile(model, fullgraph=True)
+    return lambda x: call(x)[0]
+
+results, hits, misses = {{}}, {{}}, {{}}
+for op in (body, helper, closure, constant, kernel):
+    run(op.name, forward(op), torch.ones(4))
+for op in (backward, inlined_backward, derived_backward):
+    run(op.name, gradient(op), torch.ones(4))
+run(fake.name, sized(fake), torch.ones(4))
+run(mutates.name, written(mutates), torch.ones(4))
+print(json.dumps([results, hits, misses]))
+"""
+
+
+@pytest.mark.parametrize("spelling", ["object", "torch.ops"])
+def test_an_edit_is_never_served_from_a_stale_cache(tmp_path, spelling):
+    def run(factor):
+        (tmp_path / "users_helpers.py").write_text(HELPERS.format(factor=factor))
+        return in_new_process(tmp_path, SCRIPT.format(factor=factor, spelling=spelling))
+
+    first, _, _ = run(2)
+    again, hits, misses = run(2)
+    edited, _, _ = run(3)
+    assert first == again == {name: (1.0 if name == "tcache::mutates" else 2.0) for name in first}
+    assert edited == {name: (5.0 if name == "tcache::mutates" else 3.0) for name in first}
+    assert all(hits.values()), (hits, misses)
+    assert not any(misses.values()), (hits, misses)

@@ -1,0 +1,138 @@
+"""Operators among tensor subclasses and dispatch modes."""
+
+from __future__ import annotations
+
+import functools
+from typing import ClassVar
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import opkit
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_wrapper_subclasses(train, norm, kind, op, spelled, calls):
+    call = spelled(op)
+    a, b, weight = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
+    x = TwoTensor(a.clone(), b.clone()).requires_grad_(train)
+    output = call(x, TwoTensor(weight, weight))
+    assert type(output) is TwoTensor
+    torch.testing.assert_close(output.a, norm.reference(a, weight))
+    torch.testing.assert_close(output.b, norm.reference(b, weight))
+    assert len(calls) == 2 * (kind == "kernel")
+    if train:
+        output.sum().backward()
+        leaf = b.requires_grad_()
+        torch.testing.assert_close(x.grad.b, torch.autograd.grad(norm.reference(leaf, weight).sum(), leaf)[0])
+
+
+class Logged(torch.Tensor):
+    """A subclass that notes the operators that reach it."""
+
+    seen: ClassVar[list] = []
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func)
+        plain = torch.utils._pytree.tree_map_only(cls, lambda t: t.inner, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+def test_a_subclass_sees_the_operator(norm, op, spelled, inputs):
+    Logged.seen.clear()
+    x, weight = inputs(False)
+    torch.testing.assert_close(spelled(op)(Logged(x), weight), norm.reference(x, weight))
+    assert Logged.seen == [op._opoverload]
+
+
+def test_subclasses_under_compile(norm, op):
+    torch._dynamo.reset()
+    a, b, weight = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
+    compiled = torch.compile(lambda x, w: op(x, w) + 1, backend="aot_eager", fullgraph=True)
+    output = compiled(TwoTensor(a, b), TwoTensor(weight, weight))
+    torch.testing.assert_close(output.b, norm.reference(b, weight) + 1)
+
+
+class Recording(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_modes_see_the_operator(train, norm, op, spelled, inputs):
+    call, (x, weight) = spelled(op), inputs(train)
+    call(x, weight)
+    with Recording() as mode:
+        output = call(x, weight)
+    assert mode.seen == [op._opoverload]
+    torch.testing.assert_close(output, norm.reference(x, weight))
+    if train:
+        torch.testing.assert_close(
+            torch.autograd.grad(output.sum(), (x, weight)),
+            torch.autograd.grad(norm.reference(x, weight).sum(), (x, weight)),
+        )
+
+
+def test_function_modes_see_the_operator(op, inputs):
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, weight = inputs(False)
+    with Functions() as mode:
+        op(x, weight)
+    assert op._opoverload in mode.seen
+
+
+def test_registered_for_a_subclass(kind):
+    op = opkit.custom_op(f"tmodes::dispatched_{kind}", lambda x: x * 2, schema="(Tensor x) -> Tensor")
+    if kind == "kernel":
+        op.register_kernel("cpu", lambda x: x * 2)
+
+    @op.register_torch_dispatch(TwoTensor)
+    def _(cls, func, types, args=(), kwargs=None):
+        return TwoTensor(args[0].a * 10, args[0].b * 10)
+
+    found = op(TwoTensor(torch.ones(2), torch.ones(2)))
+    torch.testing.assert_close(found.a, torch.full((2,), 10.0))
+    opkit.remove(op.name)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_modes_see_an_operator_that_was_called_often(train, kind, op, spelled, inputs, calls):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    call, (x, weight) = spelled(op), inputs(train)
+    for _ in range(300):
+        call(x, weight)
+    with Recording() as mode:
+        call(x, weight)
+    assert mode.seen == [op._opoverload]
+    graph = make_fx(lambda x, w: call(x, w))(x, weight)
+    assert op._opoverload in [node.target for node in graph.graph.nodes]
+    contexts = functools.partial(create_selective_checkpoint_contexts, [op._opoverload])
+    calls.clear()
+    checkpoint(lambda x, w: call(x.sin(), w), x, weight, use_reentrant=False, context_fn=contexts)
+    assert len(calls) == (kind == "kernel")
+    assert type(call(TwoTensor(x, x), weight)) is TwoTensor
