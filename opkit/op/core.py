@@ -142,7 +142,8 @@ class Operator:
 
     def known_trace(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
         """A trace made for this guard set (ranks, dtypes, devices, flags) earlier, or now."""
-        key = guard_key(args, kwargs)
+        # branches depend on numbers too, and what they draw or capture decides whether there is a backward
+        key = (guard_key(args, kwargs), *map(bodies.concrete, _numbers(args, kwargs)))
         found = self._traces.get(key)
         if found is None:
             # a body that raised may have raised at these sizes only: its trace speaks for no others
@@ -150,6 +151,8 @@ class Operator:
             found = self._traces.get(exact)
             if found is None:
                 found = self.traced(args, kwargs)
+                if len(self._traces) >= _MOST_TRACES:
+                    self._traces.clear()
                 self._traces[key if found.opaque is None else exact] = found
         self._last_trace = found
         return found
@@ -189,6 +192,16 @@ class Operator:
         if not self.mutates and self.kernels.serves(self.device(args, kwargs)):
             return False
         return self.self_differentiating(args, kwargs)
+
+    def underivable(self, args: Sequence[Any], kwargs: dict[str, Any]) -> OpkitError | None:
+        """Why the reference, though it stays in torch, has no backward that could run apart from the forward."""
+        return self.refusal(self.known_trace(args, kwargs))
+
+    def refusal(self, trace: Trace) -> OpkitError | None:
+        """The error for a backward beside a kernel that this trace of the reference rules out."""
+        if trace.random:
+            return self.random_error()
+        return self.captured_error() if trace.captures_gradient else None
 
     def autograd_error(self) -> OpkitError:
         """The error for a gradient that was asked for and cannot be had, with the line that left torch."""
@@ -291,6 +304,14 @@ class Operator:
 def guard_key(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What calls must share for one of them to speak for all: ranks, dtypes, devices, layout and flags, not sizes."""
     return tuple([_guard(leaf) for leaf in pytree.tree_leaves((tuple(args), kwargs))])
+
+
+_MOST_TRACES = 4096
+
+
+def _numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    kinds = (int, float, complex, torch.SymInt, torch.SymFloat)
+    return [leaf for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, kinds)]
 
 
 def _guard(leaf: Any) -> Any:

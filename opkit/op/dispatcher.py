@@ -246,7 +246,7 @@ class Dispatcher:
                 f"{operator.opname}(): functions with out=... arguments don't support automatic differentiation, but one of "
                 "the arguments requires grad."
             )
-        if operator.mutates and operator.composite(args, kwargs):
+        if operator.composite(args, kwargs) and (operator.mutates or operator.underivable(args, kwargs) is not None):
             return operator.reference(*args, **kwargs)
         self._refuse_lost_gradient(args, kwargs)
         call = Call(self._below_autograd(keyset), operator.rule(args, kwargs), kwargs, False)

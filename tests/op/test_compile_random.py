@@ -79,3 +79,48 @@ def test_a_seed_argument(name, kernel):
     for seed in (3, 4, 5, 6):
         torch.testing.assert_close(compiled(x, seed), draw(x, seed))
     assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("spelling", ["op", "torch.ops"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_training_without_a_kernel(name, spelling, backend):
+    def drop(x: Float[Tensor, "n"], p: float = 0.5) -> Float[Tensor, "n"]:
+        return x * (torch.rand_like(x) >= p) if p > 0 else x.clone()
+
+    op = opkit.custom_op(name, drop)
+    call = op if spelling == "op" else op._opoverload
+    compiled = torch.compile(lambda x, p: call(x, p) * 2, backend=backend, fullgraph=True)
+    x = torch.ones(64, requires_grad=True)
+    for p in (0.0, 0.5, 0.25):
+        for function in (lambda x, p: call(x, p) * 2, compiled):
+            y = function(x, p)
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            torch.testing.assert_close(grad, (y != 0) * 2.0)
+            assert (0 < int((y == 0).sum()) < 64) == (p > 0)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed_with_the_same_numbers(name, use_reentrant):
+    def drop(x: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+        return x * (torch.rand_like(x) > 0.5)
+
+    op = opkit.custom_op(name, drop)
+    x = torch.ones(64, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(lambda x: op(x).sin(), x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.where(y != 0, torch.ones(()).cos(), 0.0))
+
+
+def test_training_under_a_dispatch_mode(name):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def drop(x: Float[Tensor, "n"], p: float = 0.5) -> Float[Tensor, "n"]:
+        return x * (torch.rand_like(x) >= p) if p > 0 else x.clone()
+
+    op = opkit.custom_op(name, drop)
+    x = torch.ones(64, requires_grad=True)
+    for p in (0.0, 0.5):
+        with FlopCounterMode(display=False):
+            y = op(x, p)
+            (grad,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close(grad, (y != 0).float())

@@ -236,7 +236,7 @@ class DerivedRule:
         for graph in known:
             if graph.holds([*inputs, *outputs]):
                 return graph
-        trace = self.operator.traced(args, kwargs)
+        trace = self.operator.known_trace(args, kwargs)
         self._refuse(trace)
         if trace.cuts_gradient or any(t.layout is not torch.strided for t in inputs):
             self.whole = "the reference cuts parts off from autograd, which a second derivative must see"
@@ -244,10 +244,9 @@ class DerivedRule:
         return self._derive(known, args, kwargs, outputs)
 
     def _refuse(self, trace: Any) -> None:
-        if trace.random:
-            raise self.operator.random_error()
-        if trace.captures_gradient:
-            raise self.operator.captured_error()
+        error = self.operator.refusal(trace)
+        if error is not None:
+            raise error
 
     def _derive(self, known: list[vjp.BackwardGraph], args: Any, kwargs: Any, outputs: list[Any]) -> Any:
         inputs, reference = vjp.flat_reference(self.operator.reference, args, kwargs)
