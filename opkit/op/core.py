@@ -70,6 +70,8 @@ class Operator:
         self.lock = threading.RLock()
         self.changes = 0
         self.traced_hash = ""
+        self.captured: set[str] = set()  # the kernels beside a reference that captures a tensor which requires grad
+        self.restrided: set[str] = set()  # the kernels whose results are copied into the reference's layout
         self._traces: dict[Any, Trace] = {}
         self._last_trace: Trace | None = None
         self._verified: set[Any] = set()
@@ -283,6 +285,9 @@ class Operator:
         self.changes += 1
         self._hash = ""
         self._traces.clear()
+        self._verified.clear()
+        self.restrided.clear()
+        self.captured.clear()
         self.derived = DerivedRule(self)
         self.folds = FoldRecord()
 

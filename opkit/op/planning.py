@@ -15,6 +15,7 @@ from opkit import config
 from opkit.errors import AliasError, NoKernelError, OutputError, StrideWarning
 from opkit.op import autotune, mutation, patterns
 from opkit.op import torch_private as private
+from opkit.op.body import Trace
 from opkit.op.core import Operator
 from opkit.op.rules.autograd import Call, GivenRule, apply, restore
 from opkit.op.selection import REFERENCE, Kernel, Selection
@@ -148,15 +149,34 @@ def _verified(
         check_output(operator, name, args, kwargs, output)
         output, function = _contained(operator, output, function)
         _check_patterns(operator, output, binding)
-        expected = _expected(operator, args, kwargs) if kernel is not None else None
-        layout = _compare(operator, name, output, expected) if expected is not None else None
+        # other shapes of a verified guard set are trusted, but for kernels whose layout has to be put right
+        compared = kernel is not None and (fresh or name in operator.restrided)
+        trace = operator.traced(args, kwargs) if compared and not operator.mutates else None
+        layout = _compare(operator, name, output, trace) if trace is not None and trace.opaque is None else None
     except BaseException:
         operator.unverify(name, args, kwargs)
         raise
+    if trace is not None and trace.captures_gradient:
+        operator.captured.add(name)
+    if name in operator.captured:
+        if private.grad_enabled():
+            raise operator.captured_error()
+        function = _refusing_gradient(operator, function)
     if layout is None:
         return output, function
-    restrided = _restriding(function, layout)
-    return _restride(output, layout), restrided
+    operator.restrided.add(name)
+    return _restride(output, layout), _restriding(function, layout)
+
+
+def _refusing_gradient(operator: Operator, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, of whose reference a tensor that is not an argument requires grad, for calls that record none."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if private.grad_enabled():
+            raise operator.captured_error()
+        return function(*args, **kwargs)
+
+    return run
 
 
 def _contained(operator: Operator, output: Any, function: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
@@ -236,38 +256,35 @@ def _check_patterns(operator: Operator, output: Any, binding: patterns.Binding) 
             binding.check("the output" if len(declared) == 1 else f"the output {i}", value, pattern)
 
 
-def _expected(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """What the reference says of the outputs of this call, on fake tensors; None where it cannot."""
-    if operator.mutates:
-        return None
-    trace = operator.traced(args, kwargs)
-    return None if trace.opaque is not None else pytree.tree_leaves(trace.outputs)
-
-
-def _compare(operator: Operator, kernel: str, output: Any, expected: list[Any]) -> list[Any] | None:
-    """Raise where shapes, dtypes or devices differ; where only strides do, return those to restore."""
+def _compare(operator: Operator, kernel: str, output: Any, trace: Trace) -> list[Any] | None:
+    """Raise where shapes, dtypes or devices differ from the reference's; where only strides do, return those to restore."""
     layout: list[Any] = []
+    expected = pytree.tree_leaves(trace.outputs)
     for i, (value, fake) in enumerate(zip(pytree.tree_leaves(output), expected, strict=False)):
         if not isinstance(value, torch.Tensor) or not isinstance(fake, torch.Tensor):
             layout.append(None)
             continue
         known = private.sizes_known(fake)
-        got, want = (t.dtype for t in (value, fake)), fake.dtype
-        if value.dtype != want or value.device.type != fake.device.type or (known and value.shape != fake.shape):
+        if value.dtype != fake.dtype or value.device.type != fake.device.type or (known and value.shape != fake.shape):
             raise OutputError(
-                f"{operator.name}: output {i} of the kernel {kernel} is {tuple(value.shape)} {next(got)} on {value.device}, but "
-                f"the reference gives {tuple(fake.shape)} {want} on {fake.device}."
+                f"{operator.name}: output {i} of the kernel {kernel} is {tuple(value.shape)} {value.dtype} on {value.device}, "
+                f"but the reference gives {tuple(fake.shape)} {fake.dtype} on {fake.device}."
             )
         layout.append(fake.stride() if known and _strides_differ(value, fake) else None)
     if not any(strides is not None for strides in layout):
         return None
+    if kernel not in operator.restrided:
+        _warn_of_strides(operator, kernel)
+    return layout
+
+
+def _warn_of_strides(operator: Operator, kernel: str) -> None:
     warnings.warn(
         f"{operator.name}: the kernel {kernel} returns other strides than the reference, which compiled programs rely on. "
         "Its results are copied into the reference's layout; allocate outputs with that layout to save the copy.",
         StrideWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
-    return layout
 
 
 def _strides_differ(value: torch.Tensor, fake: torch.Tensor) -> bool:

@@ -20,9 +20,16 @@ def test_a_captured_parameter_gets_its_gradient_where_there_is_no_kernel() -> No
     for tensor in (x, x.detach()):
         torch.testing.assert_close(torch.autograd.grad(op(tensor).sum(), scale)[0], x.detach())
     op.register_kernel("cpu", lambda x: x * 2)
+    for _ in range(3):
+        with pytest.raises(RuleError, match="is not an argument"):
+            op(x.detach())
     for call in (op, torch.ops.captured.parameter):
         with pytest.raises(RuleError, match="is not an argument"):
             call(x)
+    with torch.no_grad():
+        torch.testing.assert_close(op(x), x * 2)
+    with pytest.raises(RuleError, match="is not an argument"):
+        op(x.detach())
 
 
 def test_a_captured_constant_is_part_of_the_derived_backward() -> None:

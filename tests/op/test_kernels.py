@@ -278,3 +278,37 @@ def test_autotuning_remembers_across_processes(tmp_path: Path, child_environment
         for _ in range(2)
     ]
     assert [run.split() for run in runs] == [["quick", "2"], ["quick", "0"]]
+
+
+def test_a_verified_guard_set_is_trusted_at_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = fresh("trusted")
+    op.register_kernel("cpu", lambda x, k=1.0, flag=False: x * 2 * k)
+    op(torch.ones(2, 2))
+    traced: list[int] = []
+    monkeypatch.setattr(op._operator, "traced", lambda *_: traced.append(1))
+    for n in range(3, 9):
+        op(torch.ones(n, n))
+    assert traced == []
+
+
+@pytest.mark.filterwarnings("ignore:.*other strides:opkit.errors.StrideWarning")
+def test_a_kernel_of_another_layout_is_put_right_at_every_shape() -> None:
+    def turned(x: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
+        return x.t().contiguous().t() + 0
+
+    op = opkit.custom_op("kernels::turned", turned)
+    op.register_kernel("cpu", lambda x: x.contiguous() + 0)
+    for n in range(2, 6):
+        for _ in range(3):
+            x = torch.randn(n, 3)
+            assert op(x).stride() == turned(x).stride()
+            torch.testing.assert_close(op(x), x)
+
+
+def test_a_replaced_kernel_is_verified_again() -> None:
+    op = fresh("replaced_badly")
+    op.register_kernel("cpu")(lambda x, k=1.0, flag=False: x * 2 * k)
+    op(torch.ones(2))
+    op.register_kernel("cpu")(lambda x, k=1.0, flag=False: (x * 2 * k).double())
+    with pytest.raises(opkit.errors.OutputError, match="float64"):
+        op(torch.ones(2))
