@@ -15,7 +15,12 @@ from torch import Tensor
 import opkit
 
 # torch 2.13 copies its own deprecated tree specs in run_decompositions
-pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`:FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The given buffer is not writable:UserWarning"
+    ),  # torch 2.11, as it loads a program
+]
 
 
 @opkit.custom_op("texport::norm")

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def profiled(function):
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
         function()
     return [event.name for event in found.events()]
 
