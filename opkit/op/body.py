@@ -167,6 +167,22 @@ def _trace(body: Callable[..., Any], described: Any) -> Trace:
     )
 
 
+def differentiable(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool] | None:
+    """For each leaf of ``body``'s outputs, whether it depends differentiably on the arguments that require grad."""
+    needs = [leaf.requires_grad for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
+
+    def with_gradients(*fake_args: Any, **fake_kwargs: Any) -> Any:
+        leaves = [leaf for leaf in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(leaf, torch.Tensor)]
+        for leaf, need in zip(leaves, needs, strict=True):
+            leaf.requires_grad_(need)
+        return body(*fake_args, **fake_kwargs)
+
+    found = trace(with_gradients, args, kwargs)
+    if found.opaque is not None:
+        return None
+    return [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(found.outputs)]
+
+
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -68,7 +68,6 @@ class Operator:
             f"GeneratedBackwardFor_{self.namespace}_{self.opname.split('.')[0]}_default"
         )
         self.lock = threading.RLock()
-        self.changes = 0
         self.traced_hash = ""
         self.captured: set[str] = set()  # the kernels beside a reference that captures a tensor which requires grad
         self.restrided: set[str] = set()  # the kernels whose results are copied into the reference's layout
@@ -282,7 +281,6 @@ class Operator:
 
     def changed(self) -> None:
         """Forget what was concluded before a kernel or rule was registered."""
-        self.changes += 1
         self._hash = ""
         self._traces.clear()
         self._verified.clear()

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import _C
 from torch._C._dynamo import eval_frame as _eval_frame
-from torch._library import autograd as _library_autograd
 from torch._library import custom_ops as custom_ops
 from torch._library import utils as library_utils
 from torch.autograd import forward_ad as forward_ad
@@ -31,7 +30,6 @@ DispatchKey = _C.DispatchKey
 DispatchKeySet = _C.DispatchKeySet
 AutoDispatchBelowAutograd = _C._AutoDispatchBelowAutograd
 ExcludeDispatchKeyGuard = _C._ExcludeDispatchKeyGuard
-supports_tensorlist: Callable[[Any], Any] = _library_autograd.supports_tensorlist
 
 after_autograd_keyset: Any = _C._after_autograd_keyset
 after_inplace_or_view_keyset: Any = _C._after_ADInplaceOrView_keyset
@@ -153,13 +151,6 @@ def run_vmap_rule(rule: Callable[..., Any], op: Any, *args: Any, **kwargs: Any) 
 
     interpreter: Any = retrieve_current_functorch_interpreter()
     return custom_function_call_vmap_helper(interpreter, rule, op, *args, **kwargs)
-
-
-def supported_parameter_types() -> dict[Any, str]:
-    """torch.library's table from annotation to schema type."""
-    from torch._library.infer_schema import SUPPORTED_PARAM_TYPES
-
-    return SUPPORTED_PARAM_TYPES
 
 
 def untraced(function: F) -> F:

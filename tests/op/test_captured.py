@@ -42,3 +42,22 @@ def test_a_captured_constant_is_part_of_the_derived_backward() -> None:
     op.register_kernel("cpu", weighted)
     x = torch.randn(3, requires_grad=True)
     torch.testing.assert_close(torch.autograd.grad(op(x).sum(), x)[0], x.cos() * constant)
+
+
+def test_outputs_that_the_reference_cuts_off_are_marked_where_the_whole_reference_runs_again() -> None:
+    def mixed(x: Float[Tensor, "n m"]) -> tuple[Tensor, Tensor, Tensor, int]:
+        return x * x.detach(), x.argmax(-1), (x > 0).to(x.dtype), x.shape[0]
+
+    op = opkit.custom_op("captured::mixed", mixed, mutates_args=())
+    op.register_kernel("cpu", mixed)
+    x = torch.randn(3, 4, requires_grad=True)
+    for call in (op, torch.ops.captured.mixed):
+        kept, index, mask, rows = call(x)
+        assert (kept.requires_grad, index.requires_grad, mask.requires_grad, rows) == (True, False, False, 3)
+        (first,) = torch.autograd.grad(kept.sum(), x, create_graph=True)
+        torch.testing.assert_close(first, x.detach())
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            mask.sum().backward()
+    torch.testing.assert_close(torch.func.grad(lambda x: op(x)[0].sum())(x.detach()), x.detach())
+    compiled = torch.compile(lambda x: op(x)[0], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x)[0], x.detach())

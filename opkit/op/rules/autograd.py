@@ -9,6 +9,7 @@ It is a single-level function: the dispatcher, not ``autograd.Function.apply``, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit.errors import RuleError
+from opkit.op import body as bodies
 from opkit.op import torch_private as private
 from opkit.op.rules import vjp
 
@@ -191,6 +193,7 @@ class DerivedRule:
     operator: Any
     graphs: dict[Any, list[vjp.BackwardGraph]] = dataclasses.field(default_factory=dict)
     memo: dict[Any, _Prepared | None] = dataclasses.field(default_factory=dict)
+    flags: dict[Any, list[bool] | None] = dataclasses.field(default_factory=dict)
     whole: str = ""  # why the last call could not use a pruned graph
 
     def save(self, ctx: Any, call: Call, args: tuple[Any, ...], output: Any) -> None:
@@ -198,7 +201,7 @@ class DerivedRule:
         prepared = self._prepared(call, args, output) if call.plain else None
         ctx.opkit_prepared = prepared
         if prepared is None:
-            self._save_whole(ctx, args, call.kwargs)
+            self._save_whole(ctx, args, call.kwargs, output)
             return
         outputs = (output,) if isinstance(output, torch.Tensor) else _tensors(output)
         leaves = args if call.spec is None else pytree.tree_leaves(args)
@@ -238,7 +241,10 @@ class DerivedRule:
                 return graph
         trace = self.operator.known_trace(args, kwargs)
         self._refuse(trace)
-        if trace.cuts_gradient or any(t.layout is not torch.strided for t in inputs):
+        if any(t.layout is not torch.strided for t in inputs):
+            self.whole = "an argument has a layout that is not traced"
+            return None
+        if trace.cuts_gradient:
             self.whole = "the reference cuts parts off from autograd, which a second derivative must see"
             return None
         return self._derive(known, args, kwargs, outputs)
@@ -261,12 +267,24 @@ class DerivedRule:
         known.append(graph)
         return graph
 
-    def _save_whole(self, ctx: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _flags(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> list[bool]:
+        """Which leaves of the output take a gradient: those that do in the reference."""
+        key = _guard_key(args, kwargs)
+        if key not in self.flags:
+            self.flags[key] = bodies.differentiable(self.operator.reference, args, kwargs)
+        floating = [isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in _leaves(output)]
+        found = self.flags[key]
+        return floating if found is None or len(found) != len(floating) else found
+
+    def _save_whole(self, ctx: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._refuse(self.operator.known_trace(args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         ctx.opkit_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         ctx.save_for_backward(*[leaves[i] for i in ctx.opkit_at])
         ctx.opkit_whole = ([None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+        ctx.opkit_flags = self._flags(args, kwargs, output)
+        silent = [x for x, f in zip(_leaves(output), ctx.opkit_flags, strict=True) if not f]
+        ctx.mark_non_differentiable(*[x for x in silent if isinstance(x, torch.Tensor)])
 
     def _backward_whole(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         kept, spec = ctx.opkit_whole
@@ -281,9 +299,10 @@ class DerivedRule:
             for i, tensor in zip(wanted, chosen, strict=True):
                 values[i] = tensor
             args, kwargs = pytree.tree_unflatten(values, spec)
-            return tuple(_tensors(self.operator.reference(*args, **kwargs)))
+            return tuple(itertools.compress(_leaves(self.operator.reference(*args, **kwargs)), ctx.opkit_flags))
 
-        found = iter(_pull_back(outputs_of, [leaves[i] for i in wanted], _tensors(list(grads))))
+        seeds = list(itertools.compress(_leaves(grads), ctx.opkit_flags))
+        found = iter(_pull_back(outputs_of, [leaves[i] for i in wanted], seeds))
         spread = [next(found) if i in wanted else None for i in range(len(leaves))]
         grouped: Any = pytree.tree_unflatten(spread, spec)
         return tuple(grouped[0])
@@ -300,6 +319,10 @@ def _pull_back(function: Callable[..., Any], inputs: list[Any], grads: list[Any]
     if not pairs:
         return [None] * len(inputs)
     return torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return pytree.tree_leaves(value)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -32,7 +32,6 @@ def formula(reference: Callable[..., Any]) -> Callable[..., int]:
                 reference(*fake_args, **fake_kwargs)
         return counter.get_total_flops()
 
-    count._get_raw = True  # type: ignore[attr-defined]  # pyright: ignore
     return count
 
 

@@ -58,15 +58,8 @@ class BackwardGraph:
     tensors: tuple[SavedTensor, ...]
     sizes: tuple[SavedSize, ...]
     differentiable: tuple[bool, ...]
-    connected: tuple[bool, ...]
     holds: Callable[[Sequence[torch.Tensor]], bool]
     code: str
-
-    def saved_bytes(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
-        """How many bytes of tensors the forward keeps alive for this backward."""
-        pools = {"input": inputs, "output": outputs}
-        kept = {id(t): t for t in (pools[s.source][s.index] for s in self.tensors)}
-        return sum(t.numel() * t.element_size() for t in kept.values())
 
 
 @dataclasses.dataclass
@@ -79,7 +72,6 @@ class _Joint:
     outputs: list[Any]
     gradients: list[Any]
     differentiable: tuple[bool, ...]
-    connected: tuple[bool, ...]
 
 
 class NotPrunableError(Exception):
@@ -118,7 +110,6 @@ def derive(
         tensors=pair.tensors,
         sizes=pair.sizes,
         differentiable=joint.differentiable,
-        connected=joint.connected,
         holds=lambda tensors: holds(tensors) and holds_twice(tensors),
         code=pair.code,
     )
@@ -172,7 +163,6 @@ def _trace(
             results = reference(*primals)
         facts["differentiable"] = tuple(bool(r.requires_grad) for r in results)
         gradients = _gradients(results, primals, needs, cotangents, again)
-        facts["connected"] = tuple(g is not None for g in gradients)
         return [[r.detach() for r in results], [None if g is None else g.detach() for g in gradients]]
 
     examples = [_example(t, need) for t, need in zip(inputs, needs, strict=True)]
@@ -184,7 +174,7 @@ def _trace(
     results, gradients = _output_of(module.graph)
     parts = _Joint(
         module, placeholders[: len(inputs)], placeholders[len(inputs) :], results, gradients,
-        facts["differentiable"], facts["connected"],
+        facts["differentiable"],
     )  # fmt: skip
     _refuse_random(parts)
     return parts, _guard(placeholders)
