@@ -154,8 +154,11 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             if not callable(function):
                 raise KernelError(f"{self._qualname}: a kernel must be callable, got {function!r}")
             allowed = None if dtypes is None else frozenset(dtypes)
-            for device in devices:
-                self._add_kernel(function, device, when, allowed, priority, name, autotune)
+            made = [self._kernel(function, device, when, allowed, priority, name, autotune) for device in devices]
+            for kernel in made:  # all or none of them
+                self._operator.kernels.check_free(kernel)
+            for kernel in made:
+                self._add_kernel(kernel, function)
             self._renew()
             return function
 
@@ -163,7 +166,9 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
     def _checked_devices(self, device_types: Devices) -> list[str | None]:
         devices: list[str | None] = (
-            [device_types] if device_types is None or isinstance(device_types, str) else list(device_types)
+            [device_types]
+            if device_types is None or isinstance(device_types, str)
+            else list(dict.fromkeys(device_types))
         )
         for device in devices:
             try:
@@ -177,7 +182,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             self._register_backend_select_dispatcher(index)
         return devices
 
-    def _add_kernel(
+    def _kernel(
         self,
         function: Callable[..., Any],
         device: str | None,
@@ -186,11 +191,14 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         priority: int,
         name: str | None,
         autotune: bool,
-    ) -> None:
+    ) -> Kernel:
         operator = self._operator
         names = predicate_names(when, [p.name for p in operator.signature.parameters], operator.name)
         chosen = name or operator.kernels.free_name(function, device)
-        kernel = Kernel(chosen, device, operator.flat(function), when, dtypes, priority, autotune, 0, names)
+        return Kernel(chosen, device, operator.flat(function), when, dtypes, priority, autotune, 0, names)
+
+    def _add_kernel(self, kernel: Kernel, function: Callable[..., Any]) -> None:
+        operator, device = self._operator, kernel.device
         operator.kernels.add(kernel)
         if device not in self._backend_fns:
             self._backend_fns[device] = function

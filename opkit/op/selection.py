@@ -109,16 +109,26 @@ class KernelTable:
         Raises:
             KernelError: the name is taken on that device.
         """
+        self.check_free(kernel)
         if kernel.plain:
             self.kernels = [k for k in self.kernels if not (k.plain and k.device == kernel.device)]
-        if kernel.name == REFERENCE or any(k.name == kernel.name for k in self.kernels):
-            raise KernelError(
-                f"{self.operator}: there is a kernel named {kernel.name!r} already. Give it another name=."
-            )
         self._registered += 1
         kernel = dataclasses.replace(kernel, order=self._registered)
         self.kernels = sorted([*self.kernels, kernel], key=lambda k: (-k.priority, k.plain, -k.order))
         return kernel
+
+    def check_free(self, kernel: Kernel) -> None:
+        """Raise a KernelError if the name is taken on the kernel's device; on different devices kernels share names."""
+        taken = any(
+            k.name == kernel.name
+            and (None in (k.device, kernel.device) or k.device == kernel.device)
+            and not (kernel.plain and k.plain and k.device == kernel.device)
+            for k in self.kernels
+        )
+        if taken or kernel.name == REFERENCE:
+            raise KernelError(
+                f"{self.operator}: there is a kernel named {kernel.name!r} already. Give it another name=."
+            )
 
     def free_name(self, function: Callable[..., Any], device: str | None) -> str:
         """A name for a kernel registered without one."""
@@ -167,17 +177,20 @@ class KernelTable:
         forced = forced_kernels.get().get(self.operator)
         if forced is not None:
             return self._forced(forced, device)
-        refused = {k.name: self.refusal(k, args, kwargs, device) for k in self.kernels}
-        return [k for k in self.kernels if not refused[k.name]], {n: r for n, r in refused.items() if r}
+        reasons = [(k, self.refusal(k, args, kwargs, device)) for k in self.kernels]
+        fit = [k for k, reason in reasons if not reason]
+        names = {k.name for k in fit}
+        return fit, {k.name: reason for k, reason in reasons if reason and k.name not in names}
 
     def _forced(self, name: str, device: str) -> tuple[list[Kernel], dict[str, str]]:
         refused = {k.name: f"{name} is forced by opkit.use_kernel" for k in self.kernels if k.name != name}
         if name == REFERENCE:
             return [], refused
         kernel = self.named(name)
-        if kernel.device not in (None, device):
+        fit = next((k for k in self.kernels if k.name == name and k.device in (None, device)), None)
+        if fit is None:
             raise KernelError(
                 f"{self.operator}: opkit.use_kernel forces {name!r}, which runs on {kernel.device}, but the arguments are "
                 f"on {device}."
             )
-        return [kernel], refused
+        return [fit], refused

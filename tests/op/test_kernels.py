@@ -313,3 +313,22 @@ def test_a_replaced_kernel_is_verified_again() -> None:
     op.register_kernel("cpu")(lambda x, k=1.0, flag=False: (x * 2 * k).double())
     with pytest.raises(opkit.errors.OutputError, match="float64"):
         op(torch.ones(2))
+
+
+def test_one_kernel_for_several_devices() -> None:
+    op = fresh("several")
+    op.register_kernel(("cpu", "cuda", "cpu"), marked(4), name="both", priority=1)
+    assert [(k.name, k.device) for k in op.describe().kernels] == [("both", "cuda"), ("both", "cpu")]
+    assert op(torch.ones(1)).item() == 4
+    assert op.select(torch.ones(1)).refused == {"reference": "both is preferred"}
+    with opkit.use_kernel(op, "both"):
+        assert op(torch.ones(1)).item() == 4
+
+
+def test_a_registration_for_several_devices_is_made_for_all_or_none() -> None:
+    op = fresh("all_or_none")
+    op.register_kernel("cuda", marked(1), name="taken", priority=1)
+    with pytest.raises(KernelError, match=r"named 'taken' already"):
+        op.register_kernel(("cpu", "cuda"), marked(2), name="taken")
+    assert [(k.name, k.device) for k in op.describe().kernels] == [("taken", "cuda")]
+    assert op(torch.ones(1)).item() == 2  # the reference: 1 * 2
