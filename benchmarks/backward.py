@@ -18,7 +18,7 @@ from torch import Tensor
 
 import opkit
 
-ROUNDS = 15
+ROUNDS = 61
 GOAL = 1.1
 
 
