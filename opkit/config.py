@@ -5,7 +5,13 @@ variable                default  meaning
 ======================  =======  ====================================================================================
 ``OPKIT_CHECK``         ``1``    check shapes and dtypes against annotations before a kernel runs
 ``OPKIT_VERIFY``        ``1``    verify mutation, aliasing and kernel outputs the first time each guard set is seen
-``OPKIT_CACHE_DIR``     (user)   where results that outlive the process are kept (kernel timings)
+``OPKIT_CACHE_DIR``     (user)   where results that outlive the process are kept (compiled kernels, kernel timings)
+``OPKIT_CC``            (found)  the C compiler; gcc or clang
+``OPKIT_CXX``           (found)  the C++ compiler
+``OPKIT_NVCC``          (found)  the CUDA compiler
+``OPKIT_ISA``           (host)   the widest instruction set to build for and run: baseline, avx2, avx512, neon
+``OPKIT_BUILD_TIMEOUT`` ``300``  seconds after which a compiler is stopped
+``OPKIT_BRIDGE``        ``1``    build, once for each torch, what lets C kernels skip Python's autograd rules
 ======================  =======  ====================================================================================
 """
 
@@ -29,6 +35,12 @@ class Config:
     check: bool = True
     verify: bool = True
     cache_dir: Path = Path()
+    cc: str | None = None
+    cxx: str | None = None
+    nvcc: str | None = None
+    isa: str | None = None
+    build_timeout: float = 300.0
+    bridge: bool = True
 
 
 def _switch(environment: Mapping[str, str], name: str, default: bool) -> bool:
@@ -38,6 +50,24 @@ def _switch(environment: Mapping[str, str], name: str, default: bool) -> bool:
     if text.lower() not in _SWITCHES:
         raise ConfigError(f"{name}={text!r} is not a switch. Set it to 0 or 1, or unset it.")
     return _SWITCHES[text.lower()]
+
+
+def _one_of(environment: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str | None:
+    text = environment.get(name) or None
+    if text is not None and text not in choices:
+        raise ConfigError(f"{name}={text!r} is not known. Set it to one of {', '.join(choices)}, or unset it.")
+    return text
+
+
+def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
+    text = environment.get(name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"{name}={text!r} is not a time. Set it to a number of seconds, or unset it.")
+    return seconds
 
 
 def _cache_dir(environment: Mapping[str, str]) -> Path:
@@ -61,6 +91,12 @@ def read(environment: Mapping[str, str]) -> Config:
         check=_switch(environment, "OPKIT_CHECK", True),
         verify=_switch(environment, "OPKIT_VERIFY", True),
         cache_dir=_cache_dir(environment),
+        cc=environment.get("OPKIT_CC") or None,
+        cxx=environment.get("OPKIT_CXX") or None,
+        nvcc=environment.get("OPKIT_NVCC") or None,
+        isa=_one_of(environment, "OPKIT_ISA", ("baseline", "avx2", "avx512", "neon")),
+        build_timeout=_seconds(environment, "OPKIT_BUILD_TIMEOUT", 300.0),
+        bridge=_switch(environment, "OPKIT_BRIDGE", True),
     )
 
 

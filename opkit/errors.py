@@ -71,6 +71,30 @@ class DeviceArgumentError(KernelError, ValueError):
     """An operator without tensor arguments has kernels for some device, but no argument by which to choose it."""
 
 
+class DeclarationError(KernelError, ValueError):
+    """A C declaration cannot be read, or one of its parameters stands for nothing that the operator has."""
+
+
+class ToolchainError(KernelError):
+    """No compiler was found for a kernel's language, or the one named by a setting cannot be run."""
+
+
+class CompileError(KernelError):
+    """A compiler refused a kernel's source, or did not finish in time; the message shows the author's own lines."""
+
+
+class CacheError(OpkitError, OSError):
+    """The build cache cannot be used at all, and neither can a temporary folder in its place."""
+
+
+class SanitizerError(KernelError):
+    """A kernel built with ``debug=True`` read or wrote memory that is not its own, or did something undefined."""
+
+
+class PackageError(OpkitError, RuntimeError):
+    """A kernel built ahead of time is missing from its package, was changed, or was made for another opkit."""
+
+
 class KeywordTensorError(DefinitionError, NotImplementedError):
     """A tensor is a keyword-only parameter, which torch.library does not support (``torch.Tag.out`` excepted)."""
 
@@ -105,3 +129,7 @@ class UntestedTorchWarning(UserWarning):
 
 class StrideWarning(UserWarning):
     """A kernel returned other strides than the reference; its results are being copied into the right layout."""
+
+
+class BuildCacheWarning(UserWarning):
+    """The build cache could not be used as it is; kernels are built into a temporary folder, or built again."""

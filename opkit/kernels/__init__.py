@@ -1,0 +1,1 @@
+"""How a kernel comes to run: declarations, compilers, the build cache, and what a call passes to C."""
