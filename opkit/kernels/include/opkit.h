@@ -180,7 +180,34 @@ struct opk_message {
     char text[1024];
 };
 
-/* A layout gives each new output in turn: dtype, rank, sizes, strides. Without one the sizes come from the programs. */
+/* A layout gives each new output (no alias) in turn: dtype, rank, sizes, strides. Without one the sizes come from the
+ * first program that fits the call. A program is an array of int64_t:
+ *
+ *   length                 of the whole, this word included
+ *   key                    for each schema argument, by kind; a call fits if all of it is equal
+ *     tensor               0 (None), or 1, rank, dtype, whether it is contiguous
+ *     tensors              0, or 1, count, then rank, dtype, whether it is contiguous, for each
+ *     int, float           0, or 1
+ *     bool, dtype          0, or 1, value
+ *     string               0, or 1, the FNV-1a hash (64 bits) of its bytes
+ *     ints, floats         0, or 1, count
+ *     bools                0, or 1, count, values
+ *     ignored              nothing
+ *   guard                  words of code, code: the call fits if it yields other than 0
+ *   for each new output    dtype, rank; for each size: words of code, code; then 0 for row-major strides, or 1 and for
+ *                          each stride: words of code, code
+ *
+ * Code is postfix over int64_t. Division and remainder are Python's (rounded down); dividing by 0 makes the call unfit. */
+enum opk_code {
+    OPK_CODE_CONSTANT = 0, /* value */
+    OPK_CODE_SIZE = 1,     /* argument, item (of a list; else 0), dimension */
+    OPK_CODE_STRIDE = 2,   /* the same */
+    OPK_CODE_INT = 3,      /* argument, item: an int, or an element of ints */
+    OPK_CODE_FLOAT_IS = 4, /* argument, item, bits of a double: 1 if the float is that very one */
+    OPK_CODE_ADD = 5, OPK_CODE_SUBTRACT = 6, OPK_CODE_MULTIPLY = 7, OPK_CODE_FLOOR_DIVIDE = 8, OPK_CODE_MODULO = 9,
+    OPK_CODE_MINIMUM = 10, OPK_CODE_MAXIMUM = 11, OPK_CODE_EQUAL = 12, OPK_CODE_NOT_EQUAL = 13, OPK_CODE_LESS = 14,
+    OPK_CODE_LESS_EQUAL = 15, OPK_CODE_AND = 16, OPK_CODE_OR = 17, OPK_CODE_NOT = 18, OPK_CODE_SELECT = 19 /* c a b: c ? a : b */
+};
 
 #ifdef __cplusplus
 }
