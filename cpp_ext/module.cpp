@@ -5,6 +5,10 @@
 
 namespace py = pybind11;
 
+namespace opkit {
+void bind_runtime(py::module_& m);
+}
+
 static py::dict cpu_features() {
     py::dict features;
     for (const auto& found : {opkit::detect_x86(), opkit::detect_arm()})
@@ -16,4 +20,5 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
     m.doc() = "The compiled core. It holds no torch code, so one build serves every torch release.";
     m.def("cpu_features", &cpu_features,
           "Which instruction sets this processor has and its operating system lets a program use, by name.");
+    opkit::bind_runtime(m);
 }

@@ -1,0 +1,56 @@
+#include "execute.hpp"
+
+#include <cstdio>
+#include <exception>
+
+#include "call.hpp"
+#include "failure.hpp"
+
+namespace opkit {
+namespace {
+
+bool run(Call& call, opk_message& message) {
+    Report report;
+    const char* text = nullptr;
+    const int32_t code = call.run(&text);
+    if (report.failed())
+        snprintf(message.text, sizeof message.text, "%s", report.text().c_str());
+    else if (text != nullptr)
+        snprintf(message.text, sizeof message.text, "%s", text);
+    else if (code != 0)
+        snprintf(message.text, sizeof message.text, "it returned the error code %d", code);
+    else
+        return true;
+    return false;
+}
+
+int32_t execute(Call& call, const int64_t* layout, void** outputs, opk_message& message) {
+    if (!call.read_tensors() || !call.bind_sizes() || !call.find_layout(layout) || !call.choose_instance())
+        return OPK_REFUSED;
+    const bool empty = call.nothing_to_write();
+    call.allocate_outputs();
+    if (!empty) {
+        call.make_contiguous();
+        if (!run(call, message)) return OPK_FAILED;
+        call.copy_back();
+    }
+    call.give_outputs(outputs);
+    return OPK_DONE;
+}
+
+}  // namespace
+
+int32_t execute(const opk_kernel* kernel, const opk_input* inputs, const int64_t* layout, void** outputs,
+                opk_message* message) {
+    try {
+        Call call(*kernel, inputs, *message);
+        return execute(call, layout, outputs, *message);
+    } catch (const TorchError& error) {
+        snprintf(message->text, sizeof message->text, "torch failed while %s", error.doing);
+    } catch (const std::exception& error) {
+        snprintf(message->text, sizeof message->text, "%s", error.what());
+    }
+    return OPK_FAILED;
+}
+
+}  // namespace opkit

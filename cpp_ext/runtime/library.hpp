@@ -1,0 +1,40 @@
+// Compiled kernels in their shared libraries, and their places in torch's dispatcher.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "shim.hpp"
+#include "../../opkit/kernels/include/opkit.h"
+
+namespace opkit {
+
+// The functions that every kernel is given.
+const opk_runtime& runtime();
+
+// A kernel's shared library. It stays loaded as long as the process lives: the dispatcher may hold its functions.
+struct KernelLibrary {
+    const opk_kernel* kernel;
+    BoxedKernel boxed, boxed_with_layout;
+};
+
+// Loads a kernel that opkit built. Throws std::runtime_error where the file is not one, or was built for another opkit.
+KernelLibrary load_kernel(const std::string& path);
+
+// A kernel's place in the dispatcher, until it is removed.
+class Registration {
+public:
+    // `op` is "namespace::name" or "namespace::name.overload"; `key` a dispatch key, such as "CPU".
+    Registration(const std::string& op, const std::string& key, BoxedKernel function);
+    ~Registration() { remove(); }
+    void remove();
+
+private:
+    Handle library_ = nullptr;
+};
+
+// Defines the operator of a kernel with its schema and registers the kernel for its device: what a process without
+// Python needs. Both stay for good. Throws std::runtime_error.
+void define_and_register(const KernelLibrary& loaded);
+
+}  // namespace opkit

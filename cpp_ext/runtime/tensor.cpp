@@ -1,0 +1,38 @@
+#include "tensor.hpp"
+
+namespace opkit {
+
+int64_t product(const int64_t* sizes, int64_t count) {
+    int64_t result = 1;
+    for (int64_t i = 0; i < count; i++) result *= sizes[i];
+    return result;
+}
+
+int64_t View::numel() const { return product(sizes, rank); }
+
+bool row_major(const int64_t* sizes, const int64_t* strides, int64_t rank) {
+    bool fits = true;
+    int64_t expected = 1;
+    for (int64_t i = rank; i-- > 0;) {
+        if (sizes[i] == 0) return true;
+        if (sizes[i] != 1 && strides[i] != expected) fits = false;
+        expected *= sizes[i];
+    }
+    return fits;
+}
+
+bool read(Handle handle, View& view) {
+    const Shim& torch = shim();
+    view.handle = handle;
+    int64_t *sizes, *strides;
+    if (torch.aoti_torch_get_dim(handle, &view.rank) || torch.aoti_torch_get_sizes(handle, &sizes) ||
+        torch.aoti_torch_get_strides(handle, &strides) || torch.aoti_torch_get_dtype(handle, &view.dtype) ||
+        torch.aoti_torch_get_device_type(handle, &view.device_type))
+        return false;
+    view.sizes = sizes;
+    view.strides = strides;
+    view.contiguous = row_major(sizes, strides, view.rank);
+    return true;
+}
+
+}  // namespace opkit
