@@ -168,6 +168,9 @@ void boxed(const opk_kernel* kernel, uint64_t* stack, uint64_t, uint64_t, int32_
         Stack arguments(*kernel, stack, has_layout != 0);
         const int32_t status = execute(kernel, arguments.inputs(), arguments.layout(), outputs.data(), &message);
         if (status != OPK_DONE) throw std::runtime_error(told(*kernel, status, message.text));
+        for (size_t i = 0; i < outputs.size(); i++)
+            if (kernel->outputs[i].alias >= 0)
+                shim().aoti_torch_new_tensor_handle(arguments.inputs()[kernel->outputs[i].alias].as.tensor, &outputs[i]);
     }
     for (size_t i = 0; i < outputs.size(); i++) stack[i] = reinterpret_cast<uintptr_t>(outputs[i]);
 }

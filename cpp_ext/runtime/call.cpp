@@ -160,10 +160,10 @@ int32_t Call::tensor_of(const opk_parameter& parameter, int64_t* count) const {
     if (output < 0) {
         if (kernel_.arguments[parameter.argument].kind == OPK_KIND_TENSORS)
             *count = inputs_[parameter.argument].present ? inputs_[parameter.argument].count : 0;
-        return const_cast<Call*>(this)->first_[parameter.argument];
+        return first_[parameter.argument];
     }
     const int32_t alias = kernel_.outputs[output].alias;
-    if (alias >= 0) return const_cast<Call*>(this)->first_[alias];
+    if (alias >= 0) return first_[alias];
     return static_cast<int32_t>(argument_tensors_) + output;
 }
 
@@ -278,14 +278,9 @@ void Call::copy_back() {
 
 void Call::give_outputs(void** outputs) {
     for (int32_t i = 0; i < kernel_.output_count; i++) {
-        const int32_t alias = kernel_.outputs[i].alias;
         Operand& made = operands_[argument_tensors_ + i];
-        if (alias < 0) {
-            outputs[i] = made.owned;
-            made.owned = nullptr;
-        } else {
-            check(shim().aoti_torch_new_tensor_handle(views_[first_[alias]].handle, &outputs[i]), "returning an argument");
-        }
+        outputs[i] = made.owned;
+        made.owned = nullptr;
     }
 }
 

@@ -5,8 +5,8 @@
 
 namespace opkit {
 
-// See opk_runtime.execute in opkit.h. `outputs` receives new handles, also for those that alias an argument. On OPK_REFUSED
-// nothing was run, and message says why; on OPK_FAILED the kernel, or torch, failed, and message says how.
+// See opk_runtime.execute in opkit.h. `outputs` receives the caller's handles to the new tensors, and null for outputs
+// that are arguments. On OPK_REFUSED nothing was run, and message says why; on OPK_FAILED the kernel, or torch, failed, and message says how.
 int32_t execute(const opk_kernel* kernel, const opk_input* inputs, const int64_t* layout, void** outputs,
                 opk_message* message);
 

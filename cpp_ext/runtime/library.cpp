@@ -12,6 +12,7 @@
 #include "execute.hpp"
 #include "failure.hpp"
 #include "parallel.hpp"
+#include "program.hpp"
 
 namespace opkit {
 namespace {
@@ -54,6 +55,11 @@ F function(void* library, const std::string& path, const char* name) {
     return reinterpret_cast<F>(found);
 }
 
+// What `opkit build` knew of the outputs' sizes: programs one after another, each beginning with its length, then a 0.
+void add_programs(const opk_kernel& kernel, const int64_t* words) {
+    for (; *words > 0; words += *words) add_program(kernel, std::vector<int64_t>(words, words + *words));
+}
+
 std::pair<std::string, std::string> split(const std::string& op) {
     const size_t at = op.find("::");
     if (at == std::string::npos) throw std::runtime_error("opkit: " + op + " has no namespace");
@@ -75,6 +81,7 @@ KernelLibrary load_kernel(const std::string& path) {
                                  " of opkit's kernel interface; this is version " + std::to_string(OPK_ABI_VERSION) +
                                  ". Build it again");
     function<void (*)(const opk_runtime*)>(library, path, "opk_init")(&runtime());
+    if (const void* words = dlsym(library, "opk_programs")) add_programs(*kernel, static_cast<const int64_t*>(words));
     return {kernel, function<BoxedKernel>(library, path, "opk_boxed"),
             function<BoxedKernel>(library, path, "opk_boxed_with_layout")};
 }

@@ -69,10 +69,15 @@ def choose(
     remembered = _read(path).get(key)
     by_name = {kernel.name: kernel for kernel in kernels}
     if remembered not in by_name:
-        times = {kernel.name: measure(kernel.function, args, kwargs, device) for kernel in kernels}
+        times = {kernel.name: measure(_runnable(kernel, args, kwargs), args, kwargs, device) for kernel in kernels}
         remembered = min(times, key=times.__getitem__)
         _remember(path, key, remembered)
     return by_name[remembered]
+
+
+def _runnable(kernel: Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    function: Any = kernel.function
+    return function.prepare(args, kwargs) if kernel.native else function
 
 
 def measure(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str) -> float:

@@ -278,7 +278,7 @@ class _Draft:
 
     def _add_body(self, operator: Operator) -> None:
         for device in operator.device_types or (None,):
-            name = operator.kernels.free_name(self.function, device)
+            name = operator.kernels.free_name(getattr(self.function, "__name__", ""), device)
             operator.kernels.add(Kernel(name, device, operator.body))
 
 

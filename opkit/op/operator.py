@@ -13,11 +13,13 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import torch
 
 from opkit.errors import DeviceArgumentError, KernelError, RuleError
+from opkit.kernels.native import NativeKernel
 from opkit.op import identity, planning
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.description import Description, describe
 from opkit.op.dispatcher import Dispatcher
+from opkit.op.native import NativeFunction, check_device
 from opkit.op.rules.autograd import GivenRule
 from opkit.op.selection import Kernel, Selection, predicate_names
 
@@ -137,7 +139,8 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
         Args:
             device_types: "cpu", "cuda", ..., a sequence of them, or None for every device.
-            fn: takes the operator's arguments and returns what the reference returns.
+            fn: takes the operator's arguments and returns what the reference returns; or what :func:`opkit.c_kernel`,
+                :func:`opkit.cpp_kernel` or :func:`opkit.cuda_kernel` made.
             when: a predicate over the operator's arguments, by name; the kernel takes only calls for which it is true. It
                 may ask sizes, strides, dtypes and scalars, not the values in tensors: it is asked once a set of shapes.
             dtypes: the kernel takes only calls whose floating tensors have these dtypes.
@@ -149,9 +152,9 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             KernelError: the name is taken, a device type is unknown, or ``when`` asks for an unknown argument.
         """
 
-        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def register(function: Any) -> Any:
             devices = self._checked_devices(device_types)
-            if not callable(function):
+            if not callable(function) and not isinstance(function, NativeKernel):
                 raise KernelError(f"{self._qualname}: a kernel must be callable, got {function!r}")
             allowed = None if dtypes is None else frozenset(dtypes)
             made = [self._kernel(function, device, when, allowed, priority, name, autotune) for device in devices]
@@ -184,7 +187,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
     def _kernel(
         self,
-        function: Callable[..., Any],
+        function: Any,
         device: str | None,
         when: Callable[..., Any] | None,
         dtypes: frozenset[torch.dtype] | None,
@@ -194,12 +197,20 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
     ) -> Kernel:
         operator = self._operator
         names = predicate_names(when, [p.name for p in operator.signature.parameters], operator.name)
-        chosen = name or operator.kernels.free_name(function, device)
-        return Kernel(chosen, device, operator.flat(function), when, dtypes, priority, autotune, 0, names)
+        native = isinstance(function, NativeKernel)
+        if native:
+            check_device(operator, function, device)
+            chosen = name or function.name
+            run: Callable[..., Any] = NativeFunction(operator, function, chosen)
+        else:
+            chosen = name or operator.kernels.free_name(getattr(function, "__name__", ""), device)
+            run = operator.flat(function)
+        return Kernel(chosen, device, run, when, dtypes, priority, autotune, 0, names, native)
 
-    def _add_kernel(self, kernel: Kernel, function: Callable[..., Any]) -> None:
+    def _add_kernel(self, kernel: Kernel, function: Any) -> None:
         operator, device = self._operator, kernel.device
         operator.kernels.add(kernel)
+        function = kernel.function if kernel.native else function
         if device not in self._backend_fns:
             self._backend_fns[device] = function
             if not (operator.device_types is None and device is not None):

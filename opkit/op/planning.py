@@ -71,7 +71,7 @@ def choose(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> t
     """
     device = operator.device(args, kwargs)
     values = completed(operator, args, kwargs) if operator.kernels.kernels else {}
-    eligible, refused = operator.kernels.eligible((), values, device)
+    eligible, refused = operator.kernels.eligible((), values, device, (args, kwargs))
     tuned = [kernel for kernel in eligible if kernel.autotune]
     if tuned and eligible[0].autotune:
         chosen = autotune.choose(operator.name, tuned, args, kwargs, device)
@@ -103,18 +103,21 @@ def make_plan(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -
     kernel, _ = choose(operator, args, kwargs)
     name = REFERENCE if kernel is None else kernel.name
     function = operator.body if kernel is None else kernel.function
+    native = kernel.function if kernel is not None and kernel.native else None
     plan = Plan(name, function)
 
     def first(*args: Any, **kwargs: Any) -> Any:
-        plan.run = function
+        plan.run = function if native is None else native.prepare(args, kwargs)
         try:
-            output, plan.run = _verified(operator, kernel, function, args, kwargs, binding)
+            output, plan.run = _verified(operator, kernel, plan.run, args, kwargs, binding)
         except BaseException:
             plan.run = first
             raise
+        if native is not None:
+            plan.run = native.settle(args, kwargs, plan.run)
         return output
 
-    if config.get().verify:
+    if config.get().verify or native is not None:
         plan.run = first
     return plan
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from opkit.errors import KernelError
 
 REFERENCE = "reference"
+Flat = tuple[Sequence[Any], dict[str, Any]]
 _NOTHING_FORCED: Mapping[str, str] = types.MappingProxyType({})
 forced_kernels: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("forced", default=_NOTHING_FORCED)
 
@@ -36,11 +37,25 @@ class Kernel:
     autotune: bool = False
     order: int = 0
     predicate_names: tuple[str, ...] = ()
+    native: bool = False
+
+    @property
+    def unconditional(self) -> bool:
+        """Whether its author gave no condition, preference or rival for it."""
+        return self.when is None and self.dtypes is None and self.priority == 0 and not self.autotune
 
     @property
     def plain(self) -> bool:
         """Whether it takes every call on its device, as a kernel of torch.library does."""
-        return self.when is None and self.dtypes is None and self.priority == 0 and not self.autotune
+        return self.unconditional and not self.native
+
+    def replaces(self, earlier: Kernel) -> bool:
+        """Whether it takes the place of ``earlier``: a plain kernel of a plain one, a native kernel of its old self."""
+        if self.device != earlier.device:
+            return False
+        if self.native:
+            return earlier.native and self.unconditional and earlier.unconditional and self.name == earlier.name
+        return self.plain and earlier.plain
 
     @property
     def condition(self) -> str:
@@ -110,8 +125,7 @@ class KernelTable:
             KernelError: the name is taken on that device.
         """
         self.check_free(kernel)
-        if kernel.plain:
-            self.kernels = [k for k in self.kernels if not (k.plain and k.device == kernel.device)]
+        self.kernels = [k for k in self.kernels if not kernel.replaces(k)]
         self._registered += 1
         kernel = dataclasses.replace(kernel, order=self._registered)
         self.kernels = sorted([*self.kernels, kernel], key=lambda k: (-k.priority, k.plain, -k.order))
@@ -122,7 +136,7 @@ class KernelTable:
         taken = any(
             k.name == kernel.name
             and (None in (k.device, kernel.device) or k.device == kernel.device)
-            and not (kernel.plain and k.plain and k.device == kernel.device)
+            and not kernel.replaces(k)
             for k in self.kernels
         )
         if taken or kernel.name == REFERENCE:
@@ -130,9 +144,8 @@ class KernelTable:
                 f"{self.operator}: there is a kernel named {kernel.name!r} already. Give it another name=."
             )
 
-    def free_name(self, function: Callable[..., Any], device: str | None) -> str:
-        """A name for a kernel registered without one."""
-        own = getattr(function, "__name__", "")
+    def free_name(self, own: str, device: str | None) -> str:
+        """A name for a kernel registered without one, whose function is called ``own``."""
         name = own if own.isidentifier() and own not in ("_", REFERENCE) else f"{device or 'any'}_kernel"
         taken = {k.name for k in self.kernels if not (k.plain and k.device == device)}
         return next(n for n in [name, *(f"{name}_{i}" for i in range(2, 10_000))] if n not in taken)
@@ -153,8 +166,8 @@ class KernelTable:
         """Whether any enabled kernel is meant for ``device``."""
         return any(k.device in (None, device) and k.device not in self.disabled for k in self.kernels)
 
-    def refusal(self, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> str:
-        """Why ``kernel`` does not take this call; empty where it does."""
+    def refusal(self, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any], device: str, flat: Flat) -> str:
+        """Why ``kernel`` does not take this call; empty where it does. ``flat`` is the call through the schema."""
         if kernel.device not in (None, device):
             return f"it runs on {kernel.device}, the arguments are on {device}"
         if kernel.device in self.disabled:
@@ -164,20 +177,23 @@ class KernelTable:
             return f"the arguments have {have}; it takes {want}"
         if kernel.when is not None and not kernel.when(**self._predicate_arguments(kernel, args, kwargs)):
             return f"its condition {kernel.condition} is false"
-        return ""
+        return kernel.function.refusal(*flat) if kernel.native else ""  # type: ignore[attr-defined]  # pyright: ignore
 
     def _predicate_arguments(self, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         given = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
         return {name: given[name] for name in kernel.predicate_names}
 
     def eligible(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], device: str
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], device: str, flat: Flat
     ) -> tuple[list[Kernel], dict[str, str]]:
-        """The kernels that take the call, the preferred one first, and the reason of each that does not."""
+        """The kernels that take the call, the preferred one first, and the reason of each that does not.
+
+        ``args`` and ``kwargs`` are the Python call's, ``flat`` those of the call through the schema.
+        """
         forced = forced_kernels.get().get(self.operator)
         if forced is not None:
             return self._forced(forced, device)
-        reasons = [(k, self.refusal(k, args, kwargs, device)) for k in self.kernels]
+        reasons = [(k, self.refusal(k, args, kwargs, device, flat)) for k in self.kernels]
         fit = [k for k, reason in reasons if not reason]
         names = {k.name for k in fit}
         return fit, {k.name: reason for k, reason in reasons if reason and k.name not in names}

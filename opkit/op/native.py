@@ -1,0 +1,175 @@
+"""Native kernels of an operator: bound to its arguments, built at the first call, and run through torch's dispatcher.
+
+A built kernel is registered as the boxed kernel of an operator of its own, ``opkit_native::...``, which has the schema
+of the operator it serves and one argument more, the sizes of the outputs. Python's plans call that. Once calls of some
+shape were verified, the sizes are left to a program (see ``layout``), and with the bridge the operator itself is served
+without Python.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from opkit.errors import KernelError
+from opkit.kernels import compilation, units
+from opkit.kernels.binding import Bound, bind
+from opkit.kernels.native import NativeKernel
+from opkit.op import layout, sanitized
+from opkit.op import torch_private as private
+from opkit.op.core import Operator
+from opkit.op.facts import facts_of
+
+if TYPE_CHECKING:
+    from opkit import _core
+
+_NAMESPACE = "opkit_native"
+_MOST_PROGRAMS = 64
+_count = itertools.count()
+
+
+class NativeFunction:
+    """A native kernel as the function of a :class:`opkit.op.selection.Kernel`."""
+
+    def __init__(self, operator: Operator, native: NativeKernel, name: str) -> None:
+        self.operator = operator
+        self.native = native
+        self.__name__ = name
+        self.bound: Bound = bind(
+            native.function, facts_of(operator), tuple(native.variables), dict(native.bind), kernel_name=name
+        )
+        self.library: _core.KernelLibrary | None = None
+        self._overload: Any = None
+        self._programs: list[tuple[int, ...]] = []
+        self._lock = threading.Lock()
+        self._kept: list[Any] = []  # what must live as long as the registration
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.prepare(args, kwargs)(*args, **kwargs)
+
+    def contract_parts(self) -> list[tuple[str, Any]]:
+        """What decides what the kernel computes."""
+        return self.native.contract_parts()
+
+    # ---- which calls it takes --------------------------------------------------------------------------------------
+
+    def refusal(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        """Why the kernel does not take a call; empty where it does."""
+        given = dict(zip((a.name for a in self.operator.schema.arguments), args, strict=False)) | kwargs
+        chosen: dict[str, str] = {}
+        for slot in self.bound.slots:
+            name = self.bound.argument_name(slot)
+            if name is None or slot.dtype is None:
+                continue
+            for tensor in pytree.tree_leaves(given.get(name)):
+                if isinstance(tensor, torch.Tensor) and (reason := self._mismatch(name, slot.dtype, tensor, chosen)):
+                    return reason
+        return ""
+
+    def _mismatch(self, name: str, wanted: str, tensor: torch.Tensor, chosen: dict[str, str]) -> str:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.layout is not torch.strided:
+            return f"{name} is {tensor.layout}; it takes dense tensors"
+        if wanted not in self.native.variables:
+            return "" if dtype == wanted else f"{name} has {tensor.dtype}; it takes torch.{wanted}"
+        allowed = self.native.variables[wanted]
+        if dtype not in allowed:
+            return f"{name} has {tensor.dtype}; it takes {', '.join(f'torch.{d}' for d in allowed)}"
+        if chosen.setdefault(wanted, dtype) != dtype:
+            return f"{name} has {tensor.dtype} and an argument before it torch.{chosen[wanted]}; they must be equal"
+        return ""
+
+    # ---- building --------------------------------------------------------------------------------------------------
+
+    def build(self) -> Path:
+        """Compile the kernel, or find it in the cache.
+
+        Raises:
+            CompileError: the compiler refused the source.
+            ToolchainError: there is no compiler.
+        """
+        return compilation.build(units.request(self.native, self.bound))
+
+    def load(self) -> _core.KernelLibrary:
+        """Build the kernel and put it into the dispatcher, once."""
+        from opkit import _core
+
+        with self._lock:
+            if self.library is None:
+                library = _core.KernelLibrary(str(self.build()))
+                self._overload = self._registered(library)
+                self.library = library
+            return self.library
+
+    def _registered(self, library: _core.KernelLibrary) -> Any:
+        operator = self.operator
+        name = f"{operator.namespace}__{operator.opname.replace('.', '__')}__{next(_count)}"
+        fragment = torch.library.Library(_NAMESPACE, "FRAGMENT")
+        fragment.define(name + schema_with_layout(operator))
+        fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        key = private.dispatch_key_of(self.native.device)
+        self._kept = [fragment, library.register(f"{_NAMESPACE}::{name}", key, True)]
+        return private.library_utils.lookup_op(f"{_NAMESPACE}::{name}")
+
+    # ---- calls -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """A function for calls of exactly these shapes; it builds the kernel when first asked."""
+        if self.native.debug:
+            return sanitized.runner(self.operator, self.native, self.bound)
+        self.load()
+        if self._fitting(args, kwargs):
+            return self._overload
+        return functools.partial(self._overload, opk_layout=layout.layout_of(self.operator, args, kwargs))
+
+    def settle(self, args: Sequence[Any], kwargs: dict[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
+        """After such a call was verified: calls of its kind, at other sizes too, need no layout from Python any more."""
+        if self.native.debug or self.library is None:
+            return function
+        with self._lock:
+            if not self._fitting(args, kwargs):
+                program = layout.derive(self.operator, args, kwargs) if len(self._programs) < _MOST_PROGRAMS else None
+                if not isinstance(program, layout.Program):
+                    return function
+                self.library.add_program(list(program.words))
+                self._programs.append(program.words)
+        return self._overload
+
+    def _fitting(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        kinds = [argument.kind for argument in self.bound.facts.arguments]
+        values = layout.values(self.operator, args, kwargs)
+        return any(layout.run(words, kinds, values) is not None for words in self._programs)
+
+
+def schema_with_layout(operator: Operator) -> str:
+    """The operator's schema with the argument ``opk_layout`` after the others."""
+    head, arrow, returns = operator.schema_text.rpartition(" -> ")
+    arguments = operator.schema.arguments
+    separator = "" if not arguments else ", "
+    star = "" if any(a.kwarg_only for a in arguments) else "*, "
+    return f"{head.rstrip()[:-1]}{separator}{star}int[]? opk_layout=None){arrow}{returns}"
+
+
+def build_all(operators: Sequence[Operator], jobs: int | None = None) -> list[Path | Exception]:
+    """Build every native kernel of some operators, several at a time."""
+    functions = [k.function for op in operators for k in op.kernels.kernels if isinstance(k.function, NativeFunction)]
+    requests = [units.request(f.native, f.bound) for f in functions]
+    return list(compilation.build_all(requests, jobs))
+
+
+def check_device(operator: Operator, native: NativeKernel, device: str | None) -> None:
+    """Raise a KernelError where a native kernel is registered for a device on which it cannot run."""
+    if device != native.device:
+        raise KernelError(
+            f"{operator.name}: {native.name} is a {native.language} kernel, which runs on {native.device} tensors; "
+            f'register it with register_kernel("{native.device}", ...), not for {device!r}.'
+        )
