@@ -205,3 +205,16 @@ def register_effect(name: str, effect: Any, library: Any) -> None:
     from torch._higher_order_ops import effects
 
     effects._register_effectful_op(library_utils.lookup_op(name), effect)
+
+
+def in_fake_context(fake: Callable[..., Any], op: Any) -> Callable[..., Any]:
+    """``fake`` as torch runs a fake implementation: ``torch.library.get_ctx()`` serves the fake mode in force."""
+    from torch._library import fake_impl
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mode = next(mode for mode in reversed(current_modes()) if isinstance(mode, FakeTensorMode))
+        with fake_impl.set_ctx_getter(lambda: fake_impl.FakeImplCtx(mode, op)):
+            return fake(*args, **kwargs)
+
+    return call
