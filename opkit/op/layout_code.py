@@ -186,9 +186,7 @@ class Translator:
     def _bounded(self, code: Code, limit: int = _EXACT) -> Code:
         if len(code) == 2 and code[0] == p.CONSTANT and abs(code[1]) <= limit:
             return code
-        if code[0] != p.SIZE or len(code) > 4:
-            self.conditions.append((*constant(-limit), *code, p.LESS_EQUAL))
-        self.conditions.append((*code, *constant(limit), p.LESS_EQUAL))
+        self.conditions += [(*constant(-limit), *code, p.LESS_EQUAL), (*code, *constant(limit), p.LESS_EQUAL)]
         return code
 
 

@@ -203,7 +203,7 @@ def _run(
         made = [symbols.argument(kind, i, v) for i, (kind, v) in enumerate(zip(kinds, values, strict=True))]
         args = [value for value, name in zip(made, names, strict=True) if name is None]
         kwargs = {name: value for value, name in zip(made, names, strict=True) if name is not None}
-        with symbols.mode:
+        with private.symbolic_tracing(symbols.mode):
             return SymbolicRun(symbols, body(*args, **kwargs))
 
 

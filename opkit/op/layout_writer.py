@@ -26,11 +26,12 @@ class Writer:
 
     def output(self, tensor: torch.Tensor) -> list[int]:
         """The words of one new output."""
-        sizes, strides = [[expression(n) for n in numbers] for numbers in (tensor.shape, tensor.stride())]
+        sizes, strides = [[self._plain(expression(n)) for n in ns] for ns in (tensor.shape, tensor.stride())]
         words = [p.DTYPES[tensor.dtype], len(sizes), *self._codes(sizes)]
         if self._row_major(sizes, strides):
             return [*words, 0]
-        self._keep_apart(sizes, strides, [concrete(n) for n in tensor.stride()])
+        nested = sorted(range(len(sizes)), key=lambda i: (concrete(tensor.stride(i)), concrete(tensor.shape[i])))
+        self._keep_apart([(sizes[i], strides[i]) for i in nested])
         return [*words, 1, *self._codes(strides)]
 
     def guard(self) -> list[int]:
@@ -43,23 +44,41 @@ class Writer:
     def _codes(self, numbers: Sequence[Any]) -> list[int]:
         return [word for number in numbers for word in _sized(self.translator.code(number))]
 
-    def _row_major(self, sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
-        from torch.utils._sympy.functions import Max
+    def _plain(self, number: Any) -> Any:
+        """``number`` without "at least 1" where that is so anyway."""
+        known = {item: self._at_least_one(other) for item in number.atoms(_max()) if (other := _other(item)) is not None}
+        return number.xreplace({item: other for item, other in known.items() if other is not item})
 
+    def _at_least_one(self, number: Any) -> Any:
+        return number if self.env.bound_sympy(number).lower >= 1 else _max()(1, number)
+
+    def _row_major(self, sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
         step: Any = 1
         for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
             if not _equal(stride, step):
                 return False
-            step = step * (size if self.env.bound_sympy(size).lower >= 1 else Max(1, size))
+            step = step * self._at_least_one(size)
         return True
 
-    def _keep_apart(self, sizes: Sequence[Any], strides: Sequence[Any], hints: Sequence[int]) -> None:
-        """Demand that no two elements share memory, with the dimensions nested as they are in this call."""
-        extent: Any = 1
-        for _, size, stride in sorted(zip(hints, sizes, strides, strict=True), key=lambda item: item[0]):
+    def _keep_apart(self, dimensions: Sequence[tuple[Any, Any]]) -> None:
+        """Demand that no two elements share memory, with the dimensions (size, stride) nested as in this call."""
+        extent = expression(1)
+        for size, stride in dimensions:
             if size != 1 and not _equal(stride, extent):
                 self.apart.append((*self.translator.code(extent), *self.translator.code(stride), p.LESS_EQUAL))
             extent = _expanded(extent + (size - 1) * stride)
+
+
+def _max() -> Any:
+    from torch.utils._sympy.functions import Max
+
+    return Max
+
+
+def _other(maximum: Any) -> Any:
+    """What "at least 1" is said of; None for any other maximum."""
+    rest = [item for item in maximum.args if item != 1]
+    return rest[0] if len(rest) == 1 and len(maximum.args) == 2 else None
 
 
 def _expanded(number: Any) -> Any:

@@ -10,7 +10,9 @@ used under that spelling elsewhere.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
+import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
@@ -218,3 +220,24 @@ def in_fake_context(fake: Callable[..., Any], op: Any) -> Callable[..., Any]:
             return fake(*args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def symbolic_tracing(mode: Any) -> Generator[None]:
+    """Run operations under a fake mode of symbolic sizes as AOTAutograd does: in Python, where torch knows how.
+
+    What torch would log of an operation that fails is left out: its exception says it.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
+    thread, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(of_others)
+    try:
+        with enable_python_dispatcher(), mode:
+            yield
+    finally:
+        logger.removeFilter(of_others)
