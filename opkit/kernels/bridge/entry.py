@@ -62,14 +62,16 @@ class Entry:
         self.library.unlink(missing_ok=True)
 
     def make(self) -> None:
-        """Make the folder, for its owner alone.
+        """Make the folder, for its owner alone; what others could have written in it is not kept.
 
         Raises:
             CacheError: it cannot be made, or is another user's.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.folder.chmod(0o700)
+            if not _safe(self.folder):
+                self.folder.chmod(0o700)
+                self.library.unlink(missing_ok=True)
         except OSError as error:
             raise CacheError(f"The folder of the bridge, {self.folder}, cannot be used: {error}") from error
 

@@ -86,6 +86,18 @@ static int32_t plus_all(const opk_input* inputs, void** outputs, opk_message* me
     return status;
 }
 
+static int32_t plus_one_in_all(const opk_input* inputs, void** outputs, opk_message* message) { /* xs: Tensor[] */
+    (void)outputs, (void)message;
+    for (int64_t n = 0; n < inputs[0].count; ++n) add_one(inputs[0].as.tensors[n], inputs[0].as.tensors[n]);
+    return OPK_DONE;
+}
+
+static int32_t copy_shape(const opk_input* inputs, void** outputs, opk_message* message) { /* on any device */
+    (void)message;
+    outputs[0] = like(inputs[0].as.tensor);
+    return OPK_DONE;
+}
+
 static double sum_of(const opk_input* input, int32_t kind) { /* of a list; -1: None */
     double sum = input->present ? 0 : -1;
     for (int64_t i = 0; input->present && i < input->count; ++i)
@@ -129,6 +141,9 @@ static const opk_argument one_tensor[] = {{"x", OPK_KIND_TENSOR}};
 static const opk_argument written_tensor[] = {{"x", OPK_KIND_TENSOR, 0, 1}};
 static const opk_argument optional_tensor[] = {{"x", OPK_KIND_TENSOR}, {"y", OPK_KIND_TENSOR, 1}};
 static const opk_argument tensors[] = {{"x", OPK_KIND_TENSOR}, {"others", OPK_KIND_TENSORS}};
+static const opk_argument written_tensors[] = {{"xs", OPK_KIND_TENSORS, 0, 1}};
+#define THREE {"y", OPK_KIND_TENSOR, 1}, {"y", OPK_KIND_TENSOR, 1}, {"y", OPK_KIND_TENSOR, 1}
+static const opk_argument nineteen[] = {{"x", OPK_KIND_TENSOR}, THREE, THREE, THREE, THREE, THREE, THREE};
 static const opk_argument all_kinds[] = {
     {"x", OPK_KIND_TENSOR}, {"i", OPK_KIND_INT}, {"f", OPK_KIND_FLOAT}, {"b", OPK_KIND_BOOL}, {"s", OPK_KIND_STRING},
     {"dtype", OPK_KIND_DTYPE}, {"ints", OPK_KIND_INTS}, {"floats", OPK_KIND_FLOATS}, {"bools", OPK_KIND_BOOLS},
@@ -148,4 +163,7 @@ KERNEL(plus_all_kernel, plus_all, tensors, 1, fresh)
 KERNEL(two_kernel, two, one_tensor, 2, fresh)
 KERNEL(void_kernel, plus_one_in_place, written_tensor, 0, fresh)
 KERNEL(in_place_kernel, plus_one_in_place, written_tensor, 1, aliased)
+KERNEL(void_all_kernel, plus_one_in_all, written_tensors, 0, fresh)
+KERNEL(nineteen_kernel, plus_one, nineteen, 1, fresh)
+KERNEL(like_kernel, copy_shape, tensors, 1, fresh)
 KERNEL(every_kernel, every, all_kinds, 1, fresh)
