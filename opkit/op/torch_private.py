@@ -10,7 +10,9 @@ used under that spelling elsewhere.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
+import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
@@ -205,3 +207,37 @@ def register_effect(name: str, effect: Any, library: Any) -> None:
     from torch._higher_order_ops import effects
 
     effects._register_effectful_op(library_utils.lookup_op(name), effect)
+
+
+def in_fake_context(fake: Callable[..., Any], op: Any) -> Callable[..., Any]:
+    """``fake`` as torch runs a fake implementation: ``torch.library.get_ctx()`` serves the fake mode in force."""
+    from torch._library import fake_impl
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mode = next(mode for mode in reversed(current_modes()) if isinstance(mode, FakeTensorMode))
+        with fake_impl.set_ctx_getter(lambda: fake_impl.FakeImplCtx(mode, op)):
+            return fake(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def symbolic_tracing(mode: Any) -> Generator[None]:
+    """Run operations under a fake mode of symbolic sizes as AOTAutograd does: in Python, where torch knows how.
+
+    What torch would log of an operation that fails is left out: its exception says it.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
+    thread, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(of_others)
+    try:
+        with enable_python_dispatcher(), mode:
+            yield
+    finally:
+        logger.removeFilter(of_others)

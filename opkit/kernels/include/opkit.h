@@ -58,6 +58,22 @@ typedef struct opk_runtime {
                        opk_message* message);
 } opk_runtime;
 
+/* Of each kernel's library: what opk_init() received. */
+extern const opk_runtime* opk_rt __attribute__((visibility("hidden")));
+
+/* A parameter "const opk_tensor_of(T)* x": an opk_tensor whose elements are of that type. */
+#define opk_tensor_of(type) opk_tensor
+
+/* The call fails with this message, in printf's language; the kernel returns by itself afterwards. */
+typedef void (*opk_fail_function)(const char* file, int32_t line, const char* format, ...)
+    __attribute__((format(printf, 3, 4)));
+#define opk_fail(...) (((opk_fail_function)opk_rt->fail)(__FILE__, __LINE__, __VA_ARGS__))
+
+/* Runs body(first, last, context) on pieces of [begin, end), none but the last shorter than grain, on torch's threads. */
+#define opk_parallel_for(begin, end, grain, body, context) (opk_rt->parallel_for((begin), (end), (grain), (body), (context)))
+#define opk_num_threads() (opk_rt->thread_count())
+#define opk_thread_index() (opk_rt->thread_index())
+
 /* ---- how a call is described -------------------------------------------------------------------------------------- */
 
 /* One argument of the C function, as its trampoline receives it. */

@@ -1,0 +1,223 @@
+"""What stands at file scope of C, C++ or CUDA text, found without a compiler.
+
+Comments, literals and directives become spaces first, so every offset and line number stays what it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+_LITERAL = re.compile(
+    r"""//(?:\\\r?\n|[^\n])*|/\*.*?(?:\*/|\Z)|(?:u8|[uUL])?R"(?P<mark>[^()\\\s]{0,16})\(.*?\)(?P=mark)"
+    |"(?:\\.|[^"\\\n])*"?|\b[0-9](?:'?[\w.])*|[A-Za-z_]\w*|'(?:\\.|[^'\\\n])*'?""",
+    re.S | re.X,
+)
+_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?P<word>\w*)(?P<rest>(?:\\\r?\n|[^\n])*)", re.M)
+_ATTRIBUTE = re.compile(
+    r"\b(?:__attribute__|__attribute|__declspec|alignas|_Alignas|__launch_bounds__|noexcept|asm|__asm__|_Pragma)\s*(?=\()"
+)
+_BRACKETED = re.compile(r"\[\[.*?\]\]", re.S)
+_MARK = re.compile(r'\bextern\s*"C"\s*\{|[{};]')
+_PAIRS = {"{": "}", "(": ")"}
+_TRAILING = re.compile(r"(?:\s|\b(?:const|noexcept|override|final|try)\b)*\Z")
+_NAME = re.compile(r"(?P<scope>::\s*)?\b(?P<name>[A-Za-z_]\w*)\s*\Z")
+
+
+def _spaces(text: str) -> str:
+    return re.sub(r"[^\n]", " ", text)
+
+
+def _blank_literal(match: re.Match[str]) -> str:
+    token = match.group()
+    kept = token in ('"C"', '"C++"') or not (token[0] in "\"'/" or token.endswith('"'))
+    return token if kept else _spaces(token)
+
+
+def without_literals(text: str) -> str:
+    """The text with its comments and literals blanked."""
+    return _LITERAL.sub(_blank_literal, text)
+
+
+def _live(match: re.Match[str], stack: list[tuple[bool, bool]]) -> None:
+    """Follow one directive; an entry of the stack: (this branch is read, some branch of it was)."""
+    word, rest = match["word"], match["rest"].strip()
+    if word in ("if", "ifdef", "ifndef"):
+        taken = not (word == "if" and rest == "0")
+        stack.append((taken, taken))
+    elif word in ("elif", "else", "elifdef", "elifndef") and stack:
+        before = stack.pop()[1]
+        taken = not before and not (word == "elif" and rest == "0")
+        stack.append((taken, taken or before))
+    elif word == "endif" and stack:
+        stack.pop()
+
+
+def without_directives(code: str, every_branch: bool = False) -> str:
+    """The text without directives and, unless ``every_branch``, with the first branch alone of each ``#if``."""
+    pieces: list[str] = []
+    stack: list[tuple[bool, bool]] = []
+    position = 0
+    for match in _DIRECTIVE.finditer(code):
+        piece = code[position : match.start()]
+        pieces += [piece if every_branch or all(read for read, _ in stack) else _spaces(piece), _spaces(match.group())]
+        _live(match, stack)
+        position = match.end()
+    return "".join((*pieces, code[position:]))
+
+
+def closing(code: str, opening: int) -> int:
+    """Where the bracket that opens at ``opening`` has been closed: just behind it, or the end of the text."""
+    mark, depth = code[opening], 0
+    for match in re.finditer(rf"[{re.escape(mark + _PAIRS[mark])}]", code[opening:]):
+        depth += 1 if match.group() == mark else -1
+        if depth == 0:
+            return opening + match.end()
+    return len(code)
+
+
+def _without_attributes(code: str) -> str:
+    code = _BRACKETED.sub(lambda match: _spaces(match.group()), code)
+    position = 0
+    while match := _ATTRIBUTE.search(code, position):
+        end = closing(code, match.end())
+        code = code[: match.start()] + _spaces(code[match.start() : end]) + code[end:]
+        position = end
+    return code
+
+
+def plain(text: str, every_branch: bool = False) -> str:
+    """Code alone: no comments, literals, directives or attributes, each character where it was."""
+    return _without_attributes(without_directives(without_literals(text), every_branch))
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A declaration or definition at file scope; ``head`` is its text before a function's body, or all of it."""
+
+    start: int
+    head: str
+    body: bool
+    c_linkage: bool
+
+
+def _is_function(head: str) -> bool:
+    bare = _TRAILING.sub("", head)
+    if not bare.endswith(")"):
+        return False
+    return "=" not in re.sub(r"\([^()]*\)", "", bare)
+
+
+def items(code: str) -> Iterator[Item]:
+    """Each item at file scope, or within ``extern "C" {}``, of text from which :func:`plain` has taken the rest."""
+    start = position = scopes = 0
+    while match := _MARK.search(code, position):
+        mark, opening, position = match.group()[-1], match.start(), match.end()
+        head = code[start:opening]
+        if mark == "{" and match.group() != "{" and not head.strip():
+            scopes, start = scopes + 1, position
+        elif mark == "{":
+            position = closing(code, position - 1)
+            head = code[start : match.end() - 1]
+            if _is_function(head) or re.match(r"\s*(?:inline\s+)?namespace\b", head):
+                yield Item(start, head, True, scopes > 0 or '"C"' in head)
+                start = position
+        else:
+            if mark == ";" and head.strip():
+                yield Item(start, head, False, scopes > 0 or '"C"' in head)
+            scopes, start = max(0, scopes - (mark == "}")), position
+    if code[start:].strip():
+        yield Item(start, code[start:], False, scopes > 0 or '"C"' in code[start:])
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundFunction:
+    """A function at file scope: offsets are into the whole text. ``parameters`` is what its parentheses hold."""
+
+    name: str
+    start: int
+    prefix: str
+    parameters: str
+    parameters_start: int
+    body: bool
+    c_linkage: bool
+
+    @property
+    def words(self) -> frozenset[str]:
+        """The words before the name: ``static``, the type, ..."""
+        return frozenset(re.findall(r"\w+", self.prefix))
+
+
+def _opening(head: str, end: int) -> int:
+    """Where the parenthesis that ends before ``end`` begins, or -1."""
+    depth = 0
+    for place in range(end - 1, -1, -1):
+        depth += (head[place] == ")") - (head[place] == "(")
+        if depth == 0:
+            return place
+    return -1
+
+
+def function(item: Item) -> FoundFunction | None:
+    """The item as a function, or None."""
+    end = len(_TRAILING.sub("", item.head))
+    opening = _opening(item.head, end) if item.head[:end].endswith(")") else -1
+    named = _NAME.search(item.head[: max(opening, 0)])
+    if named is None or named["scope"]:
+        return None
+    prefix = item.head[: named.start("name")]
+    cut = max((prefix.rfind(mark) for mark in ");}"), default=-1) + 1
+    shown = prefix[cut:] if "template" not in prefix else prefix
+    shown = re.sub(r'\bextern\s*(?:"C(?:\+\+)?")?', " ", shown)
+    if not shown.strip() or {"return", "typedef", "using", "operator"} & set(re.findall(r"\w+", shown)):
+        return None
+    start = item.start + named.start("name") - len(prefix[cut:].lstrip())
+    inside = item.head[opening + 1 : end - 1]
+    return FoundFunction(
+        named["name"], start, shown.strip(), inside, item.start + opening + 1, item.body, item.c_linkage
+    )
+
+
+_VARIABLE = re.compile(r"\b([A-Za-z_]\w*)\s*(?:\[[^\]]*\]\s*)*(?:\Z|(?=[,=;{]))")
+_NO_VARIABLE = {"static", "extern", "typedef", "using", "template", "namespace", "constexpr", "friend", "static_assert"}
+
+
+def variables(item: Item) -> tuple[str, ...]:
+    """The names of the variables with external linkage that an item without a function's body defines."""
+    text = re.sub(r"=[^,]*", " ", _without_braces(item.head))
+    words = re.findall(r"\w+", text)
+    if item.body or _NO_VARIABLE & set(words) or "(" in text or len(words) < 2:
+        return ()
+    if words[0] in ("struct", "union", "enum", "class") and len(words) == 2:
+        return ()
+    names = [_VARIABLE.search(part.strip()) for part in text.split(",")]
+    return tuple(match[1] for match in names if match is not None)
+
+
+def _without_braces(text: str) -> str:
+    while (opening := text.find("{")) >= 0:
+        text = text[:opening] + " " + text[closing(text, opening) :]
+    return text
+
+
+def _scopes(code: str) -> tuple[int, int]:
+    """How many braces are open at the end of the code: of ``extern "C"``, and others."""
+    stack: list[bool] = []
+    for match in _MARK.finditer(code):
+        if match.group().endswith("{"):
+            stack.append(match.group() != "{")
+        elif match.group() == "}" and stack:
+            stack.pop()
+    return sum(stack), len(stack) - sum(stack)
+
+
+def includes(text: str) -> list[tuple[int, int, int]]:
+    """Each ``#include`` at file scope: where its line starts and ends, and how many ``extern "C" {`` it is in."""
+    code = plain(text)
+    found = []
+    for match in _DIRECTIVE.finditer(without_literals(text)):
+        if match["word"] in ("include", "include_next", "import"):
+            linked, others = _scopes(code[: match.start()])
+            found += [(match.start(), match.end(), linked)] if others == 0 else []
+    return found

@@ -1,0 +1,127 @@
+"""What an operator's schema and annotations say to the author of a C kernel, in plain data.
+
+The kinds follow the schema's declared types, in which a dtype is a ``ScalarType`` and not the integer that it is held as.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+from opkit.errors import KernelError
+from opkit.kernels.facts import Argument, Facts, Output, Shape
+from opkit.op.core import Operator
+from opkit.op.patterns import Dim, TensorPattern
+from opkit.op.signature import Parameter, field_names
+
+_KINDS = {
+    "Tensor": "tensor",
+    "List[Tensor]": "tensors",
+    "int": "int",
+    "float": "float",
+    "bool": "bool",
+    "str": "str",
+    "ScalarType": "dtype",
+    "List[int]": "ints",
+    "List[float]": "floats",
+    "List[bool]": "bools",
+}
+
+
+def facts_of(operator: Operator) -> Facts:
+    """The operator's arguments and outputs as a C function's parameters see them.
+
+    A shape given for a list of tensors holds for each of them.
+
+    Raises:
+        KernelError: the operator returns something that a C kernel cannot make, such as a list of tensors.
+    """
+    shapes = _shapes_of_arguments(operator)
+    arguments = [
+        Argument(
+            a.name,
+            kind_of(a),
+            optional=_is_optional(a),
+            written=a.alias_info is not None and a.alias_info.is_write,
+            shape=shapes.get(a.name),
+        )
+        for a in operator.schema.arguments
+    ]
+    return Facts(operator.name, f"{operator.name}{operator.schema_text}", tuple(arguments), outputs_of(operator))
+
+
+def kind_of(argument: Any) -> str:
+    """The kind of a schema argument, one of ``opkit.kernels.facts.KINDS``."""
+    return _KINDS.get(declared_type(argument), "ignored")
+
+
+def declared_type(argument: Any) -> str:
+    """The type of a schema argument or return as it was written, without ``Optional``."""
+    text = str(argument.real_type)
+    return text.removeprefix("Optional[").removesuffix("]") if text.startswith("Optional[") else text
+
+
+def _is_optional(argument: Any) -> bool:
+    return str(argument.real_type).startswith("Optional[")
+
+
+def outputs_of(operator: Operator) -> tuple[Output, ...]:
+    """The operator's outputs, "out" or "out0", "out1", ...
+
+    Raises:
+        KernelError: one of them is no tensor.
+    """
+    returns = operator.schema.returns
+    patterns = operator.signature.return_patterns
+    if len(patterns) != len(returns):
+        patterns = (None,) * len(returns)
+    for item in returns:
+        if str(item.real_type) != "Tensor":
+            raise KernelError(
+                f"{operator.name}: a C kernel returns tensors, but the schema returns {item.real_type}. Let the operator "
+                "return a tensor, or a tuple of a fixed number of tensors."
+            )
+    names = ["out"] if len(returns) == 1 else [f"out{i}" for i in range(len(returns))]
+    return tuple(
+        Output(name, _aliased(operator, item), None if pattern is None else _shape(pattern))
+        for name, item, pattern in zip(names, returns, patterns, strict=True)
+    )
+
+
+def _aliased(operator: Operator, returned: Any) -> int | None:
+    """The number of the argument that the schema returns as this output."""
+    names = set() if returned.alias_info is None else set(returned.alias_info.before_set)
+    for number, argument in enumerate(operator.schema.arguments):
+        if argument.alias_info is not None and names & set(argument.alias_info.before_set):
+            return number
+    return None
+
+
+def _shapes_of_arguments(operator: Operator) -> dict[str, Shape]:
+    kinds = {argument.name: kind_of(argument) for argument in operator.schema.arguments}
+    shapes: dict[str, Shape] = {}
+    for parameter in operator.signature.parameters:
+        tensors = _tensor_fields(parameter, kinds)
+        if parameter.pattern is not None and len(tensors) == 1:  # of several, the pattern is the first one's
+            shapes[tensors[0]] = _shape(parameter.pattern)
+    return shapes
+
+
+def _tensor_fields(parameter: Parameter, kinds: dict[str, str]) -> list[str]:
+    return [name for name in field_names(parameter) if kinds.get(name) in ("tensor", "tensors")]
+
+
+def _shape(pattern: TensorPattern) -> Shape:
+    sizes = [_size(dim) for dim in pattern.dims]
+    at = pattern.many
+    if at is None:
+        return Shape(tuple(sizes))
+    many = pattern.dims[at]
+    return Shape(tuple(sizes[:at]), "" if many.broadcast else many.text, tuple(sizes[at + 1 :]))
+
+
+def _size(dim: Dim) -> str | int | None:
+    if dim.kind == "number":
+        return dim.number
+    return dim.text if dim.kind == "name" and not dim.broadcast else None
