@@ -1,0 +1,233 @@
+"""The build cache: ``<cache_dir>/native/<key[:2]>/<key>/`` holds one file and ``entry.json``, which describes it.
+
+A file is trusted only if it and the folders above it, up to ``native``, belong to this user, nobody else may write to
+them, and the file's sha256 is the one noted. Entries appear by one rename, so they are whole or absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from opkit import config
+from opkit.errors import CacheError
+
+ENTRY = "entry.json"
+FILES = ("kernel.so", "kernel")
+TEMPORARY, FAILED = "tmp", "failed"
+
+_LEFTOVER = r"[0-9a-f]{8}(-\S+|[0-9a-f]{8})"  # a folder that was built in; sources of a build that failed
+_KEY = re.compile(r"[0-9a-f]{64}")
+_FIELDS = {"key": str, "label": str, "file": str, "sha256": str, "size": int, "created": (int, float)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One built file.
+
+    Attributes:
+        key: what it is kept under.
+        label: what people know it by.
+        size: of the file, in bytes.
+        created: when it was built, in seconds since 1970.
+        path: the file.
+        compiler: what the compiler said of its version.
+        flags: the compiler's command.
+    """
+
+    key: str
+    label: str
+    size: int
+    created: float
+    path: Path
+    compiler: str
+    flags: tuple[str, ...]
+
+
+def root() -> Path:
+    """Where entries are kept."""
+    return Path(os.path.abspath(config.get().cache_dir)) / "native"
+
+
+def folder(place: Path, key: str) -> Path:
+    """The folder of one entry, whether there is one or not."""
+    return place / key[:2] / key
+
+
+# ---- trust -----------------------------------------------------------------------------------------------------------
+
+
+def examine(directory: Path) -> tuple[dict[str, Any], str | None]:
+    """What an entry says of itself, and what is wrong with it: None where it can be used."""
+    try:
+        for place in (directory.parent.parent, directory.parent):
+            _private(place, os.stat(place))
+        _private(directory, os.lstat(directory), stat.S_ISDIR)
+        noted = _noted(directory)
+        content = _read(directory / noted["file"])
+    except (OSError, ValueError) as error:
+        return {}, _reason(error)
+    if len(content) != noted["size"]:
+        return noted, f"{noted['file']} has {len(content)} bytes; it had {noted['size']} when it was built"
+    if hashlib.sha256(content).hexdigest() != noted["sha256"]:
+        return noted, f"{noted['file']} is not what was built: its sha256 differs"
+    return noted, None
+
+
+def _reason(error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{Path(error.filename).name} is missing"
+    return f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else str(error)
+
+
+def _private(path: Path, status: os.stat_result, right_kind: Any = stat.S_ISDIR) -> None:
+    """Nobody but this user may have written to it."""
+    if not right_kind(status.st_mode):
+        raise ValueError(f"{path.name} is not a file or folder as it was built")
+    if status.st_uid != os.geteuid():
+        raise ValueError(f"{path.name} belongs to another user")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(f"{path.name} can be written to by others (mode {stat.S_IMODE(status.st_mode):04o})")
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a plain file of this user's; the check and the reading are of one and the same file."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        _private(path, os.fstat(file.fileno()), stat.S_ISREG)
+        return file.read()
+
+
+def _noted(directory: Path) -> dict[str, Any]:
+    try:
+        noted = json.loads(_read(directory / ENTRY))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        raise ValueError(f"{ENTRY} cannot be read as JSON") from None
+    wrong = not isinstance(noted, dict) or any(not isinstance(noted.get(name), kind) for name, kind in _FIELDS.items())
+    if wrong or noted["file"] not in FILES:
+        raise ValueError(f"{ENTRY} does not describe a built file")
+    if noted["key"] != directory.name:
+        raise ValueError(f"{ENTRY} is that of another entry")
+    return noted
+
+
+def find(place: Path, key: str) -> tuple[Path | None, str | None]:
+    """The file of an entry that can be used, or what is wrong with it; neither, where there is none."""
+    directory = folder(place, key)
+    if not os.path.lexists(directory):
+        return None, None
+    noted, problem = examine(directory)
+    return (directory / noted["file"], None) if problem is None else (None, problem)
+
+
+# ---- looking after it ------------------------------------------------------------------------------------------------
+
+
+def _folders(place: Path) -> Iterator[Path]:
+    """The folders of entries, and what is damaged of them."""
+    for above in _listed(place, r"[0-9a-f]{2}"):
+        yield from _listed(above, _KEY.pattern)
+
+
+def _listed(directory: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(path for path in directory.iterdir() if re.fullmatch(pattern, path.name))
+    except OSError:
+        return []
+
+
+def _entry(directory: Path, noted: dict[str, Any]) -> Entry:
+    """An entry as far as it is known; a damaged one may not say more than its key."""
+    compiler, command = noted.get("compiler"), noted.get("flags")
+    return Entry(
+        key=directory.name,
+        label=noted.get("label", "?"),
+        size=noted.get("size", 0),
+        created=float(noted.get("created", 0)),
+        path=directory / noted.get("file", ""),
+        compiler=str(compiler.get("version", "?")) if isinstance(compiler, dict) else "?",
+        flags=tuple(map(str, command)) if isinstance(command, list) else (),
+    )
+
+
+def entries() -> list[Entry]:
+    """What the cache holds, by label. Files are not looked into: see :func:`verify`."""
+    found = []
+    for directory in _folders(root()):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(_entry(directory, _noted(directory)))
+    return sorted(found, key=lambda entry: (entry.label, entry.created, entry.key))
+
+
+def verify() -> list[tuple[Entry, str]]:
+    """The entries that cannot be used, each with what is wrong with it."""
+    examined = [(directory, *examine(directory)) for directory in _folders(root())]
+    return [(_entry(directory, noted), problem) for directory, noted, problem in examined if problem is not None]
+
+
+def clear() -> int:
+    """Remove every entry, lock and leftover of a build, and nothing else; returns how many entries there were.
+
+    Raises:
+        CacheError: something could not be removed.
+    """
+    place = root()
+    folders = list(_folders(place))
+    try:
+        for directory in folders:
+            remove(directory)
+        for leftover in (*_listed(place / TEMPORARY, _LEFTOVER), *_listed(place / FAILED, _LEFTOVER)):
+            remove_tree(leftover)
+        _remove_shells(place)
+    except OSError as error:
+        raise CacheError(f"The build cache {place} cannot be cleared: {error}") from error
+    return len(folders)
+
+
+def _remove_shells(place: Path) -> None:
+    """The locks, and the folders that are empty now."""
+    for above in _listed(place, r"[0-9a-f]{2}"):
+        for lock in _listed(above, rf"{_KEY.pattern}\.lock"):
+            lock.unlink(missing_ok=True)
+    for empty in (*_listed(place, rf"[0-9a-f]{{2}}|{TEMPORARY}|{FAILED}"), place):
+        with contextlib.suppress(OSError):
+            empty.rmdir()
+
+
+def remove(directory: Path) -> None:
+    """Remove an entry: what a build puts there, and the folder if nothing else is in it."""
+    if directory.is_symlink() or not directory.is_dir():
+        directory.unlink(missing_ok=True)
+        return
+    for name in (ENTRY, *FILES):
+        (directory / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+def remove_tree(directory: Path) -> None:
+    """Remove a temporary folder with all that compilers left in it."""
+    if directory.is_symlink() or not directory.is_dir():
+        directory.unlink(missing_ok=True)
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+
+
+def sweep(place: Path, older_than: float) -> None:
+    """Remove the temporary folders of builds that were killed: those untouched for ``older_than`` seconds."""
+    for directory in _listed(place / TEMPORARY, _LEFTOVER):
+        with contextlib.suppress(OSError):
+            if time.time() - directory.lstat().st_mtime > older_than:
+                remove_tree(directory)

@@ -1,0 +1,111 @@
+"""Which instruction set a kernel is compiled for, and what this processor has."""
+
+from __future__ import annotations
+
+import functools
+import platform
+
+from opkit import config
+from opkit.errors import ArgumentError, ConfigError
+
+_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+
+WIDENING = {"x86_64": ("baseline", "avx2", "avx512"), "aarch64": ("baseline", "neon")}
+"""The named instruction sets of each machine, narrowest first."""
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
+_NEEDS: dict[str, frozenset[str]] = {
+    "avx2": _AVX2,
+    "avx512": _AVX2 | {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"},
+}
+
+_FLAGS = {
+    "x86_64": {
+        "native": "-march=native",
+        "baseline": "-march=x86-64",
+        "avx2": "-march=x86-64-v3",
+        "avx512": "-march=x86-64-v4",
+    },
+    "aarch64": {"native": "-mcpu=native", "baseline": "-march=armv8-a", "neon": "-march=armv8-a"},
+}
+
+
+def machine() -> str:
+    """The processor's family: "x86_64", "aarch64", or what the system calls another one."""
+    name = platform.machine().lower()
+    return _MACHINES.get(name, name)
+
+
+def _from_linux(path: str = "/proc/cpuinfo") -> frozenset[str]:
+    """The flags of the first processor that Linux lists; nothing on another system."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            return next((_flags(line) for line in lines if line.startswith(("flags", "Features"))), frozenset())
+    except OSError:
+        return frozenset()
+
+
+def _flags(line: str) -> frozenset[str]:
+    return frozenset(line.partition(":")[2].split())
+
+
+def _from_core() -> dict[str, bool]:
+    try:
+        from opkit import _core  # compiled: absent when opkit runs from a source tree that was not installed
+    except ImportError:
+        return {}
+    return _core.cpu_features()
+
+
+@functools.cache
+def cpu_features() -> tuple[str, ...]:
+    """What this processor has that code made for "native" may use: two processors with the same can share it.
+
+    Linux's list is longer than that of ``opkit._core``, and a compiler uses some of what only the former names.
+    """
+    core = {name for name, usable in _from_core().items() if usable}
+    return tuple(sorted(core | _from_linux()))
+
+
+@functools.cache
+def _usable(isa: str) -> bool:
+    listed = _from_linux()
+    if listed:
+        return _NEEDS.get(isa, frozenset()) <= listed
+    core = _from_core()  # it does not name all of what is needed; the rest has come with these on every processor
+    named = _NEEDS.get(isa, frozenset()) & core.keys()
+    return isa not in _NEEDS or (bool(named) and all(core[name] for name in named))
+
+
+def host_isa() -> str:
+    """The widest of the named instruction sets that this processor has, no wider than ``OPKIT_ISA``.
+
+    Raises:
+        ConfigError: ``OPKIT_ISA`` names an instruction set of another kind of processor.
+    """
+    order = WIDENING.get(machine(), ("baseline",))
+    cap = config.get().isa or order[-1]
+    if cap not in order:
+        raise ConfigError(f"OPKIT_ISA={cap!r} is not for {machine()}. Set it to {' or '.join(order)}, or unset it.")
+    return next(isa for isa in reversed(order[: order.index(cap) + 1]) if _usable(isa))
+
+
+def effective(isa: str) -> str:
+    """The instruction set that ``isa`` stands for: "native" is the host's, named where ``OPKIT_ISA`` caps it."""
+    return host_isa() if isa == "native" and config.get().isa is not None else isa
+
+
+def isa_flags(isa: str, family: str) -> tuple[str, ...]:
+    """The compiler's flags for an instruction set; none for nvcc, whose kernels run on the GPU.
+
+    Raises:
+        ArgumentError: this kind of processor has no such instruction set.
+    """
+    known = _FLAGS.get(machine(), {"native": "-march=native", "baseline": ""})
+    chosen = effective(isa)
+    if chosen not in known:
+        raise ArgumentError(
+            f"isa={isa!r} is not one of {', '.join(known)}, which kernels on {machine()} can be built for."
+        )
+    flag = known[chosen]
+    return (flag,) if flag and family != "nvcc" else ()

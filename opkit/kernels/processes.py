@@ -1,0 +1,136 @@
+"""Compilers as processes: several at once, no shell, no input, one time limit each, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from opkit.errors import ToolchainError
+
+_GLANCE = 0.1  # seconds between looks at the clock while compilers run
+_BLINK = 0.002  # the same where the system does not tell when a process ends
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How one command ended: its exit status (minus a signal's number), or None if it was stopped; what it printed."""
+
+    command: tuple[str, ...]
+    status: int | None
+    log: str
+
+
+class _Running:
+    """A command that has been started in its own process group."""
+
+    def __init__(self, command: tuple[str, ...], directory: Path, log: Path, seconds: float) -> None:
+        self.command, self.log, self.deadline = command, log, time.monotonic() + seconds
+        with open(log, "wb") as output:
+            self.process = _start(command, directory, output.fileno())
+        self.handle = _handle(self.process.pid)
+
+    def status(self) -> int | None:
+        return self.process.poll()
+
+    def outcome(self, status: int | None) -> Outcome:
+        return Outcome(self.command, status, self.log.read_bytes().decode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """Stop the whole group if it has not ended, and let go of it."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        if self.handle is not None:
+            os.close(self.handle)
+            self.handle = None
+
+
+def _handle(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends, where the system has such a thing."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def _start(command: tuple[str, ...], directory: Path, output: int) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=directory,
+            env=_environment(directory),
+            process_group=0,
+        )
+    except OSError as error:
+        if not directory.exists():  # someone cleared the cache
+            raise
+        raise ToolchainError(f"{command[0]} cannot be started: {error.strerror or error}.") from error
+
+
+def _environment(directory: Path) -> dict[str, str]:
+    """This process's, in the C locale, with the compiler's own temporary files next to its input."""
+    return os.environ | {"LC_ALL": "C", "LANGUAGE": "C", "TMPDIR": str(directory), "GCC_COLORS": ""}
+
+
+def run(
+    commands: Sequence[tuple[str, ...]], directory: Path, jobs: int, seconds: float, tick: Callable[[], None]
+) -> list[Outcome]:
+    """Run commands in ``directory``, at most ``jobs`` at a time, each for at most ``seconds``.
+
+    After the first that fails none is started, and those that run are stopped. ``tick`` is called now and then.
+
+    Raises:
+        ToolchainError: a program cannot be started.
+    """
+    waiting, running, ended = list(enumerate(commands)), [], []
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                number, command = waiting.pop(0)
+                running.append(_Running(command, directory, directory / f"log{number}.txt", seconds))
+            _wait(running)
+            ended += _collect(running)
+            if any(outcome.status != 0 for outcome in ended):
+                break
+            tick()
+    finally:
+        for each in running:
+            each.close()
+    return ended
+
+
+def _collect(running: list[_Running]) -> list[Outcome]:
+    """Take out those that have ended, and those whose time is up."""
+    ended = []
+    for each in list(running):
+        status = each.status()
+        if status is None and time.monotonic() < each.deadline:
+            continue
+        running.remove(each)
+        each.close()
+        ended.append(each.outcome(status))
+    return ended
+
+
+def _wait(running: list[_Running]) -> None:
+    """Until one of them ends, a deadline passes, or it is time to look at the clock."""
+    soonest = min(each.deadline for each in running) - time.monotonic()
+    handles = [each.handle for each in running if each.handle is not None]
+    if len(handles) < len(running):
+        time.sleep(_BLINK)
+        return
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    poll.poll(1000 * max(0.0, min(_GLANCE, soonest)))
