@@ -154,9 +154,12 @@ private:
     std::vector<std::vector<uint8_t>> bools_;
 };
 
-std::string told(const opk_kernel& kernel, int32_t status, const char* text) {
-    const std::string who = std::string(kernel.operator_name) + " (kernel " + kernel.kernel_name + "): ";
-    return who + (status == OPK_REFUSED ? "the kernel does not take this call: " : "") + text;
+[[noreturn]] void raise(const opk_kernel& kernel, int32_t status, opk_message& message) {
+    if (status == OPK_REFUSED) {
+        name_kernel(kernel, message);
+        throw std::runtime_error(std::string(message.text) + "; the kernel does not take such a call");
+    }
+    throw std::runtime_error(message.text);
 }
 
 }  // namespace
@@ -167,7 +170,7 @@ void boxed(const opk_kernel* kernel, uint64_t* stack, uint64_t, uint64_t, int32_
     {
         Stack arguments(*kernel, stack, has_layout != 0);
         const int32_t status = execute(kernel, arguments.inputs(), arguments.layout(), outputs.data(), &message);
-        if (status != OPK_DONE) throw std::runtime_error(told(*kernel, status, message.text));
+        if (status != OPK_DONE) raise(*kernel, status, message);
         for (size_t i = 0; i < outputs.size(); i++)
             if (kernel->outputs[i].alias >= 0)
                 shim().aoti_torch_new_tensor_handle(arguments.inputs()[kernel->outputs[i].alias].as.tensor, &outputs[i]);

@@ -260,8 +260,8 @@ void Call::make_contiguous() {
         int64_t* strides = arena_.take<int64_t>(view.rank);
         for (int64_t d = view.rank, stride = 1; d-- > 0; stride *= view.sizes[d]) strides[d] = stride;
         Handle copy;
-        check(torch.aoti_torch_empty_strided(view.rank, view.sizes, strides, view.dtype, view.device_type, device_index_,
-                                             &copy),
+        check(torch.aoti_torch_empty_strided(view.rank, view.sizes, strides, view.dtype, kernel_.cuda ? kCuda : kCpu,
+                                             device_index_, &copy),
               "allocating a contiguous copy");
         const bool output = operand.owned != nullptr;
         operand.copied = copy;

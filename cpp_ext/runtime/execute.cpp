@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <exception>
+#include <string>
 
 #include "call.hpp"
 #include "failure.hpp"
@@ -44,13 +45,20 @@ int32_t execute(const opk_kernel* kernel, const opk_input* inputs, const int64_t
                 opk_message* message) {
     try {
         Call call(*kernel, inputs, *message);
-        return execute(call, layout, outputs, *message);
+        const int32_t status = execute(call, layout, outputs, *message);
+        if (status != OPK_FAILED) return status;
     } catch (const TorchError& error) {
         snprintf(message->text, sizeof message->text, "torch failed while %s", error.doing);
     } catch (const std::exception& error) {
         snprintf(message->text, sizeof message->text, "%s", error.what());
     }
+    name_kernel(*kernel, *message);
     return OPK_FAILED;
+}
+
+void name_kernel(const opk_kernel& kernel, opk_message& message) {
+    const std::string text = message.text;
+    snprintf(message.text, sizeof message.text, "%s (kernel %s): %s", kernel.operator_name, kernel.kernel_name, text.c_str());
 }
 
 }  // namespace opkit

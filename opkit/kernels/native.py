@@ -16,11 +16,11 @@ from typing import Any
 
 from opkit.errors import DeclarationError, KernelError
 from opkit.kernels import declaration
+from opkit.kernels.binding import Constant
 from opkit.kernels.declaration import Function
 from opkit.kernels.dtypes import DTYPES
 
 Dtypes = Iterable[Any] | Mapping[str, Iterable[Any]] | None
-Constant = int | float | str
 ISAS = ("native", "baseline", "avx2", "avx512", "neon")
 _DEFAULT_DTYPES = ("float32", "float64")
 
@@ -50,9 +50,14 @@ class NativeKernel:
         return self.function.name
 
     @property
+    def cuda(self) -> bool:
+        """Whether it is in CUDA C++."""
+        return self.language == "cuda"
+
+    @property
     def device(self) -> str:
         """The device type that it runs on."""
-        return "cuda" if self.language == "cuda" else "cpu"
+        return "cuda" if self.cuda else "cpu"
 
     def __repr__(self) -> str:
         return f"<{self.language} kernel {self.name} ({self.file}:{self.line})>"
@@ -191,18 +196,14 @@ def _kernel(
 ) -> NativeKernel:
     frame = inspect.currentframe()
     text, file, line = _located(source, frame.f_back.f_back if frame and frame.f_back else None)
-    variables = _variables(dtypes)
     try:
-        function = declaration.parse(text, name, variables=tuple(variables))
+        function = declaration.parse(text, name)
     except DeclarationError as error:
         raise DeclarationError(f"{file}: {error}") from error
-    used = {n: types for n, types in variables.items() if any(p.type == n for p in function.parameters)}
-    unused = [n for n in variables if n not in used and dtypes is not None]
-    if unused:
-        raise KernelError(f"{function.name}: dtypes= is given for {', '.join(unused)}, which no parameter has as its type.")
     return NativeKernel(
-        language, text, file, line, function, used, dict(bind or {}), tuple(flags), isas=_isas(isa), debug=debug, **more
-    )
+        language, text, file, line, function, _variables(dtypes), dict(bind or {}), tuple(flags), isas=_isas(isa),
+        debug=debug, **more,
+    )  # fmt: skip
 
 
 def _paths(given: Sequence[str | Path]) -> tuple[Path, ...]:

@@ -23,8 +23,11 @@ from torch.utils import _pytree as pytree
 from opkit.errors import KernelError
 from opkit.kernels import compilation, units
 from opkit.kernels.binding import Bound, bind
+from opkit.kernels.commands import Request
+from opkit.kernels.dtypes import DTYPES
 from opkit.kernels.native import NativeKernel
-from opkit.op import layout, sanitized
+from opkit.kernels.slots import ANY_DTYPE, Slot
+from opkit.op import layout
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.facts import facts_of
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 
 _NAMESPACE = "opkit_native"
 _MOST_PROGRAMS = 64
+_POINTERS = ("DATA", "TENSOR", "DATA_LIST", "TENSOR_LIST")
+_NAMES = {dtype.number: dtype.name for dtype in DTYPES.values()}
 _count = itertools.count()
 
 
@@ -45,13 +50,14 @@ class NativeFunction:
         self.native = native
         self.__name__ = name
         self.bound: Bound = bind(
-            native.function, facts_of(operator), tuple(native.variables), dict(native.bind), kernel_name=name
+            native.function, facts_of(operator), tuple(native.variables), native.bind, name, cuda=native.cuda
         )
         self.library: _core.KernelLibrary | None = None
         self._overload: Any = None
         self._programs: list[tuple[int, ...]] = []
         self._lock = threading.Lock()
         self._kept: list[Any] = []  # what must live as long as the registration
+        self._unbuildable = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.prepare(args, kwargs)(*args, **kwargs)
@@ -64,29 +70,32 @@ class NativeFunction:
 
     def refusal(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         """Why the kernel does not take a call; empty where it does."""
-        given = dict(zip((a.name for a in self.operator.schema.arguments), args, strict=False)) | kwargs
-        chosen: dict[str, str] = {}
+        if self._unbuildable:
+            return self._unbuildable
+        values = layout.operands(self.operator, args, kwargs)
+        chosen: dict[str, torch.dtype] = {}
         for slot in self.bound.slots:
-            name = self.bound.argument_name(slot)
-            if name is None or slot.dtype is None:
+            if slot.source not in _POINTERS or slot.argument >= len(values):
                 continue
-            for tensor in pytree.tree_leaves(given.get(name)):
-                if isinstance(tensor, torch.Tensor) and (reason := self._mismatch(name, slot.dtype, tensor, chosen)):
+            for tensor in pytree.tree_leaves(values[slot.argument]):
+                if isinstance(tensor, torch.Tensor) and (reason := self._mismatch(slot, tensor, chosen)):
                     return reason
         return ""
 
-    def _mismatch(self, name: str, wanted: str, tensor: torch.Tensor, chosen: dict[str, str]) -> str:
-        dtype = str(tensor.dtype).removeprefix("torch.")
+    def _mismatch(self, slot: Slot, tensor: torch.Tensor, chosen: dict[str, torch.dtype]) -> str:
         if tensor.layout is not torch.strided:
-            return f"{name} is {tensor.layout}; it takes dense tensors"
-        if wanted not in self.native.variables:
-            return "" if dtype == wanted else f"{name} has {tensor.dtype}; it takes torch.{wanted}"
-        allowed = self.native.variables[wanted]
-        if dtype not in allowed:
-            return f"{name} has {tensor.dtype}; it takes {', '.join(f'torch.{d}' for d in allowed)}"
-        if chosen.setdefault(wanted, dtype) != dtype:
-            return f"{name} has {tensor.dtype} and an argument before it torch.{chosen[wanted]}; they must be equal"
-        return ""
+            return f"{slot.name} is {tensor.layout}; it takes dense tensors"
+        if slot.dtype == ANY_DTYPE:
+            return ""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if slot.dtype > ANY_DTYPE:
+            allowed: Sequence[str] = [_NAMES[slot.dtype]]
+        else:
+            variable = self.bound.variables[-2 - slot.dtype]
+            allowed = self.native.variables[variable]
+            if chosen.setdefault(variable, tensor.dtype) != tensor.dtype:
+                return f"{slot.name} has {tensor.dtype} and an argument before it {chosen[variable]}; it takes equal ones"
+        return "" if dtype in allowed else f"{slot.name} has {tensor.dtype}; it takes {', '.join(f'torch.{d}' for d in allowed)}"
 
     # ---- building --------------------------------------------------------------------------------------------------
 
@@ -97,7 +106,11 @@ class NativeFunction:
             CompileError: the compiler refused the source.
             ToolchainError: there is no compiler.
         """
-        return compilation.build(units.request(self.native, self.bound))
+        return compilation.build(self.request())
+
+    def request(self) -> Request:
+        """What the compiler is asked for."""
+        return units.request(self.native, self.bound, self.__name__, flags=_cuda_flags(self.native))
 
     def load(self) -> _core.KernelLibrary:
         """Build the kernel and put it into the dispatcher, once."""
@@ -125,7 +138,9 @@ class NativeFunction:
     def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
         """A function for calls of exactly these shapes; it builds the kernel when first asked."""
         if self.native.debug:
-            return sanitized.runner(self.operator, self.native, self.bound)
+            from opkit.op import sanitized
+
+            return sanitized.runner(self)
         self.load()
         if self._fitting(args, kwargs):
             return self._overload
@@ -146,7 +161,7 @@ class NativeFunction:
 
     def _fitting(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         kinds = [argument.kind for argument in self.bound.facts.arguments]
-        values = layout.values(self.operator, args, kwargs)
+        values = layout.operands(self.operator, args, kwargs)
         return any(layout.run(words, kinds, values) is not None for words in self._programs)
 
 
@@ -159,11 +174,18 @@ def schema_with_layout(operator: Operator) -> str:
     return f"{head.rstrip()[:-1]}{separator}{star}int[]? opk_layout=None){arrow}{returns}"
 
 
+def _cuda_flags(native: NativeKernel) -> list[str]:
+    """Compile for the GPUs that are here, unless the author says for which."""
+    if not native.cuda or any("arch" in flag or "gencode" in flag for flag in native.flags) or not torch.cuda.is_available():
+        return []
+    found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return [f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in sorted(found)]
+
+
 def build_all(operators: Sequence[Operator], jobs: int | None = None) -> list[Path | Exception]:
     """Build every native kernel of some operators, several at a time."""
     functions = [k.function for op in operators for k in op.kernels.kernels if isinstance(k.function, NativeFunction)]
-    requests = [units.request(f.native, f.bound) for f in functions]
-    return list(compilation.build_all(requests, jobs))
+    return list(compilation.build_all([function.request() for function in functions], jobs))
 
 
 def check_device(operator: Operator, native: NativeKernel, device: str | None) -> None:

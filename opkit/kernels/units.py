@@ -1,0 +1,58 @@
+"""From a kernel bound to an operator to what the compiler is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from opkit.kernels import isa as isas
+from opkit.kernels import sanitizer, source
+from opkit.kernels.binding import Bound
+from opkit.kernels.commands import Request, Unit
+from opkit.kernels.native import NativeKernel
+
+
+def request(
+    native: NativeKernel, bound: Bound, name: str, isa: str | None = None, flags: Sequence[str] = (), extra: str = ""
+) -> Request:
+    """What to build for ``native``: a shared library, or with ``debug=True`` a program with the sanitizers in it.
+
+    Args:
+        native: the author's kernel.
+        bound: it, bound to an operator.
+        name: the kernel's name among those of its operator.
+        isa: the instruction set; by default the widest of the kernel's own that this machine has.
+        flags: for the compiler, beside the author's.
+        extra: C that is added to the description of the kernel.
+    """
+    listed = [
+        Unit(*unit)
+        for unit in source.generate(
+            bound, native.text, native.variables, name, native.file, native.line, native.language, native.cuda
+        )
+    ]
+    listed[-1] = Unit(listed[-1].name, listed[-1].text + extra, listed[-1].language)
+    listed += [Unit(str(path), path.read_text(encoding="utf-8"), native.language) for path in native.sources]
+    if native.debug:
+        listed.append(Unit("<opkit>", sanitizer.main_unit(), "c"))
+    beside = dict.fromkeys(Path(file).absolute().parent for file in (native.file, *native.sources) if Path(file).is_file())
+    return Request(
+        label=f"{bound.facts.operator}[{name}]",
+        units=tuple(listed),
+        flags=(*native.flags, *flags),
+        include_dirs=(*native.include_dirs, *beside),
+        library_dirs=native.library_dirs,
+        libraries=native.libraries,
+        isa=isa or chosen_isa(native.isas),
+        kind="executable" if native.debug else "shared",
+        debug=native.debug,
+    )
+
+
+def chosen_isa(listed: Sequence[str]) -> str:
+    """The widest of some instruction sets that this machine has; "native" is its own, whatever that is."""
+    if "native" in listed:
+        return "native"
+    order = isas.WIDENING.get(isas.machine(), ("baseline",))
+    usable = order[: order.index(isas.host_isa()) + 1]
+    return max((isa for isa in listed if isa in usable), key=usable.index, default="baseline")
