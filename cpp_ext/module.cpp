@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include "cpu_features.hpp"
+#include "isa/bind.hpp"
 
 namespace py = pybind11;
 
@@ -21,4 +22,5 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
     m.def("cpu_features", &cpu_features,
           "Which instruction sets this processor has and its operating system lets a program use, by name.");
     opkit::bind_runtime(m);
+    opkit::isa::bind(m);
 }

@@ -1,0 +1,26 @@
+// AVX-512 as of the first servers that had it (F, BW, DQ, VL).
+#if defined(__x86_64__)
+#include "avx512_vectors.hpp"
+#include "table.hpp"
+#include "vector_gemm.hpp"
+
+namespace opkit::isa {
+namespace {
+
+constexpr Table make_table() {
+    Table table{"avx512", {"avx512f", "avx512bw", "avx512dq", "avx512vl"}};
+    table.bf16_to_f32 = widen<Vectors>;
+    table.f32_to_bf16 = narrow<Vectors>;
+    table.pack_b_bf16 = pack_pairs<Vectors>;
+    table.gemm_block_bf16 = gemm_pairs<ProductBf16<Vectors>>;
+    table.gemm_block_f32 = gemm_f32<Vectors>;
+    return table;
+}
+
+}  // namespace
+
+extern const Table avx512;
+constexpr Table avx512 = make_table();
+
+}  // namespace opkit::isa
+#endif

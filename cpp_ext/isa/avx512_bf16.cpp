@@ -1,0 +1,21 @@
+// AVX-512 with VDPBF16PS. The conversions stay those of avx512: see table.hpp on VCVTNEPS2BF16.
+#if defined(__x86_64__)
+#include "avx512_pairs.hpp"
+#include "table.hpp"
+
+namespace opkit::isa {
+namespace {
+
+constexpr Table make_table() {
+    Table table{"avx512_bf16", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}};
+    table.gemm_block_bf16 = gemm_pairs<ProductPairs>;
+    return table;
+}
+
+}  // namespace
+
+extern const Table avx512_bf16;
+constexpr Table avx512_bf16 = make_table();
+
+}  // namespace opkit::isa
+#endif

@@ -1,0 +1,55 @@
+// The kernels tuned by hand, as a table of function pointers: one table an instruction set (ISA), filled by one .cpp file.
+//
+// To add a kernel: one row of OPKIT_ISA_KERNELS, and a function in every .cpp that has a better way than a narrower ISA. A
+// pointer left null is inherited from the next narrower ISA; baseline.cpp leaves none null.
+// To add an ISA: one .cpp that defines `const Table NAME`, and one line in CMakeLists.txt, where the order is the width.
+//
+// Every .cpp but baseline.cpp is compiled with flags that this processor may not have. Therefore, in such files and in the
+// headers that they share:
+// - all functions stand in an unnamed namespace and no C++ standard header is included. Of an inline function with a shared
+//   name the linker keeps one copy, which could be the wide one, and narrow code would run it;
+// - the table is constant data (constexpr). A function that filled it could store the pointers with wide instructions.
+//
+// What holds of the results:
+// - bf16_to_f32, f32_to_bf16 and pack_b_bf16 give the same bits on every ISA. Rounding is to nearest, ties to even; every
+//   NaN becomes 0x7FC0, as in torch; subnormal values are kept, whatever the MXCSR says. VCVTNEPS2BF16 flushes subnormal
+//   values and keeps payloads of NaN, so no ISA uses it: rounding is done on integers everywhere.
+// - gemm_block_* accumulate in float32, in no specified order. With u = 2^-24, and sums that neither overflow nor
+//   underflow, |c - exact| <= (k + 2) u / (1 - (k + 2) u) (|a| |b| + |c0|); products of two bf16 values are exact in float32.
+//   Infinities and NaN come out as the sum of products has them; which NaN is not specified.
+// - gemm_block_bf16 of avx512_bf16 and amx reads subnormal values of a and b as zero and flushes subnormal sums to zero,
+//   as VDPBF16PS and TDPBF16PS do, whatever the MXCSR says; amx reads subnormal values of c as zero too. The others follow
+//   the thread's MXCSR or FPCR.
+// - speed: rows that begin at multiples of 64 bytes are read faster, by up to a third with amx.
+#pragma once
+
+#include <stdint.h>
+
+// name, parameters. All matrices are stored by rows, ld* is the distance of two rows in elements; every size may be zero.
+// Matrices may have any alignment; an output overlaps no input. bf16 values travel as uint16_t.
+//   bf16_to_f32, f32_to_bf16: n values.
+//   pack_b_bf16: b[k][n] to packed[(k + 1) / 2][n][2], pairs of consecutive k (the layout called VNNI); an odd k is padded
+//     with zeros.
+//   gemm_block_bf16: c[m][n] += a[m][k] b[k][n] with b as pack_b_bf16 writes it.
+//   gemm_block_f32: the same with b[k][n] as it is.
+#define OPKIT_ISA_KERNELS(KERNEL)                                                                                      \
+    KERNEL(bf16_to_f32, (const uint16_t* in, float* out, int64_t n))                                                   \
+    KERNEL(f32_to_bf16, (const float* in, uint16_t* out, int64_t n))                                                   \
+    KERNEL(pack_b_bf16, (const uint16_t* b, int64_t ldb, uint16_t* packed, int64_t n, int64_t k))                      \
+    KERNEL(gemm_block_bf16, (const uint16_t* a, int64_t lda, const uint16_t* b_packed, float* c, int64_t ldc, int64_t m,\
+                             int64_t n, int64_t k))                                                                    \
+    KERNEL(gemm_block_f32, (const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t m,\
+                            int64_t n, int64_t k))
+
+namespace opkit::isa {
+
+struct Table {
+    const char* name = nullptr;
+    const char* features[8] = {};         // names of cpu_features.hpp that must all be usable; a null pointer ends them
+    bool (*permitted)() = nullptr;        // asks the operating system, once, where features do not tell all
+#define OPKIT_ISA_MEMBER(kernel, parameters) void(*kernel) parameters = nullptr;
+    OPKIT_ISA_KERNELS(OPKIT_ISA_MEMBER)
+#undef OPKIT_ISA_MEMBER
+};
+
+}  // namespace opkit::isa
