@@ -37,7 +37,8 @@ def assert_like_reference(op, *args, **kwargs):
         result = op(*args, **kwargs)
         with opkit.use_kernel(op, "reference"):
             expected = op(*args, **kwargs)
-    torch.testing.assert_close(result, expected)
+    half = isinstance(expected, Tensor) and expected.dtype in (torch.float16, torch.bfloat16)
+    torch.testing.assert_close(result, expected, **({"rtol": 0.03, "atol": 0.01} if half else {}))
     if isinstance(expected, Tensor):
         assert result.stride() == expected.stride() or expected.numel() == 0
 
