@@ -1,0 +1,266 @@
+"""What a sanitizer's report means: in a line, with the tensor concerned and the author's line, and what is left of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+from collections.abc import Iterator, Sequence
+
+_MARK = "\x1f"  # between the parts of a frame: it stands in no path
+FRAME_FORMAT = _MARK.join(("", "%n", "%m", "%f", "%s", "%l", ""))
+"""The sanitizers' ``stack_trace_format``: number, module, function, file, line."""
+
+_ADDRESS = re.compile(r"\b0x[0-9a-f]+")
+_BEGINNING = re.compile(r"runtime error: |ERROR: AddressSanitizer|ERROR: UndefinedBehaviorSanitizer")
+_END = re.compile(
+    r"SUMMARY: |Shadow bytes around|Shadow byte legend|==\d+==ABORTING|(Address|UndefinedBehavior)Sanitizer can not"
+)
+_KIND = re.compile(r"ERROR: (?:Address|UndefinedBehavior)Sanitizer:? (?:attempting )?([^\s:]+)")
+_NOISE = re.compile(
+    r"=+$|HINT: this may be a false|\s+\(longjmp and C|.*Sanitizer:DEADLYSIGNAL"
+    r"|0x[0-9a-f]+: note: pointer points here|\s+(\^|\?\?|[0-9a-f]{2})\s|\s+\^$"
+)
+_REGISTERS = re.compile(r"\s*\(?\b(?:at )?pc 0x.*")
+_ACCESS = re.compile(r"\b(READ|WRITE) of size (\d+)")
+_SIGNALLED = re.compile(r"caused by a (READ|WRITE) memory access")
+_REGION = re.compile(r"\d+-byte region \[(0x[0-9a-f]+),")
+_BOTTOM = re.compile(r"main$|_start$|__libc_start|start_thread|clone3?$|asan_thread_start|gomp_thread_start")
+_SYSTEM = re.compile(r"/usr/|.*/include/c\+\+/|.*/lib(64)?/(gcc|clang|llvm[^/]*)/|.*libsanitizer/")
+RED_ZONE = 1024
+"""Bytes that nobody may touch, before and after each tensor."""
+_NULL_PAGE = 1 << 16
+_NEAR = 1 << 36  # bytes; a wild index of 32 bits stays within it
+_PRINTED_LINES = 5
+_FRAMES = 12  # of one stack; a recursion without end has hundreds
+
+_WITHOUT_PLACE = (
+    "stack-",
+    "dynamic-stack-",
+    "global-",
+    "ABRT",
+    "FPE",
+    "ILL",
+    "TRAP",
+    "allocation-size",
+    "calloc-",
+    "out-of-",
+)
+_KINDS = {
+    "SEGV": "crashed (SIGSEGV)",
+    "BUS": "crashed (SIGBUS)",
+    "FPE": "crashed on an arithmetic error (SIGFPE)",
+    "ILL": "crashed on an illegal instruction (SIGILL)",
+    "ABRT": "aborted (SIGABRT)",
+}
+
+
+def _bytes(count: int) -> str:
+    return "1 byte" if count == 1 else f"{count} bytes"
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Memory that the child was given: what messages call it, and where it lay there."""
+
+    label: str
+    address: int
+    size: int
+
+    def distance(self, address: int) -> int:
+        """Bytes from it to ``address``; an empty block has nothing inside."""
+        return max(self.address - address, address - self.address - self.size + 1, 0)
+
+    def place(self, address: int) -> str:
+        """Where ``address`` lies, as seen from here."""
+        offset = address - self.address
+        if offset < 0:
+            where = f"{_bytes(-offset)} before the start of"
+        elif offset < self.size:
+            where = f"byte {offset} of"
+        else:
+            where = f"{_bytes(offset - self.size)} past the end of"
+        return f"{where} {self.label}, which has {_bytes(self.size)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a child ended.
+
+    Attributes:
+        executable: its path, with no links in it.
+        status: 0, its exit status, or minus the signal that ended it.
+        late: the seconds that it was given, if it took longer.
+        printed: its standard error.
+    """
+
+    executable: str
+    status: int
+    late: float | None
+    printed: str
+
+    @property
+    def manner(self) -> str:
+        """What became of it, for a message."""
+        if self.late is not None:
+            return f"did not finish within {self.late:g} s"
+        if self.status < 0:
+            return f"was ended by the signal {signal.Signals(-self.status).name}"
+        return f"ended the process with exit status {self.status}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    module: str
+    function: str
+    file: str
+    line: str
+
+    @property
+    def known(self) -> bool:
+        """Whether its source file is known."""
+        return self.file not in ("", "<null>", "(null)", "??")
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}" if self.known else f"in {self.function}"
+
+
+def explain(ended: Ended, blocks: Sequence[Block], nulls: Sequence[str]) -> tuple[str, list[str]]:
+    """What happened, to stand after the kernel's name; and the report, trimmed.
+
+    ``nulls`` are the parameters for which NULL was passed.
+    """
+    before, report = _split(ended.printed)
+    trimmed, author = _trim(report, ended.executable)
+    where = f", at {author}" if author else ""
+    headline = _headline(ended, report, blocks, nulls)
+    if before:
+        trimmed = ["it printed:", *before[-_PRINTED_LINES:], *trimmed]
+    return f"{headline}{where}.", trimmed
+
+
+def _split(printed: str) -> tuple[list[str], list[str]]:
+    """What the kernel itself printed, and the lines of the report that count."""
+    lines = [line for line in printed.splitlines() if line.strip() and not _NOISE.match(line)]
+    begin = next((at for at, line in enumerate(lines) if _BEGINNING.search(line)), len(lines))
+    end = next((at for at, line in enumerate(lines) if at > begin and _END.search(line)), len(lines))
+    return lines[:begin], lines[begin:end]
+
+
+# ---- the line that says it all ----------------------------------------------------------------------------------------
+
+
+def _headline(ended: Ended, report: Sequence[str], blocks: Sequence[Block], nulls: Sequence[str]) -> str:
+    if ended.late is not None or not report:
+        return ended.manner
+    undefined = report[0].partition("runtime error: ")[2]
+    if undefined:
+        return f"did something undefined: {undefined}{_pointer(undefined, blocks, nulls)}"
+    kind, access, place = _kind(report[0]), _access(report), _address_of(report, blocks, nulls)
+    return f"{_KINDS.get(kind, f'misused memory ({kind})')}{access}{place}"
+
+
+def _kind(header: str) -> str:
+    matched = _KIND.search(header)
+    return matched.group(1) if matched else "unknown"
+
+
+def _access(report: Sequence[str]) -> str:
+    text = "\n".join(report)
+    if sized := _ACCESS.search(text):
+        return f": a {sized.group(1).lower()} of {_bytes(int(sized.group(2)))}"
+    signalled = _SIGNALLED.search(text)
+    return f": a {signalled.group(1).lower()}" if signalled else ""
+
+
+def _pointer(message: str, blocks: Sequence[Block], nulls: Sequence[str]) -> str:
+    if "null pointer" in message:
+        return _absent(nulls)
+    found = _ADDRESS.search(message)
+    return _nearest(int(found.group(), 16), blocks, RED_ZONE) if found else ""
+
+
+def _address_of(report: Sequence[str], blocks: Sequence[Block], nulls: Sequence[str]) -> str:
+    kind, text = _kind(report[0]), "\n".join(report)
+    found = _ADDRESS.search(_REGISTERS.sub("", report[0]))
+    if found is None or kind.startswith(_WITHOUT_PLACE) or "high value address" in text:
+        return ""
+    address, region = int(found.group(), 16), _REGION.search(text)
+    if address < _NULL_PAGE:
+        return f" at an address next to NULL{_absent(nulls)}"
+    if region is None:
+        return _nearest(address, blocks)
+    return _nearest(address, [block for block in blocks if block.address == int(region.group(1), 16)])
+
+
+def _absent(nulls: Sequence[str]) -> str:
+    return f" (NULL was passed for {', '.join(nulls)})" if nulls else ""
+
+
+def _nearest(address: int, blocks: Sequence[Block], limit: int = _NEAR) -> str:
+    nearest = min(blocks, key=lambda block: block.distance(address), default=None)
+    if nearest is None or nearest.distance(address) > limit:
+        return ""
+    return f"{' at' if nearest.distance(address) <= RED_ZONE else '; the nearest tensor:'} {nearest.place(address)}"
+
+
+# ---- the rest of it ---------------------------------------------------------------------------------------------------
+
+
+def _trim(report: Sequence[str], executable: str) -> tuple[list[str], Frame | None]:
+    """The report with the author's part of each stack alone, and the first frame that is the author's."""
+    kept: list[str] = []
+    first: Frame | None = None
+    for lines, frames in _passages(report):
+        shown, author = _of_author(frames, executable)
+        first = first or author
+        kept += lines if shown or not frames or not kept else lines[:-1]
+        kept += [f"    {frame}" for frame in shown]
+    return kept, first
+
+
+def _passages(report: Sequence[str]) -> Iterator[tuple[list[str], list[Frame]]]:
+    """Lines of text, each time with the stack that follows them."""
+    lines: list[str] = []
+    frames: list[Frame] = []
+    for line in report:
+        frame = _frame(line)
+        if frame is None and frames:
+            yield lines, frames
+            lines, frames = [], []
+        if frame is None:
+            lines.append(_REGISTERS.sub("", re.sub(r"^==\d+==", "", line)))
+        else:
+            frames.append(frame)
+    yield lines, frames
+
+
+def _frame(line: str) -> Frame | None:
+    parts = line.split(_MARK)
+    if len(parts) != 7:
+        return None
+    module, function, file, number = parts[2:6]
+    return Frame(module, function, file.removeprefix("./"), number)
+
+
+def _of_author(frames: Sequence[Frame], executable: str) -> tuple[list[Frame], Frame | None]:
+    """The author's frames, after the one that they called, if any; and the innermost of them."""
+    end = next((at for at, frame in enumerate(frames) if _is_ours(frame)), len(frames))
+    authors = [at for at, frame in enumerate(frames[:end]) if _is_author(frame, executable)]
+    if not authors:
+        return [], None
+    called = [authors[0] - 1] if authors[0] else []
+    return [frames[at] for at in (*called, *authors)][:_FRAMES], frames[authors[0]]
+
+
+def _is_ours(frame: Frame) -> bool:
+    return os.path.basename(frame.file) == "debug_main.c" or _BOTTOM.match(frame.function) is not None
+
+
+def _is_author(frame: Frame, executable: str) -> bool:
+    """Code in the executable whose file is known; but vector intrinsics and the like stand in the compiler's headers."""
+    same = os.path.basename(frame.module) == os.path.basename(executable)
+    return same and frame.known and _SYSTEM.match(frame.file) is None
