@@ -12,6 +12,7 @@
  *         the bytes of each block that it may write to, padded
  *
  * Each block is allocated alone, at its exact size, so that the sanitizer's red zones touch it on both sides. */
+#define _GNU_SOURCE /* also where the author asks for -std=c11 */
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdarg.h>
