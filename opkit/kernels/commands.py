@@ -95,7 +95,7 @@ _QUIET = {"gcc": ("-fno-diagnostics-show-caret", "-ftabstop=1"), "clang": ("-fno
 _NVCC = ("-O3", "-std=c++17")
 _NVCC_SHARED = ("-Xcompiler", "-fPIC,-fexceptions,-fvisibility=hidden")
 _SHELL = re.compile(r"""[$`"'\\;&|<>()*?!\n\r]""")
-_OPENMP = re.compile(r'^\s*#\s*pragma\s+omp\b|_Pragma\s*\(\s*"\s*omp\b', re.MULTILINE)
+_OPENMP = re.compile(r'^[ \t]*#[ \t]*pragma[ \t]+omp\b|_Pragma\s*\(\s*"\s*omp\b', re.MULTILINE)
 
 
 def source_name(number: int, unit: Unit) -> str:
@@ -167,7 +167,7 @@ def _links_apart(request: Request, compiler: Compiler) -> bool:
 
 
 def _openmp(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]:
-    if not _OPENMP.search(unit.text):
+    if "ragma" not in unit.text or not _OPENMP.search(unit.text):
         return ()
     if compiler.family == "nvcc":
         return ("-Xcompiler", "-fopenmp")
