@@ -27,7 +27,7 @@ from opkit.kernels.commands import Request
 from opkit.kernels.dtypes import DTYPES
 from opkit.kernels.native import NativeKernel
 from opkit.kernels.slots import ANY_DTYPE, Slot
-from opkit.op import layout
+from opkit.op import bridged, layout
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.facts import facts_of
@@ -157,6 +157,7 @@ class NativeFunction:
                     return function
                 self.library.add_program(list(program.words))
                 self._programs.append(program.words)
+        bridged.offer(self)
         return self._overload
 
     def _fitting(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

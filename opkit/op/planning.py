@@ -107,14 +107,14 @@ def make_plan(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -
     plan = Plan(name, function)
 
     def first(*args: Any, **kwargs: Any) -> Any:
-        plan.run = function if native is None else native.prepare(args, kwargs)
         try:
-            output, plan.run = _verified(operator, kernel, plan.run, args, kwargs, binding)
+            plan.run = run = function if native is None else native.prepare(args, kwargs)
+            output, plan.run = _verified(operator, kernel, run, args, kwargs, binding)
         except BaseException:
             plan.run = first
             raise
-        if native is not None:
-            plan.run = native.settle(args, kwargs, plan.run)
+        if native is not None and plan.run is run:
+            plan.run = native.settle(args, kwargs, run)
         return output
 
     if config.get().verify or native is not None:

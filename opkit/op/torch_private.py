@@ -47,6 +47,11 @@ parse_schema: Callable[[str], Any] = _C.parse_schema
 throw_on_data_pointer: Callable[[torch.Tensor], None] = _C._set_throw_on_mutable_data_ptr
 
 
+def builtin(overload: Any) -> Callable[..., Any]:
+    """The compiled function behind an OpOverload, which calls the dispatcher."""
+    return overload._op
+
+
 def dispatch_key_of(device_type: str) -> str:
     """The name of the backend dispatch key of a device type, "CPU" for "cpu"."""
     return _C._dispatch_key_for_device(device_type)
