@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit.errors import KernelError
+from opkit.errors import KernelError, NoCompilerWarning, ToolchainError
 from opkit.kernels import compilation, units
 from opkit.kernels.binding import Bound, bind
 from opkit.kernels.commands import Request
@@ -111,6 +112,19 @@ class NativeFunction:
     def request(self) -> Request:
         """What the compiler is asked for."""
         return units.request(self.native, self.bound, self.__name__, flags=_cuda_flags(self.native))
+
+    def ready(self) -> bool:
+        """Build and load the kernel; False, with one warning, where this machine has no compiler for it."""
+        try:
+            _ = self.build() if self.native.debug else self.load()
+        except ToolchainError as error:
+            self._unbuildable = str(error).splitlines()[0]
+            warnings.warn(
+                f"{self.operator.name}: the kernel {self.__name__} is not used, the reference runs in its place. {error}",
+                NoCompilerWarning,
+                stacklevel=2,
+            )
+        return not self._unbuildable
 
     def load(self) -> _core.KernelLibrary:
         """Build the kernel and put it into the dispatcher, once."""
