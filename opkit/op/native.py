@@ -118,7 +118,7 @@ class NativeFunction:
         try:
             _ = self.build() if self.native.debug else self.load()
         except ToolchainError as error:
-            self._unbuildable = str(error).splitlines()[0]
+            self._unbuildable = str(error).splitlines()[0].rstrip(":")
             warnings.warn(
                 f"{self.operator.name}: the kernel {self.__name__} is not used, the reference runs in its place. {error}",
                 NoCompilerWarning,
