@@ -4,12 +4,14 @@ Every size and every int becomes a symbol; so do floats, as long as nothing that
 stay numbers, as they do under torch.compile, because broadcasting treats them differently.
 """
 
+# pyright: reportMissingTypeStubs=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,7 @@ from opkit.op.body import concrete
 from opkit.op.layout_code import Code, constant
 
 R = TypeVar("R")
+_HUGE = 2**40  # elements
 
 
 class NotTracedError(Exception):
@@ -185,8 +188,12 @@ def run(
     """Run ``body`` on symbolic copies of ``values``, those with a name as keyword arguments.
 
     Raises:
+        NotTracedError: a tensor is not row-major, or torch would not tell all that it assumes.
         Exception: whatever the body raised.
     """
+    setting = private.guards_left_out()
+    if setting:
+        raise NotTracedError(f"torch.fx.experimental._config.{setting} is on, under which torch leaves out guards")
     facts = described(values)
     return isolated(lambda: _run(body, kinds, facts, names, pinned))
 
@@ -205,6 +212,22 @@ def _run(
         kwargs = {name: value for value, name in zip(made, names, strict=True) if name is not None}
         with private.symbolic_tracing(symbols.mode):
             return SymbolicRun(symbols, body(*args, **kwargs))
+
+
+def doubled(values: Sequence[Any]) -> list[Any]:
+    """The values of a call whose tensors have twice the sizes; fake tensors."""
+    with private.no_modes(), torch.inference_mode(False):
+        mode = FakeTensorMode()
+        return pytree.tree_map(functools.partial(_doubled, mode), described(values))
+
+
+def _doubled(mode: FakeTensorMode, leaf: Any) -> Any:
+    if not isinstance(leaf, TensorFacts):
+        return leaf
+    with mode:
+        return torch.empty(
+            [size if size < 2 else 2 * size for size in leaf.sizes], dtype=leaf.dtype, device=leaf.device
+        )
 
 
 def isolated(function: Callable[[], R]) -> R:
