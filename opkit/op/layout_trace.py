@@ -1,7 +1,8 @@
 """One run of a reference on symbolic sizes: what it returns, and what was assumed of the sizes on the way.
 
 Every size and every int becomes a symbol; so do floats, as long as nothing that matters depends on them. Sizes of 0 and 1
-stay numbers, as they do under torch.compile, because broadcasting treats them differently.
+stay numbers, as they do under torch.compile, because broadcasting treats them differently. So do ints that are not
+positive, because torch simplifies ``(n // m) // m`` to ``n // m**2`` and ``m // m`` to 1 whatever the sign of m.
 """
 
 # pyright: reportMissingTypeStubs=false
@@ -105,7 +106,7 @@ class Symbols:
             self.conditions.append((*code, *constant(size), p.EQUAL))
             return size
         self.conditions.append((*constant(2), *code, p.LESS_EQUAL))
-        return self._symbol(size, code, positive=True)
+        return self._symbol(size, code)
 
     def _assume_strides(self, sizes: Sequence[int], argument: int, item: int) -> None:
         # torch calls a tensor contiguous whatever the strides of sizes of 1, or all of them where it is empty
@@ -116,10 +117,11 @@ class Symbols:
                 self.conditions.append((p.STRIDE, argument, item, dim, *step, p.EQUAL))
 
     def integer(self, value: Any, argument: int, item: int) -> Any:
-        """A symbolic int, of any value."""
+        """A symbolic int if it is positive."""
         code, value = (p.INT, argument, item), int(value)
-        if "int" not in self.pinned:
-            return self._symbol(value, code, positive=None)
+        if value > 0 and "int" not in self.pinned:
+            self.conditions.append((*constant(1), *code, p.LESS_EQUAL))
+            return self._symbol(value, code, specialize=False)
         self.conditions.append((*code, *constant(value), p.EQUAL))
         return value
 
@@ -127,23 +129,26 @@ class Symbols:
         """A symbolic float."""
         value = float(value)
         if "float" not in self.pinned and (argument, item) not in self.pinned and math.isfinite(value):
-            return self._symbol(value, None, positive=None, place=(argument, item))
+            symbol, source = self._created(value, None, specialize=False)
+            self.floats[symbol] = (argument, item)
+            return self.env.create_symfloatnode(symbol, hint=value, source=source)
         self.conditions.append((p.FLOAT_IS, argument, item, p.float_bits(value)))
         return value
 
-    def _symbol(self, value: Any, code: Code | None, positive: bool | None, place: tuple[int, int] = (0, 0)) -> Any:
+    def _symbol(self, value: int, code: Code, specialize: bool = True) -> Any:
+        symbol, source = self._created(value, True, specialize)
+        self.code[symbol] = code
+        return self.env.create_symintnode(symbol, hint=value, source=source)
+
+    def _created(self, value: Any, positive: bool | None, specialize: bool) -> tuple[Any, Any]:
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         source = ConstantSource(f"call_{len(self.code) + len(self.floats)}")
         symbol = self.env.create_symbol(
-            value, source, DimDynamic.DYNAMIC, positive=positive, do_not_specialize_zero_one=not positive
+            value, source, DimDynamic.DYNAMIC, positive=positive, do_not_specialize_zero_one=not specialize
         )
-        if code is None:
-            self.floats[symbol] = place
-            return self.env.create_symfloatnode(symbol, hint=value, source=source)
-        self.code[symbol] = code
-        return self.env.create_symintnode(symbol, hint=value, source=source)
+        return symbol, source
 
 
 _MAKERS: dict[str, tuple[Callable[[Symbols, Any, int, int], Any], bool]] = {

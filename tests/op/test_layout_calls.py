@@ -210,3 +210,11 @@ def test_a_tensor_that_is_no_argument_is_a_constant(define):
     program = program_of(operator, torch.ones(3, 7))
     assert result(operator, program, torch.ones(6, 7)) == [FLOAT32, 2, 11, 7, 7, 1]
     assert result(operator, program, torch.ones(6, 8)) is None
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "inplace"), reason="in-place schemas came with torch 2.13")
+def test_an_output_that_is_an_argument_has_no_layout(define):
+    schema = "(Tensor(a!) x, Tensor y) -> Tensor(a!)"
+    operator = define(lambda x, y: x.add_(y), schema=schema, mutates_args=("x",), tags=torch.Tag.inplace)
+    assert layout_of(operator, (torch.ones(3), torch.ones(3)), {}) == []
+    assert result(operator, program_of(operator, torch.ones(3), torch.ones(3)), torch.ones(4), torch.ones(4)) == []

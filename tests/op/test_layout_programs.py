@@ -70,20 +70,20 @@ def test_the_words_of_a_small_program(define):
     operator = define(twice)
     program = program_of(operator, torch.ones(4), 3)
     key = [1, 1, FLOAT32, 1, 1, 1]
-    guard = [0, 2, 1, 0, 0, 0, 15, 0, 0, 3, 1, 0, 15, 16]  # 2 <= x.size(0) and 0 <= n
+    guard = [0, 2, 1, 0, 0, 0, 15, 0, 1, 3, 1, 0, 15, 16]  # 2 <= x.size(0) and 1 <= n
     output = [FLOAT32, 2, 4, 1, 0, 0, 0, 3, 3, 1, 0, 0]
     assert list(program.words) == [34, *key, len(guard), *guard, *output]
     assert len(program.words) == 34
     assert array("q", array("q", program.words).tobytes()).tolist() == list(program.words)
     assert result(operator, program, torch.ones(7), 2) == [FLOAT32, 2, 7, 2, 2, 1]
-    assert result(operator, program, torch.ones(7), 0) == [FLOAT32, 2, 7, 0, 1, 1]
+    assert result(operator, program, torch.ones(7), 0) is None
     assert result(operator, program, torch.ones(1), 2) is None
     assert result(operator, program, torch.ones(7, dtype=torch.float64), 2) is None
     assert result(operator, program, torch.ones(14)[::2], 2) is None
     assert str(program).splitlines()[1:] == [
         "  for   x float32 of rank 1, n int, eps float",
         "  where (2 <= x.size(0))",
-        "    and (0 <= n)",
+        "    and (1 <= n)",
         "  gives float32[x.size(0), n], row-major",
     ]
 
