@@ -156,7 +156,6 @@ typedef struct opk_instance {
 /* What changes while the process runs; one for each kernel, zeroed at the start. The runtime owns it. */
 typedef struct opk_state {
     void* programs; /* how output sizes follow from arguments; see docs/native.md */
-    void* failure;  /* a failure noted by a thread that the runtime does not know */
 } opk_state;
 
 struct opk_kernel {
