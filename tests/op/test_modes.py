@@ -141,7 +141,7 @@ def test_modes_see_an_operator_that_was_called_often(train, kind, op, spelled, i
 @pytest.mark.parametrize("native", [False, True])
 def test_a_kernel_may_be_called_first_in_inference_mode(name, native):
     @opkit.custom_op(name, mutates_args=())
-    def doubled(x: Tensor) -> Tensor:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
     source = "void twice(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = 2 * x[i]; }"
