@@ -227,6 +227,13 @@ def test_python_errors_keep_their_type(native, plus_one, error, mode):
     assert caught.value.args == error.args
 
 
-def test_none_for_a_tensor_is_explained(native, plus_one):
+def test_none_for_a_tensor_is_explained(native, plus_one, define):
+    def plus(x: Tensor, y: Tensor | None = None) -> Tensor:
+        return x + 1
+
+    op = define("plus_optional", plus)
+    native.install(op, "plus_one_optional")
+    with pytest.raises(ArgumentTypeError, match="the argument x must be a tensor"):
+        op._opoverload(None, torch.ones(2))
     with pytest.raises(ArgumentTypeError, match="the argument x must be a tensor"):
         plus_one.call(None)

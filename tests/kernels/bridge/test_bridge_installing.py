@@ -36,7 +36,7 @@ def test_removing_and_switching_off(native, plus_one):
     again.remove()
 
 
-def test_an_operator_limited_to_a_device(native, recwarn):
+def test_an_operator_limited_to_a_device(native, recwarn, capfd):
     op = opkit.custom_op("bridge_test::limited", mutates_args=(), device_types="cpu")(_limited)
     installed = native.install(op, "plus_one")
     assert native.calls(lambda: op._opoverload(torch.ones(2)))[1] == 1
@@ -44,6 +44,7 @@ def test_an_operator_limited_to_a_device(native, recwarn):
     installed.remove()
     y, calls = native.calls(lambda: op._opoverload(torch.ones(2)))
     assert (y.tolist(), calls, len(recwarn)) == ([2.0, 2.0], 0, 0)
+    assert "Overriding" not in capfd.readouterr().err
     opkit.remove(op.name)
 
 
