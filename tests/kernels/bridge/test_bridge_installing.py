@@ -105,17 +105,17 @@ def test_nothing_leaks(native, plus_one, add_one_):
 
 
 @pytest.mark.gpu
-def test_cuda_calls(native):
-    library = torch.library.Library("bridge_cuda", "DEF")
-    library.define("like(Tensor x, Tensor[] others) -> Tensor")
+def test_cuda_calls(native, library):
+    ops = library("bridge_cuda")
+    ops.define("like(Tensor x, Tensor[] others) -> Tensor")
     ran = []
 
     def python(keys, x, others):
         ran.append(x)
         return x.detach().clone()
 
-    library.impl("like", python, "Autograd", with_keyset=True)
-    library.impl("like", lambda x, others: x.clone(), "CompositeExplicitAutograd")
+    ops.impl("like", python, "Autograd", with_keyset=True)
+    ops.impl("like", lambda x, others: x.clone(), "CompositeExplicitAutograd")
     native.install("bridge_cuda::like", "like", "cuda")
     x, here = torch.ones(3, device="cuda"), torch.ones(3)
     call = torch.ops.bridge_cuda.like
