@@ -162,7 +162,7 @@ def test_threads_that_call_first_build_once(doubled):
 CUDA = """
 template <class V> static __global__ void map(const V* x, V* out, int64_t n) {
     const int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    if (i < n) out[i] = V(2.0f * float(x[i]));
+    if (i < n) out[i] = x[i] + x[i];
 }
 extern "C" const char* twice(const T* x, T* out, int64_t n, cudaStream_t stream) {
     map<<<(n + 255) / 256, 256, 0, stream>>>(x, out, n);
