@@ -1,4 +1,4 @@
-"""The ``opkit`` command: ``demo``, ``doctor``, ``list`` and ``describe``."""
+"""The ``opkit`` command: ``demo``, ``doctor``, ``list``, ``describe`` and ``cache``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -16,9 +17,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from opkit import errors
+from opkit.kernels.progress import printable
 
 if TYPE_CHECKING:
     from opkit.doctor import Finding
+    from opkit.kernels.cache import Entry
 
 app = typer.Typer(
     help="Custom PyTorch operators from one function.",
@@ -28,9 +31,15 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+cache_app = typer.Typer(help="Look after the kernels that were built.", no_args_is_help=True)
+app.add_typer(cache_app, name="cache")
+
 _BAD_INPUT = 2
 _PIPE_WIDTH = 160
 _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
+_KEY_SHOWN = 12
+_SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_AGES = ((86400, "days"), (3600, "h"), (60, "min"))
 _ORIGINS = {"derived": "green", "given": "cyan", "not derivable": "yellow"}
 
 Modules = Annotated[
@@ -99,6 +108,69 @@ def describe(name: Annotated[str, typer.Argument(help="namespace::operator")], m
         op = opkit.get(name)
     for part in _describe(op.describe()):
         _console().print(part)
+
+
+@cache_app.command("list")
+def cache_list() -> None:
+    """List the kernels in the build cache."""
+    from opkit.kernels import cache
+
+    entries = cache.entries()
+    if entries:
+        headings = ("kernel", "size", "age", "compiler", "key")
+        _console().print(_table(headings, [_entry(entry) for entry in entries]))
+    _console().print(f"{_amount(entries)} in {escape(printable(str(cache.root())))}")
+
+
+@cache_app.command("clear")
+def cache_clear() -> None:
+    """Remove every kernel from the build cache; they are built again when they are needed."""
+    from opkit.kernels import cache
+
+    entries = cache.entries()
+    with _bad_input(errors.CacheError):
+        removed = cache.clear()
+    damaged = f", and {removed - len(entries)} damaged" if removed > len(entries) else ""
+    _console().print(f"Removed {_amount(entries)}{damaged}, from {escape(printable(str(cache.root())))}")
+
+
+@cache_app.command("verify")
+def cache_verify() -> None:
+    """Check every kernel in the build cache against what was noted when it was built."""
+    from opkit.kernels import cache
+
+    damaged = cache.verify()
+    rows = [
+        (entry.key[:_KEY_SHOWN], escape(printable(entry.label)), escape(printable(what))) for entry, what in damaged
+    ]
+    if rows:
+        _console().print(_table(("key", "kernel", "problem"), rows))
+    keys = {entry.key for entry, _ in damaged}
+    sound = sum(entry.key not in keys for entry in cache.entries())
+    mend = "; each is built again when it is needed" if rows else ""
+    _console().print(f"sound: {sound}, damaged: {len(rows)}{mend}")
+    raise typer.Exit(1 if rows else 0)
+
+
+def _entry(entry: Entry) -> tuple[str, ...]:
+    cells = (entry.label, _bytes(entry.size), _age(entry.created), entry.compiler, entry.key[:_KEY_SHOWN])
+    return tuple(escape(printable(cell)) for cell in cells)
+
+
+def _amount(entries: list[Entry]) -> str:
+    kernels = "1 kernel" if len(entries) == 1 else f"{len(entries)} kernels"
+    return f"{kernels}, {_bytes(sum(entry.size for entry in entries))}"
+
+
+def _bytes(count: int) -> str:
+    scale = next(((unit, name) for unit, name in _SIZES if count >= unit), (1, "B"))
+    return f"{count / scale[0]:.4g} {scale[1]}"
+
+
+def _age(created: float) -> str:
+    seconds = max(0.0, time.time() - created)
+    scale = next(((unit, name) for unit, name in _AGES if seconds >= unit), (1, "s"))
+    return f"{seconds // scale[0]:.0f} {scale[1]}"
 
 
 def _console() -> Console:

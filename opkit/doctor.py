@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from opkit import compat, config
+from opkit import compat, config, errors
+from opkit.kernels import toolchain
 
 Status = Literal["ok", "note", "missing"]
 
@@ -107,12 +108,6 @@ def _packages() -> Iterator[Finding]:
             yield _version(name, specifier)
 
 
-_INSTALL_COMPILER = {
-    "Linux": "apt-get install gcc g++    (or: dnf install gcc gcc-c++)",
-    "Darwin": "xcode-select --install",
-}
-
-
 def _first_line(program: str) -> str | None:
     path = shutil.which(program)
     if path is None:
@@ -124,18 +119,24 @@ def _first_line(program: str) -> str | None:
 
 
 def _compilers() -> Iterator[Finding]:
-    found = {program: _first_line(program) for program in ("gcc", "g++", "clang", "clang++", "nvcc")}
-    uses = {"C": ("gcc", "clang"), "C++": ("g++", "clang++")}
-    for program, line in found.items():
+    for language, name in (("c", "C"), ("c++", "C++"), ("cuda", "CUDA")):
+        yield _compiler(language, name)
+    for program in ("gcc", "g++", "clang", "clang++", "nvcc"):
+        line = _first_line(program)
         if line is not None:
             yield Finding("compilers", program, line)
-    for language, programs in uses.items():
-        if not any(found[program] for program in programs):
-            mend = _INSTALL_COMPILER.get(platform.system())
-            yield Finding("compilers", language, f"neither of {', '.join(programs)} is on PATH", "missing", mend)
     yield _headers()
-    if found["nvcc"] is None:
-        yield Finding("compilers", "nvcc", "not on PATH (needed by CUDA C++ kernels alone)", "note")
+
+
+def _compiler(language: str, name: str) -> Finding:
+    """The compiler that opkit builds kernels in a language with, or how to get one; CUDA's is not needed by most."""
+    try:
+        found = toolchain.find(language)
+    except errors.ToolchainError as error:
+        status: Status = "note" if language == "cuda" else "missing"
+        reason = str(error).partition("\n")[0]
+        return Finding("compilers", name, reason, status, toolchain.install_command(language))
+    return Finding("compilers", name, f"{found.path}: {toolchain.version(found)}")
 
 
 def _headers() -> Finding:

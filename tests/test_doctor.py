@@ -10,6 +10,7 @@ import sysconfig
 import pytest
 
 from opkit import config, doctor
+from opkit.kernels import toolchain
 
 
 def by_name(findings):
@@ -45,17 +46,36 @@ def test_torch_is_judged_by_its_version(monkeypatch, version, status):
     assert by_name(doctor._packages())["torch"].status == status
 
 
-def test_no_compiler_is_missing_both(monkeypatch):
+@pytest.fixture
+def bare(monkeypatch):
+    """A machine without compilers."""
+    monkeypatch.setattr(config, "get", lambda: config.Config())
+    monkeypatch.setattr(toolchain, "_CUDA_DEFAULT", "/nonexistent")
     monkeypatch.setenv("PATH", "")
+    for name in ("CC", "CXX", "NVCC", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_no_compiler_is_missing_both(bare):
     found = by_name(doctor._compilers())
-    assert (found["C"].status, found["C++"].status, found["nvcc"].status) == ("missing", "missing", "note")
+    assert [found[name].status for name in ("C", "C++", "CUDA")] == ["missing", "missing", "note"]
+    assert "No C compiler was found" in found["C"].value
+    assert found.keys() == {"C", "C++", "CUDA", "Python.h"}
 
 
-@pytest.mark.parametrize(("system", "mend"), [("Linux", "apt-get"), ("Darwin", "xcode-select")])
-def test_the_command_for_a_compiler_fits_the_system(monkeypatch, system, mend):
-    monkeypatch.setenv("PATH", "")
+@pytest.mark.parametrize(("system", "mend"), [("Linux", "apt-get install g++"), ("Darwin", "xcode-select")])
+def test_the_command_for_a_compiler_fits_the_system(bare, monkeypatch, system, mend):
     monkeypatch.setattr(platform, "system", lambda: system)
-    assert mend in by_name(doctor._compilers())["C"].mend
+    assert mend in by_name(doctor._compilers())["C++"].mend
+
+
+def test_the_compiler_of_a_setting_is_named(bare, monkeypatch, tmp_path):
+    (tmp_path / "clang").write_text("#!/bin/sh\necho 'clang version 14.0.6'\n")
+    (tmp_path / "clang").chmod(0o755)
+    monkeypatch.setattr(config, "get", lambda: config.Config(cc=str(tmp_path / "clang"), cxx="gone"))
+    found = by_name(doctor._compilers())
+    assert (found["C"].status, found["C"].value) == ("ok", f"{tmp_path}/clang: clang version 14.0.6")
+    assert "OPKIT_CXX='gone' names no program" in found["C++"].value
 
 
 def test_python_without_its_headers(monkeypatch, tmp_path):

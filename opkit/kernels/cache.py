@@ -140,8 +140,10 @@ def _folders(place: Path) -> Iterator[Path]:
 
 
 def _listed(directory: Path, pattern: str) -> list[Path]:
+    """What a folder of the cache holds under such names; nothing where it cannot be read or is a link to elsewhere."""
     try:
-        return sorted(path for path in directory.iterdir() if re.fullmatch(pattern, path.name))
+        inside = [] if directory.is_symlink() else directory.iterdir()
+        return sorted(path for path in inside if re.fullmatch(pattern, path.name))
     except OSError:
         return []
 

@@ -91,10 +91,11 @@ _DEBUG = (
     "-fno-sanitize-recover=undefined",
 )
 _SHARED = ("-fPIC", "-fvisibility=hidden")
-_QUIET = {"gcc": ("-fno-diagnostics-show-caret",), "clang": ("-fno-caret-diagnostics",)}
+_QUIET = {"gcc": ("-fno-diagnostics-show-caret", "-ftabstop=1"), "clang": ("-fno-caret-diagnostics",)}
 _NVCC = ("-O3", "-std=c++17")
 _NVCC_SHARED = ("-Xcompiler", "-fPIC,-fexceptions,-fvisibility=hidden")
-_OPENMP = re.compile(r'^\s*#\s*pragma\s+omp\b|_Pragma\s*\(\s*"\s*omp\b', re.MULTILINE)
+_SHELL = re.compile(r"""[$`"'\\;&|<>()*?!\n\r]""")
+_OPENMP = re.compile(r'^[ \t]*#[ \t]*pragma[ \t]+omp\b|_Pragma\s*\(\s*"\s*omp\b', re.MULTILINE)
 
 
 def source_name(number: int, unit: Unit) -> str:
@@ -114,6 +115,7 @@ def plan(request: Request) -> Plan:
     main = max(languages, key=_RANK.index)
     if main == "cuda":  # its flags are nvcc's, so nvcc compiles the units in C and C++ too
         languages = ["cuda"] * len(languages)
+        _check_nvcc(request)
     compilers = {language: toolchain.find(language) for language in dict.fromkeys([main, *languages])}
     if len(request.units) == 1 and not _links_apart(request, compilers[main]):
         return Plan((compilers[main],), (_together(request, compilers[main]),), None, FILES[request.kind])
@@ -129,11 +131,34 @@ def _check(request: Request) -> None:
             raise ArgumentError(
                 f"{request.label}: {unit.name!r} is in {unit.language!r}; opkit builds c, c++ and cuda."
             )
-    texts = [*request.flags, *request.libraries, *request.link_flags, *map(os.fspath, request.include_dirs)]
-    texts += [*map(os.fspath, request.library_dirs), *(unit.name + unit.text for unit in request.units)]
+    texts = (*_arguments(request), *(unit.name + unit.text for unit in request.units))
     wrong = next((text for text in texts if "\0" in text), None)
     if wrong is not None:
         raise ArgumentError(f"{request.label}: {wrong[:80]!r} holds a NUL character, which a compiler cannot be given.")
+
+
+def _arguments(request: Request) -> list[str]:
+    """All that a request adds to command lines."""
+    return [*request.flags, *request.libraries, *request.link_flags, *_folders(request)]
+
+
+def _folders(request: Request) -> list[str]:
+    return [os.fspath(folder) for folder in (*request.include_dirs, *request.library_dirs)]
+
+
+def _check_nvcc(request: Request) -> None:
+    """nvcc starts the compilers that it drives through a shell, badly quoted: "$(...)" in an argument would be run."""
+    for text in (*_arguments(request), config.get().cxx or ""):
+        if _SHELL.search(text):
+            raise ArgumentError(
+                f"{request.label}: nvcc would pass {text!r} to a shell. Leave out quotes, backslashes, line breaks and "
+                "any of $ ` ; & | < > ( ) * ? !"
+            )
+    for folder in _folders(request):
+        if "," in folder:
+            raise ArgumentError(
+                f"{request.label}: nvcc would take {folder!r} for several folders. Use one without commas."
+            )
 
 
 def _links_apart(request: Request, compiler: Compiler) -> bool:
@@ -142,7 +167,7 @@ def _links_apart(request: Request, compiler: Compiler) -> bool:
 
 
 def _openmp(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]:
-    if not _OPENMP.search(unit.text):
+    if "ragma" not in unit.text or not _OPENMP.search(unit.text):
         return ()
     if compiler.family == "nvcc":
         return ("-Xcompiler", "-fopenmp")
@@ -209,16 +234,17 @@ def _nvcc(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]:
 
 def _libraries(request: Request, compiler: Compiler) -> tuple[str, ...]:
     flags: list[str] = []
-    for folder in map(os.path.abspath, request.library_dirs):
-        flags += [f"-L{folder}", *_linker(compiler, "-rpath", folder)]
+    for folder in [os.path.abspath(each) for each in request.library_dirs]:
+        flags += [f"-L{folder}", *_rpath(folder, compiler)]
     named = [_library(each) for each in request.libraries]
     return (*flags, *named, *request.link_flags, *(() if compiler.family == "nvcc" else ("-lm",)))
 
 
-def _linker(compiler: Compiler, *words: str) -> list[str]:
-    """Arguments that go through to the linker whole; nvcc takes commas for separators unless told otherwise."""
-    told = [word.replace("\\", "\\\\").replace(",", "\\,") if compiler.family == "nvcc" else word for word in words]
-    return [part for word in told for part in ("-Xlinker", word)]
+def _rpath(folder: str, compiler: Compiler) -> tuple[str, ...]:
+    """Where the loader looks for libraries; in one argument for nvcc, which wants quotes for blanks in it."""
+    return (
+        ("-Xlinker", f'"-rpath={folder}"') if compiler.family == "nvcc" else ("-Xlinker", "-rpath", "-Xlinker", folder)
+    )
 
 
 def _library(name: str) -> str:

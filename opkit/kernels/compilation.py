@@ -229,13 +229,13 @@ def _compile(place: Path, folder: Path, job: _Job) -> None:
     for number, unit in enumerate(job.request.units):
         text = f"#line 1 {diagnostics.quoted(unit.name)}\n{unit.text}\n"
         (folder / source_name(number, unit)).write_bytes(text.encode("utf-8", "surrogatepass"))
-    for commands in filter(None, (job.plan.units, job.plan.link and (job.plan.link,))):
+    for commands in (job.plan.units, *([(job.plan.link,)] if job.plan.link else [])):
         ended = processes.run(commands, folder, job.jobs, config.get().build_timeout, job.tick)
         wrong = next((outcome for outcome in ended if outcome.status != 0), None)
         if wrong is not None:
             raise _failure(place, folder, job, wrong)
     if folder.exists() and not (folder / job.plan.file).is_file():
-        raise _failure(place, folder, job, ended[-1])
+        raise _failure(place, folder, job, Outcome(job.plan.link or job.plan.units[0], 0, ""))
 
 
 def _failure(place: Path, folder: Path, job: _Job, wrong: Outcome) -> CompileError:
@@ -260,6 +260,6 @@ def _kept(argument: str, kept: Path) -> str:
 
 def _check_disk(folder: Path, wrong: Outcome) -> None:
     space = os.statvfs(folder)  # FileNotFoundError where someone cleared the cache
-    full = space.f_bavail * space.f_frsize < _LITTLE
+    full = space.f_blocks > 0 and space.f_bavail * space.f_frsize < _LITTLE
     if full or _FULL.search(wrong.log):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))

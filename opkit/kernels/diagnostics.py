@@ -61,7 +61,8 @@ def failure(
 ) -> str:
     """The message of a :class:`~opkit.errors.CompileError`: how it ended, the author's lines, the command."""
     lines = excerpt(outcome.log.replace(f"{folder}/", ""), source_lines(texts))
-    return "\n".join([f"{printable(label)}: {_ending(outcome)}", *lines, "To see it again:", f"  {shlex.join(again)}"])
+    lines = [f"{label}: {_ending(outcome)}", *lines, "To see it again:", f"  {shlex.join(again)}"]
+    return "\n".join(printable(line.expandtabs(8)) for line in lines)
 
 
 def error(message: str, log: str, command: tuple[str, ...]) -> CompileError:
@@ -113,14 +114,15 @@ def _kind(line: str) -> str:
 
 def _distinct(blocks: list[list[str]]) -> Iterable[list[str]]:
     """Each block once: a kernel is compiled for several dtypes, and says the same of each."""
-    first: dict[tuple[str, ...], list[str]] = {}
+    first: dict[str, list[str]] = {}
     for block in blocks:
         first.setdefault(_sentence(block), block)
     return first.values()
 
 
-def _sentence(block: list[str]) -> tuple[str, ...]:
-    return tuple(line for line in block if not _CONTEXT.match(line))
+def _sentence(block: list[str]) -> str:
+    """What a block is about: the line with the error, without what leads up to it and follows from it."""
+    return next((line for line in block if "error" in _kind(line)), "\n".join(block))
 
 
 def _with_source(block: list[str], lines: dict[tuple[str, int], str]) -> Iterable[str]:
@@ -132,7 +134,13 @@ def _with_source(block: list[str], lines: dict[tuple[str, int], str]) -> Iterabl
         if head is not None and text is not None:
             yield f"{head['line']:>5} | {text.expandtabs(8)}"
             if head["column"] is not None:
-                yield f"{'':>5} | {'':{int(head['column']) - 1}}^"
+                yield f"{'':>5} | {_indent(text, int(head['column']))}^"
+
+
+def _indent(text: str, column: int) -> str:
+    """Blanks as wide as what stands before a column, which compilers count in bytes."""
+    before = text.encode("utf-8", "replace")[: column - 1].decode("utf-8", "ignore")
+    return " " * len(before.expandtabs(8))
 
 
 def _shortened(lines: list[str]) -> list[str]:

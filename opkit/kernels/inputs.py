@@ -114,7 +114,7 @@ def _all_headers(folders: Iterable[str]) -> Iterator[str]:
 def _libraries(request: Request) -> Iterator[tuple[str, int, int]]:
     """The files that are linked in, as far as the request says where they are, by size and time of change."""
     paths = [text for text in (*request.libraries, *request.link_flags, *request.flags) if os.path.isabs(text)]
-    for folder in map(os.path.abspath, request.library_dirs):
+    for folder in [os.path.abspath(each) for each in request.library_dirs]:
         names = [form.format(name) for name in request.libraries for form in ("lib{}.so", "lib{}.a", "{}")]
         paths += [os.path.join(folder, name) for name in names]
     for path in paths:

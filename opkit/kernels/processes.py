@@ -69,7 +69,7 @@ def _start(command: tuple[str, ...], directory: Path, output: int) -> subprocess
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=directory,
-            env=_environment(directory),
+            env=_environment(),
             process_group=0,
         )
     except OSError as error:
@@ -78,9 +78,12 @@ def _start(command: tuple[str, ...], directory: Path, output: int) -> subprocess
         raise ToolchainError(f"{command[0]} cannot be started: {error.strerror or error}.") from error
 
 
-def _environment(directory: Path) -> dict[str, str]:
-    """This process's, in the C locale, with the compiler's own temporary files next to its input."""
-    return os.environ | {"LC_ALL": "C", "LANGUAGE": "C", "TMPDIR": str(directory), "GCC_COLORS": ""}
+def _environment() -> dict[str, str]:
+    """This process's, in the C locale, with the compiler's own temporary files next to its input.
+
+    That place is given as ".": nvcc puts it into shell commands, where no name of a folder may come.
+    """
+    return os.environ | {"LC_ALL": "C", "LANGUAGE": "C", "TMPDIR": ".", "GCC_COLORS": ""}
 
 
 def run(

@@ -17,7 +17,7 @@ _BEGINNING = re.compile(r"runtime error: |ERROR: AddressSanitizer|ERROR: Undefin
 _END = re.compile(
     r"SUMMARY: |Shadow bytes around|Shadow byte legend|==\d+==ABORTING|(Address|UndefinedBehavior)Sanitizer can not"
 )
-_KIND = re.compile(r"ERROR: (?:Address|UndefinedBehavior)Sanitizer:? ([^\s:]+)(.*)")
+_KIND = re.compile(r"ERROR: (?:Address|UndefinedBehavior)Sanitizer:? (?:attempting )?([^\s:]+)")
 _NOISE = re.compile(
     r"=+$|HINT: this may be a false|\s+\(longjmp and C|.*Sanitizer:DEADLYSIGNAL"
     r"|0x[0-9a-f]+: note: pointer points here|\s+(\^|\?\?|[0-9a-f]{2})\s|\s+\^$"
@@ -56,6 +56,10 @@ _KINDS = {
 }
 
 
+def _bytes(count: int) -> str:
+    return "1 byte" if count == 1 else f"{count} bytes"
+
+
 @dataclasses.dataclass(frozen=True)
 class Block:
     """Memory that the child was given: what messages call it, and where it lay there."""
@@ -72,12 +76,12 @@ class Block:
         """Where ``address`` lies, as seen from here."""
         offset = address - self.address
         if offset < 0:
-            where = f"{-offset} bytes before the start of"
+            where = f"{_bytes(-offset)} before the start of"
         elif offset < self.size:
             where = f"byte {offset} of"
         else:
-            where = f"{offset - self.size} bytes past the end of"
-        return f"{where} {self.label}, which has {self.size} bytes"
+            where = f"{_bytes(offset - self.size)} past the end of"
+        return f"{where} {self.label}, which has {_bytes(self.size)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,19 +165,13 @@ def _headline(ended: Ended, report: Sequence[str], blocks: Sequence[Block], null
 
 def _kind(header: str) -> str:
     matched = _KIND.search(header)
-    if matched is None:
-        return "unknown"
-    return (
-        matched.group(1)
-        if matched.group(1) != "attempting"
-        else _REGISTERS.sub("", matched.group(2)).split(" on ")[0].strip()
-    )
+    return matched.group(1) if matched else "unknown"
 
 
 def _access(report: Sequence[str]) -> str:
     text = "\n".join(report)
     if sized := _ACCESS.search(text):
-        return f": a {sized.group(1).lower()} of {sized.group(2)} bytes"
+        return f": a {sized.group(1).lower()} of {_bytes(int(sized.group(2)))}"
     signalled = _SIGNALLED.search(text)
     return f": a {signalled.group(1).lower()}" if signalled else ""
 

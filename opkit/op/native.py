@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit.errors import KernelError
+from opkit.errors import KernelError, NoCompilerWarning, ToolchainError
 from opkit.kernels import compilation, units
 from opkit.kernels.binding import Bound, bind
 from opkit.kernels.commands import Request
 from opkit.kernels.dtypes import DTYPES
 from opkit.kernels.native import NativeKernel
 from opkit.kernels.slots import ANY_DTYPE, Slot
-from opkit.op import layout
+from opkit.op import bridged, layout
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.facts import facts_of
@@ -112,6 +113,19 @@ class NativeFunction:
         """What the compiler is asked for."""
         return units.request(self.native, self.bound, self.__name__, flags=_cuda_flags(self.native))
 
+    def ready(self) -> bool:
+        """Build and load the kernel; False, with one warning, where this machine has no compiler for it."""
+        try:
+            _ = self.build() if self.native.debug else self.load()
+        except ToolchainError as error:
+            self._unbuildable = str(error).splitlines()[0].rstrip(":")
+            warnings.warn(
+                f"{self.operator.name}: the kernel {self.__name__} is not used, the reference runs in its place. {error}",
+                NoCompilerWarning,
+                stacklevel=2,
+            )
+        return not self._unbuildable
+
     def load(self) -> _core.KernelLibrary:
         """Build the kernel and put it into the dispatcher, once."""
         from opkit import _core
@@ -157,6 +171,7 @@ class NativeFunction:
                     return function
                 self.library.add_program(list(program.words))
                 self._programs.append(program.words)
+        bridged.offer(self)
         return self._overload
 
     def _fitting(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,389 @@
+"""What the build survives: many builders at once, damaged entries, names of all kinds, compilers that hang or fail."""
+
+import ctypes
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import opkit
+from opkit import config, errors
+from opkit.kernels import cache, compilation, storing
+from opkit.kernels.compilation import Request, Unit, build, key
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+
+TEXT = '__attribute__((visibility("default"))) int number(void) { return %d; }\n'
+
+# What a child runs first: opkit.kernels without torch, which opkit/__init__.py would import.
+STUB = f"""
+import sys, types
+sys.modules["opkit"] = types.ModuleType("opkit")
+sys.modules["opkit"].__path__ = {[str(Path(opkit.__file__).parent)]!r}
+from opkit.kernels import cache, compilation
+from opkit.kernels.compilation import Request, Unit, build
+TEXT = {TEXT!r}
+"""
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path, monkeypatch):
+    """A cache of the test's own, in what looks like a new process; ``settings(cc=...)`` sets more."""
+
+    def choose(**values):
+        chosen = config.Config(**{"cache_dir": tmp_path / "cache", **values})
+        monkeypatch.setattr(config, "get", lambda: chosen)
+
+    choose()
+    monkeypatch.setattr(compilation, "_verified", {})
+    monkeypatch.setattr(storing, "_instead", {})
+    return choose
+
+
+def make(number=7, **more):
+    return Request("demo::number", (Unit("number.c", TEXT % number, "c"),), **more)
+
+
+def call(path):
+    return ctypes.CDLL(str(path)).number()
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def child(program, *arguments, **variables):
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    command = [sys.executable, "-c", STUB + program, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+# ---- many at once ----------------------------------------------------------------------------------------------------
+
+MANY = """
+import threading
+barrier, paths = threading.Barrier(8), []
+def work():
+    barrier.wait()
+    paths.append(build(Request("demo::number", (Unit("number.c", TEXT % 7, "c"),))))
+threads = [threading.Thread(target=work) for _ in range(8)]
+print("ready", flush=True); sys.stdin.readline()
+for each in threads: each.start()
+for each in threads: each.join()
+print(*paths, sep="\\n")
+"""
+
+
+def test_two_processes_of_eight_threads_compile_once(tmp_path):
+    count = 'case " $* " in *" -o "*) echo >> "$COUNT"; sleep 0.2;; esac\nexec gcc "$@"'
+    compiler = script(tmp_path / "gcc", count)
+    variables = {"OPKIT_CACHE_DIR": tmp_path / "cache", "OPKIT_CC": compiler, "COUNT": tmp_path / "count"}
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    children = [subprocess.Popen([sys.executable, "-c", STUB + MANY], env=environment, **pipes) for _ in range(2)]
+    for each in children:
+        assert each.stdout.readline() == "ready\n"
+    for each in children:
+        each.stdin.write("\n")
+        each.stdin.flush()
+    outputs = [each.communicate(timeout=60)[0].split() for each in children]
+    assert [each.returncode for each in children] == [0, 0]
+    assert [len(paths) for paths in outputs] == [8, 8]
+    assert len({path for paths in outputs for path in paths}) == 1
+    assert (tmp_path / "count").read_text() == "\n"
+    assert call(outputs[0][0]) == 7
+
+
+KILLED = """
+import ctypes, os, random, signal, time
+draw, killed = random.Random(3), 0
+build(Request("demo::first", (Unit("first.c", TEXT % 1, "c"),)))
+for number in range(50):
+    request = Request("demo::number", (Unit("number.c", TEXT % (1000 + number), "c"),))
+    pid = os.fork()
+    if pid == 0:
+        build(request)
+        os._exit(0)
+    time.sleep(draw.uniform(0, 0.06))
+    os.kill(pid, signal.SIGKILL)
+    killed += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert cache.verify() == [], cache.verify()
+    assert ctypes.CDLL(str(build(request))).number() == 1000 + number
+    assert cache.verify() == []
+print(killed)
+"""
+
+
+def test_a_process_killed_at_fifty_random_points(tmp_path):
+    process = child(KILLED, OPKIT_CACHE_DIR=tmp_path / "cache")
+    output, complaints = process.communicate(timeout=90)
+    assert process.returncode == 0, complaints
+    assert complaints == ""  # no warning either: nothing partial was ever found
+    assert int(output) >= 10  # else the machine was so quick that the test tests nothing
+    assert len(cache.entries()) == 51
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def other_entry(folder):
+    """The whole of another kernel's entry in this one's place."""
+    other = build(make(8)).parent
+    shutil.rmtree(folder)
+    shutil.copytree(other, folder)
+
+
+def link_out(folder):
+    """A link to a good file elsewhere."""
+    (folder / "kernel.so").rename(folder.parent / "elsewhere.so")
+    (folder / "kernel.so").symlink_to(folder.parent / "elsewhere.so")
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def become_link(folder):
+    folder.rename(folder.parent / "elsewhere")
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+DAMAGE = {
+    "truncated": (lambda folder: os.truncate(folder / "kernel.so", 100), "has 100 bytes"),
+    "emptied": (lambda folder: os.truncate(folder / "kernel.so", 0), "has 0 bytes"),
+    "bit-flipped": (lambda folder: flip(folder / "kernel.so"), "sha256 differs"),
+    "deleted file": (lambda folder: (folder / "kernel.so").unlink(), "kernel.so is missing"),
+    "deleted entry.json": (lambda folder: (folder / "entry.json").unlink(), "entry.json is missing"),
+    "truncated entry.json": (lambda folder: os.truncate(folder / "entry.json", 20), "cannot be read as JSON"),
+    "deep entry.json": (lambda folder: (folder / "entry.json").write_text("[" * 99999), "cannot be read as JSON"),
+    "binary entry.json": (lambda folder: (folder / "entry.json").write_bytes(b"\xff\xfe\0"), "cannot be read as JSON"),
+    "list in entry.json": (lambda folder: (folder / "entry.json").write_text("[]"), "does not describe"),
+    "world-writable file": (lambda folder: (folder / "kernel.so").chmod(0o777), "written to by others"),
+    "group-writable file": (lambda folder: (folder / "kernel.so").chmod(0o770), "written to by others"),
+    "world-writable entry.json": (lambda folder: (folder / "entry.json").chmod(0o666), "written to by others"),
+    "world-writable folder": (lambda folder: folder.chmod(0o777), "written to by others"),
+    "another kernel's entry": (other_entry, "that of another entry"),
+    "linked file": (link_out, "kernel.so"),
+    "linked folder": (become_link, "is not a file or folder"),
+    "pipe": (lambda folder: ((folder / "kernel.so").unlink(), os.mkfifo(folder / "kernel.so")), "is not a file"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_entry_is_noticed_told_of_and_built_again(name, monkeypatch):
+    damage, problem = DAMAGE[name]
+    path = build(make())
+    damage(path.parent)
+    ((entry, found),) = cache.verify()
+    assert problem in found
+    assert entry.key == key(make())
+    monkeypatch.setattr(compilation, "_verified", {})
+    with pytest.warns(errors.BuildCacheWarning, match="was damaged and is built again") as told:
+        assert call(build(make())) == 7
+    assert problem in str(told[0].message)
+    assert len(told) == 1
+    assert cache.verify() == []
+
+
+@needs_root
+@pytest.mark.parametrize("part", ["kernel.so", "entry.json", "."])
+def test_an_entry_of_another_user_is_not_trusted(part, monkeypatch):
+    path = build(make())
+    os.chown(path.parent / part, 12345, -1)
+    monkeypatch.setattr(compilation, "_verified", {})
+    with pytest.warns(errors.BuildCacheWarning, match="belongs to another user"):
+        assert build(make()).stat().st_uid == os.geteuid()
+
+
+def test_a_cache_that_others_may_write_to_is_closed():
+    path = build(make())
+    for folder in (path.parent.parent, path.parent.parent.parent):
+        folder.chmod(0o777)
+    compilation._verified.clear()
+    assert "written to by others" in cache.verify()[0][1]
+    assert build(make()) == path
+    assert cache.verify() == []
+
+
+@needs_root
+def test_a_cache_of_another_user_is_left_alone(tmp_path):
+    (tmp_path / "cache" / "native").mkdir(parents=True)
+    os.chown(tmp_path / "cache" / "native", 12345, -1)
+    with pytest.warns(errors.BuildCacheWarning, match="it belongs to another user"):
+        path = build(make())
+    assert call(path) == 7
+    assert list((tmp_path / "cache" / "native").iterdir()) == []
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+AWKWARD = [
+    "a'b",
+    'a"b',
+    "a\nb",
+    "a b;$(touch {pwned})",
+    "`touch {pwned}`",
+    "../../up",
+    "-o",
+    "@file",
+    "%s\\",
+    "é\u202e\x1b[0m",
+]
+
+
+@pytest.mark.parametrize("form", AWKWARD)
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_names_and_sources_of_all_kinds(settings, tmp_path, form, compiler):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    name = form.format(pwned=tmp_path / "pwned")
+    folder = tmp_path / name.replace("/", "_")
+    folder.mkdir()
+    (folder / "number.h").write_text("#define NUMBER 7\n")
+    settings(cc=compiler, cache_dir=folder / "cache")
+    quoted = '"' + "".join(f"\\{ord(each):03o}" if ord(each) < 128 else each for each in name) + '"'
+    text = f"#include <number.h>\n#line 5 {quoted}\nconst char* file = __FILE__;\n{TEXT.replace('%d', 'NUMBER')}"
+    text += f"const char* value = X;\n/* {name} */\n"
+    request = Request(name, (Unit(name, text, "c"),), flags=(f"-DX={quoted}",), include_dirs=(folder,))
+    assert call(build(request)) == 7
+    assert cache.entries()[0].label == name
+    wrong = dataclasses.replace(request, units=(Unit(name, text + "int wrong = nothing;\n", "c"),))
+    with pytest.raises(errors.CompileError) as raised:
+        build(wrong)
+    assert "int wrong = nothing;" in str(raised.value)
+    assert "\x1b" not in str(raised.value)
+    assert not (tmp_path / "pwned").exists()
+
+
+# ---- compilers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiler_that_hangs_is_stopped_with_all_that_it_started(settings, tmp_path):
+    pids = tmp_path / "pids"
+    compiler = script(tmp_path / "gcc", f"sleep 60 &\necho $$ $! > {pids}; echo working\nwait")
+    settings(cc=compiler, build_timeout=0.5)
+    start = time.monotonic()
+    with pytest.raises(errors.CompileError, match=r"gcc was stopped: .* time limit \(OPKIT_BUILD_TIMEOUT\)") as raised:
+        build(make())
+    assert 0.4 < time.monotonic() - start < 5
+    assert vars(raised.value)["log"] == "working\n"
+    assert not any(alive(int(pid)) for pid in pids.read_text().split())
+    assert cache.entries() == []
+
+
+def alive(pid):
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def test_an_interrupted_build_leaves_no_compiler_behind(settings, tmp_path):
+    pids = tmp_path / "pids"
+    settings(cc=script(tmp_path / "gcc", f"echo $$ > {pids}; exec sleep 60"))
+
+    def interrupt():
+        while not (pids.exists() and pids.read_text()):
+            time.sleep(0.01)
+        time.sleep(0.1)  # until it is certain that subprocess, which an interruption would upset, is done
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        build(make())
+    assert not alive(int(pids.read_text()))
+    assert list((cache.root() / "tmp").iterdir()) == []
+
+
+def test_an_interrupted_build_of_many_leaves_no_compiler_behind(settings, tmp_path):
+    settings(cc=script(tmp_path / "gcc", f"echo $$ > {tmp_path}/pid$$; exec sleep 60"))
+
+    def interrupt():
+        while len(list(tmp_path.glob("pid*"))) < 2:
+            time.sleep(0.01)
+        time.sleep(0.1)  # until it is certain that subprocess, which an interruption would upset, is done
+        os.kill(os.getpid(), signal.SIGINT)
+
+    start = time.monotonic()
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        compilation.build_all([make(number) for number in range(6)], jobs=2)
+    assert time.monotonic() - start < 20
+    assert not any(alive(int(path.name[3:])) for path in tmp_path.glob("pid*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("echo 'something went wrong'; exit 3", "something went wrong"),
+        ("kill -SEGV $$", "gcc was ended by signal 11"),
+        ("exit 0", "gcc reported success and wrote no file"),
+    ],
+)
+def test_a_compiler_that_fails(settings, tmp_path, text, complaint):
+    settings(cc=script(tmp_path / "gcc", text))
+    for _ in range(2):  # a failure is not remembered
+        with pytest.raises(errors.CompileError, match=complaint):
+            build(make())
+    assert cache.entries() == []
+    settings()
+    assert call(build(make())) == 7
+
+
+def test_a_compiler_that_cannot_be_started(settings, tmp_path):
+    (tmp_path / "gcc").write_bytes(b"\x7fELF nonsense")
+    (tmp_path / "gcc").chmod(0o755)
+    settings(cc=str(tmp_path / "gcc"))
+    with pytest.raises(errors.ToolchainError, match="gcc cannot be started: Exec format error"):
+        build(make())
+
+
+def test_no_compiler_at_all(monkeypatch, tmp_path):
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(errors.ToolchainError, match="No C compiler was found"):
+        build(make())
+    assert not (tmp_path / "cache").exists()
+
+
+def test_one_that_fails_does_not_hold_up_the_others():
+    wrong = Request("demo::wrong", (Unit("wrong.c", "oops", "c"),))
+    requests = [wrong if number % 3 == 0 else make(number) for number in range(9)]
+    results = compilation.build_all(requests, jobs=3)
+    assert [isinstance(each, errors.CompileError) for each in results] == [number % 3 == 0 for number in range(9)]
+    assert [call(path) for path in results if isinstance(path, Path)] == [1, 2, 4, 5, 7, 8]
+
+
+def test_threads_that_build_different_kernels():
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda number: call(build(make(number))), range(16))) == list(range(16))
+
+
+def test_a_lock_that_is_held_for_ever_is_done_without(settings, tmp_path):
+    import filelock
+
+    settings(build_timeout=0.3)
+    name = key(make())
+    (cache.root() / name[:2]).mkdir(parents=True, mode=0o700)
+    with filelock.FileLock(cache.root() / name[:2] / f"{name}.lock"):
+        assert call(build(make())) == 7
+
+
+def test_entries_are_plain_json():
+    path = build(make())
+    assert json.loads((path.parent / "entry.json").read_text("ascii"))["key"] == key(make())
