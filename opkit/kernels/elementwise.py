@@ -20,6 +20,14 @@ from opkit.kernels.shared_library import SharedLibrary
 OUTPUT = "out"
 _GRAIN = 2048  # elements: some 40 microseconds of a function of 20 ns, a few times what waking a thread costs
 _FLOATING = ("float", "complex")
+_WITHOUT_TENSORS = (
+    "none of its parameters would be a tensor: floating parameters are, unless bind gives them a number, and integers are "
+    "not. Give a reference= that takes tensors, or write a C kernel."
+)
+_WITHOUT_TENSORS_OF_REFERENCE = (
+    "none of its parameters is a tensor of the reference. Annotate the reference's parameters (x: Tensor), and call them as "
+    "the declaration does, or say in bind what is given to which."
+)
 
 # What does not depend on the function: the loop's dimensions, and the rows that a thread goes through.
 _LOOP = """\
@@ -164,10 +172,7 @@ def read(foreign: Foreign, bind: Mapping[str, Constant], tensors: Collection[str
     foreigns.check_bind(foreign, bind)
     chosen = [p for p in foreign.function.parameters if _is_tensor(p, bind, tensors)]
     if not chosen:
-        raise foreign.error(
-            "none of its parameters would be a tensor: floating parameters are, unless bind gives them a number, and integers "
-            "are not. Give a reference= that takes tensors, or write a C kernel."
-        )
+        raise foreign.error(_WITHOUT_TENSORS if tensors is None else _WITHOUT_TENSORS_OF_REFERENCE)
     for parameter in chosen:
         if not dtype_of(parameter.type):
             raise foreign.parameter_error(parameter, f"no tensor has elements of type {parameter.type}.")
@@ -197,7 +202,15 @@ def kernel(
     out = CParameter("opk_out", TENSOR, 1, True, foreign.text, element=foreign.function.returns)
     entry = Function(f"call_{foreign.symbol}", "int", (*taken, out), 1)
     running = _PARALLEL % _GRAIN if parallel else _SERIAL
-    pieces = (preamble, foreigns.prototype(foreign), _numbers(function), running, _LOOP, _row(function), _entry(function, entry))
+    pieces = (
+        preamble,
+        foreigns.prototype(foreign),
+        _numbers(function),
+        running,
+        _LOOP,
+        _row(function),
+        _entry(function, entry),
+    )
     return foreigns.native(foreign, library, "\n".join(pieces), entry, {**bind, "opk_out": OUTPUT}, flags)
 
 

@@ -86,7 +86,9 @@ def _check_type(foreign: Foreign, parameter: CParameter, preamble: str) -> None:
     if parameter.type in C_TYPES or parameter.type.startswith("enum ") or parameter.pointer:
         return
     if parameter.type.startswith(("struct ", "union ", "array")):
-        raise foreign.parameter_error(parameter, "a structure or an array of arrays cannot be given. Declare a pointer.")
+        raise foreign.parameter_error(
+            parameter, "a structure or an array of arrays cannot be given. Declare a pointer."
+        )
     if not preamble:
         raise foreign.parameter_error(
             parameter, f"{parameter.type} is no C type. Write the one that it stands for, such as int or int64_t, or "
@@ -259,7 +261,7 @@ def _assigned(parameter: CParameter, result: str, value: str, text: str) -> str:
     message = f"{parameter.name}, which is {shown}, does not fit into {parameter.type}"
     return (
         f"    int64_t {result};\n    {{\n        int opk_wrong = 0;\n        {result} = {value};\n"
-        f"        if (opk_wrong || {_outside(parameter, result)}) {{ opk_fail(\"{message}\"); return -1; }}\n    }}\n"
+        f'        if (opk_wrong || {_outside(parameter, result)}) {{ opk_fail("{message}"); return -1; }}\n    }}\n'
     )
 
 

@@ -92,7 +92,7 @@ def _named(name: str) -> SharedLibrary:
             if not elf.readable() or elf.own(path):
                 return SharedLibrary(name, path, _unknown_folders(path))
     known = ctypes.util.find_library(_bare(name)) if _PLAIN.match(name) else None
-    if known is None or _FILE_NAME.match(name) and known != name:
+    if known is None or (_FILE_NAME.match(name) and known != name):
         raise _missing(name)
     return SharedLibrary(name, known)
 
@@ -113,7 +113,9 @@ def _files(folder: str, name: str) -> Iterator[str]:
         return
     for stem in dict.fromkeys((f"lib{name}", name if name.startswith("lib") else f"lib{name}")):
         base = os.path.join(folder, f"{stem}{'.dylib' if sys.platform == 'darwin' else '.so'}")
-        versions = [path for path in glob.glob(f"{glob.escape(base)}.*") if re.fullmatch(r"[\d.]+", path[len(base) + 1 :])]
+        versions = [
+            path for path in glob.glob(f"{glob.escape(base)}.*") if re.fullmatch(r"[\d.]+", path[len(base) + 1 :])
+        ]
         yield from (path for path in [base] if os.path.isfile(path))
         yield from sorted(versions, key=lambda path: _version(path[len(base) + 1 :]), reverse=True)
 
@@ -127,7 +129,9 @@ def _version(text: str) -> tuple[int, ...]:
 
 def _folders() -> list[str]:
     """Where libraries are looked for: the folders that the user names, the loader's, and this Python's own."""
-    given = [folder for name in ("LD_LIBRARY_PATH", "LIBRARY_PATH") for folder in os.environ.get(name, "").split(os.pathsep)]
+    given = [
+        folder for name in ("LD_LIBRARY_PATH", "LIBRARY_PATH") for folder in os.environ.get(name, "").split(os.pathsep)
+    ]
     listed = [*filter(None, given), *_standard_folders(), os.path.join(sys.prefix, "lib")]
     return [folder for folder in dict.fromkeys(map(os.path.abspath, listed)) if os.path.isdir(folder)]
 

@@ -1,5 +1,7 @@
 """``opkit.from_library``: an operator from a function of a shared library that is already installed."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import contextlib
@@ -85,9 +87,11 @@ def from_library(
     schemas.split_name(name)
     with _named(name):
         _check_options(options)
+        _check_forms(bind, preamble, flags)
         found = shared_library.find(library)
         given = _Given(found, dict(bind or {}), preamble, returns, parallel, tuple(flags))
         declared = [_declared(given, text) for text in _texts(declaration, variants)]
+        _check_symbols(declared)
         if reference is None:
             _check_without_reference(declared[0], returns, dtypes)
             caller = sys._getframe(1).f_globals.get("__name__", "__main__")  # pyright: ignore[reportPrivateUsage]
@@ -125,7 +129,19 @@ def _check_options(options: Mapping[str, Any]) -> None:
         if option not in _OPTIONS:
             near = difflib.get_close_matches(option, [*_OPTIONS, *_own_options()], 1)
             hint = f" Did you mean {near[0]}=?" if near else ""
-            raise DeclarationError(f"from_library has no option {option}=. Options of the operator are {', '.join(_OPTIONS)}.{hint}")
+            raise DeclarationError(
+                f"from_library has no option {option}=. Options of the operator are {', '.join(_OPTIONS)}.{hint}"
+            )
+
+
+def _check_forms(bind: object, preamble: object, flags: object) -> None:
+    """Raise where something is of the wrong type altogether."""
+    if bind is not None and not isinstance(bind, Mapping):
+        raise DeclarationError(f'bind={bind!r}: give a dictionary, such as {{"n": "rows"}}.')
+    if not isinstance(preamble, str):
+        raise DeclarationError(f"preamble={preamble!r}: give C text.")
+    if isinstance(flags, str):
+        raise DeclarationError(f"flags={flags!r}: give a list of options.")
 
 
 def _own_options() -> list[str]:
@@ -138,6 +154,13 @@ def _texts(declaration: str, variants: Sequence[str]) -> list[str]:
     return [declaration, *variants]
 
 
+def _check_symbols(declared: Sequence[Foreign]) -> None:
+    symbols = [read.symbol for read in declared]
+    twice = next((symbol for symbol in symbols if symbols.count(symbol) > 1), None)
+    if twice is not None:
+        raise DeclarationError(f"variants=: {twice} is declared twice. Each variant is a function of its own.")
+
+
 def _declared(given: _Given, text: str) -> Foreign:
     read = foreign.parse(text, given.preamble)
     shared_library.check_function(given.library, read.symbol)
@@ -147,7 +170,7 @@ def _declared(given: _Given, text: str) -> Foreign:
 def _completed(
     op: CustomOp[..., Any],
     declared: Sequence[Foreign],
-    kernels: Sequence[NativeKernel],
+    kernels: Sequence[Any],
     dtypes: Iterable[torch.dtype] | None = None,
 ) -> CustomOp[..., Any]:
     """The operator with its kernels; it is removed again where one does not fit it."""
@@ -215,7 +238,8 @@ def _without_reference(
         _check_variant(function, functions[0], given.bind)
     kernels = [_elementwise_kernel(function, given) for function in functions]
     choice = _Choice(name, tuple(_Dtypes(f.foreign.symbol, f.dtypes, f.result) for f in functions), python)
-    op = custom_op(name, _body(choice, module, declared[0]), opaque=True, **{"mutates_args": (), **options})
+    body, chosen = _body(choice, module, declared[0]), {"mutates_args": (), **options}
+    op: CustomOp[..., Any] = custom_op(name, body, opaque=True, **chosen)  # pyright: ignore
     _completed(op, declared, kernels)
     op.register_fake(_fake(choice))
     op.register_vmap(_vmap(op, choice))
@@ -313,7 +337,9 @@ def _body(choice: _Choice, module: str, read: Foreign) -> types.FunctionType:
     body.__module__ = module
     body.__doc__ = f"`{' '.join(read.text.split())}`, applied to every element."
     setattr(body, "__signature__", choice.signature)  # noqa: B010
-    body.__annotations__ = {p.name: p.annotation for p in choice.signature.parameters.values()} | {"return": torch.Tensor}
+    body.__annotations__ = {p.name: p.annotation for p in choice.signature.parameters.values()} | {
+        "return": torch.Tensor
+    }
     return body
 
 
