@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -34,13 +35,19 @@ def test_functions_of_libm(name, function):
     torch.testing.assert_close(op(x), torch.tensor(expected, dtype=F64), rtol=1e-14, atol=1e-15)
 
 
+def bessel(n, x):
+    """Bessel's integral, by the trapezoidal rule, which converges exponentially for it."""
+    angle = torch.arange(128, dtype=F64) * (2 * math.pi / 128)
+    return torch.cos(n * angle - x[:, None] * angle.sin()).mean(-1)
+
+
 def test_integers_stay_numbers(name):
     jn = opkit.from_library(name, "m", "double jn(int n, double x)")
     assert str(inspect.signature(jn)) == "(n: int, x: torch.Tensor) -> torch.Tensor"
     assert jn.schema == f"{name}(SymInt n, Tensor x) -> Tensor"
     x = torch.linspace(0, 20, 50, dtype=F64)
-    torch.testing.assert_close(jn(0, x), torch.special.bessel_j0(x))
-    torch.testing.assert_close(jn(n=1, x=x), torch.special.bessel_j1(x))
+    torch.testing.assert_close(jn(0, x), bessel(0, x), rtol=0, atol=1e-14)
+    torch.testing.assert_close(jn(n=3, x=x), bessel(3, x), rtol=0, atol=1e-14)
     with pytest.raises(RuntimeError, match=rf"{name} .*n does not fit into int"):
         jn(2**31, x)
 
@@ -49,7 +56,7 @@ def test_a_number_given_by_bind_is_no_argument(name):
     j0 = opkit.from_library(name, "m", "double jn(int n, double x)", bind={"n": 0})
     x = torch.rand(5, dtype=F64)
     assert list(inspect.signature(j0).parameters) == ["x"]
-    torch.testing.assert_close(j0(x), torch.special.bessel_j0(x))
+    torch.testing.assert_close(j0(x), bessel(0, x), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("declared", ["int ilogb(double x)", "long lround(double x)", "double cabs(double _Complex x)"])
@@ -69,7 +76,9 @@ def test_variants_are_chosen_by_dtype(hypot):
 
 
 def test_other_dtypes_are_refused(hypot):
-    with pytest.raises(DtypeError, match="takes x: float16, y: float16; hypot takes x: float64, y: float64; hypotf takes"):
+    with pytest.raises(
+        DtypeError, match="takes x: float16, y: float16; hypot takes x: float64, y: float64; hypotf takes"
+    ):
         hypot(torch.ones(2).half(), torch.ones(2).half())
     with pytest.raises(DtypeError, match="x: float32, y: float64"):
         hypot(torch.ones(2), torch.ones(2, dtype=F64))
@@ -298,7 +307,9 @@ def test_sizes_that_do_not_fit_are_not_cut_off(name, small, meaning):
 
 
 def test_a_header_does_not_contradict_the_declaration(name, small, tmp_path):
-    header = "typedef long size; enum mode { PLAIN, SQUARED };\nvoid powers(enum mode, char, size, const double*, double*);"
+    header = (
+        "typedef long size; enum mode { PLAIN, SQUARED };\nvoid powers(enum mode, char, size, const double*, double*);"
+    )
     (tmp_path / "small.h").write_text(header)
     op = opkit.from_library(
         name,
@@ -351,7 +362,17 @@ GEMM = (
     "void {0}gemm{1}(int order, int transa, int transb, {2} m, {2} n, {2} k, {3} alpha, const {3}* a, {2} lda, "
     "const {3}* b, {2} ldb, {3} beta, {3}* c, {2} ldc)"
 )
-ROW_MAJOR = {"order": 101, "transa": 111, "transb": 111, "alpha": 1, "beta": 0, "lda": "k", "ldb": "n", "ldc": "n", "c": "out"}
+ROW_MAJOR = {
+    "order": 101,
+    "transa": 111,
+    "transb": 111,
+    "alpha": 1,
+    "beta": 0,
+    "lda": "k",
+    "ldb": "n",
+    "ldc": "n",
+    "c": "out",
+}
 
 
 def matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m n"]:
@@ -406,9 +427,21 @@ def test_rules_of_matrix_products(gemm):
     torch.testing.assert_close(torch.vmap(gemm, in_dims=(0, None))(batch, b), batch @ b)
     compiled = torch.compile(lambda a, b: gemm(a, b).sin(), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(a, b), (a @ b).sin())
-    torch.testing.assert_close(torch.autograd.grad(compiled(a, b).sum(), a), torch.autograd.grad((a @ b).sin().sum(), a))
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(a, b).sum(), a), torch.autograd.grad((a @ b).sin().sum(), a)
+    )
 
 
 def test_shapes_are_checked(gemm):
     with pytest.raises(opkit.errors.ShapeError, match="b"):
         gemm(torch.ones(2, 3), torch.ones(4, 2))
+
+
+def test_the_example():
+    program = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "libraries.py"))
+    try:
+        program["main"]()
+    finally:
+        for op in opkit.operators():
+            if op.name.startswith("examples::"):
+                opkit.remove(op.name)
