@@ -208,7 +208,7 @@ def test_exported_symbols(library):
     path = library("libopktest.so")
     assert elf.exported(path) == {"opk_test_one": "function"}
     found = shared_library.find(path)
-    with pytest.raises(KernelError, match="no function 'opk_test_two'. It has opk_test_one"):
+    with pytest.raises(KernelError, match=r"no function 'opk_test_two'\. It has opk_test_one"):
         shared_library.check_function(found, "opk_test_two")
     assert elf.exported(os.path.dirname(path)) is None
     assert elf.exported(__file__) is None
