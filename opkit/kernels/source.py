@@ -224,6 +224,16 @@ _RETURNING = {
     "void": "    {call};\n    return 0;\n",
     "const char*": "    *opk_text = {call};\n    return *opk_text != 0;\n",
 }
+_LAUNCHED = """\
+OPK_C int32_t opk_call_<n>(const opk_value* opk_values, const char** opk_text);
+int32_t opk_call_<n>(const opk_value* opk_values, const char** opk_text) {
+    const int32_t opk_code = opk_launch_<n>(opk_values, opk_text);
+    const cudaError_t opk_error = cudaGetLastError();  // of a launch; what fails on the GPU is known later
+    if (opk_error == cudaSuccess || *opk_text != 0 || opk_code != 0) return opk_code;
+    *opk_text = cudaGetErrorString(opk_error);
+    return -1;
+}
+"""
 _RETURNING_CODE = "    return (int32_t){call};\n"
 
 
@@ -233,8 +243,10 @@ def _trampoline(bound: Bound, instance: _Instance) -> str:
     returning = _RETURNING.get(function.returns, _RETURNING_CODE)
     body = returning.format(call=f"{_renamed(function.name, instance)}({values})")
     checks = "".join(_check(number, slot, instance) for number, slot in slots)
-    head = f"int32_t opk_call_{instance.number}(const opk_value* opk_values, const char** opk_text)"
-    return f"OPK_C {head};\n{head} {{\n    (void)opk_values;\n    (void)opk_text;\n{checks}{body}}}\n"
+    name = f"opk_{'launch' if instance.language == 'cuda' else 'call'}_{instance.number}"
+    head = f"int32_t {name}(const opk_value* opk_values, const char** opk_text)"
+    text = f"OPK_C {head};\n{head} {{\n    (void)opk_values;\n    (void)opk_text;\n{checks}{body}}}\n"
+    return text + (_LAUNCHED.replace("<n>", str(instance.number)) if instance.language == "cuda" else "")
 
 
 def _instance_text(bound: Bound, author: _Author, instance: _Instance) -> str:

@@ -95,8 +95,14 @@ class NativeFunction:
             variable = self.bound.variables[-2 - slot.dtype]
             allowed = self.native.variables[variable]
             if chosen.setdefault(variable, tensor.dtype) != tensor.dtype:
-                return f"{slot.name} has {tensor.dtype} and an argument before it {chosen[variable]}; it takes equal ones"
-        return "" if dtype in allowed else f"{slot.name} has {tensor.dtype}; it takes {', '.join(f'torch.{d}' for d in allowed)}"
+                return (
+                    f"{slot.name} has {tensor.dtype} and an argument before it {chosen[variable]}; it takes equal ones"
+                )
+        return (
+            ""
+            if dtype in allowed
+            else f"{slot.name} has {tensor.dtype}; it takes {', '.join(f'torch.{d}' for d in allowed)}"
+        )
 
     # ---- building --------------------------------------------------------------------------------------------------
 
@@ -191,7 +197,11 @@ def schema_with_layout(operator: Operator) -> str:
 
 def _cuda_flags(native: NativeKernel) -> list[str]:
     """Compile for the GPUs that are here, unless the author says for which."""
-    if not native.cuda or any("arch" in flag or "gencode" in flag for flag in native.flags) or not torch.cuda.is_available():
+    if (
+        not native.cuda
+        or any("arch" in flag or "gencode" in flag for flag in native.flags)
+        or not torch.cuda.is_available()
+    ):
         return []
     found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
     return [f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in sorted(found)]
