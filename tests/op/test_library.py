@@ -108,6 +108,13 @@ def test_layouts(hypot, layout):
     torch.testing.assert_close(hypot(x.float(), y.float()), torch.hypot(x.float(), y.float()))
 
 
+def test_layouts_of_the_same_sizes(hypot):
+    x = torch.randn(6, 6, dtype=F64)
+    for _ in range(3):
+        for a, b in ((x, x), (x.t(), x), (x, x.t()), (x.t(), x.t()), (x[:1], x), (x[:1].expand(6, 6), x)):
+            torch.testing.assert_close(hypot(a, b), torch.hypot(a, b))
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 def test_large_tensors(name, parallel):
     op = opkit.from_library(name, "m", HYPOT, parallel=parallel)

@@ -212,6 +212,7 @@ def test_matrix_products_of_views(gemm):
     a, b = torch.randn(7, 5, dtype=F64), torch.randn(9, 7, dtype=F64)
     for _ in range(3):
         torch.testing.assert_close(gemm(a.t(), b.t()), a.t() @ b.t())
+        torch.testing.assert_close(gemm(a.t().contiguous(), b.t()), a.t() @ b.t())
     torch.testing.assert_close(gemm(a[::2, 1:4], b[:3, ::3]), a[::2, 1:4] @ b[:3, ::3])
 
 
