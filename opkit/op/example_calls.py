@@ -173,7 +173,8 @@ class _Calls:
 
     def values(self, choice: Sequence[int], dtypes: Mapping[str, torch.dtype], sizes: _Sizes) -> list[Any] | None:
         """The values of one call; None where an annotation forbids one."""
-        known: dict[str, Any] = {**dict.fromkeys(self.runs, sizes.run), **sizes.names}
+        known: dict[str, Any] = dict(zip(self.names, itertools.cycle(sizes.numbers), strict=False))
+        known |= {**sizes.names, **dict.fromkeys(self.runs, sizes.run)}
         values = [self.choices[number][chosen] for number, chosen in enumerate(choice)]
         for number, argument in enumerate(self.arguments):
             if argument.kind in ("tensor", "tensors") and values[number] is not None:

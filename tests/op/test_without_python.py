@@ -176,7 +176,13 @@ def test_a_library_that_cannot_be_loaded_is_named(made, tmp_path, broken, compla
     kernel = tmp_path / "kernel.so"
     if broken is not None:
         kernel.write_bytes(broken)
-    command = [str(made / "runner"), str(package.runtime_library()), str(made / "model.pt2"), str(tmp_path), str(kernel)]
+    command = [
+        str(made / "runner"),
+        str(package.runtime_library()),
+        str(made / "model.pt2"),
+        str(tmp_path),
+        str(kernel),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert complaint in done.stderr
