@@ -1,4 +1,4 @@
-"""The ``opkit`` command: ``demo``, ``doctor``, ``list``, ``describe``, ``build`` and ``cache``."""
+"""The ``opkit`` command: ``demo``, ``doctor``, ``list``, ``describe``, ``build``, ``bridge`` and ``cache``."""
 
 from __future__ import annotations
 
@@ -138,6 +138,20 @@ def build(
         raise typer.Exit(1) from None
     for part in parts:
         _console().print(part)
+
+
+@app.command()
+def bridge() -> None:
+    """Build the bridge to this torch now, with which calls of C kernels that need no gradient skip Python."""
+    from opkit.kernels import bridge as bridges
+    from opkit.op.torch_paths import torch_paths
+
+    paths = torch_paths()
+    with _bad_input(errors.OpkitError):
+        path = bridges.build(paths)
+    status = bridges.status(paths)
+    took = "" if status.seconds is None else f", built in {status.seconds:.1f} s"
+    _console().print(escape(f"The bridge to torch {paths.version} is {path}{took}"), soft_wrap=True, highlight=False)
 
 
 @cache_app.command("list")

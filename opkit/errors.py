@@ -80,7 +80,13 @@ class ToolchainError(KernelError):
 
 
 class CompileError(KernelError):
-    """A compiler refused a kernel's source, or did not finish in time; the message shows the author's own lines."""
+    """A compiler refused a kernel's source, or did not finish in time; the message shows the author's own lines.
+
+    ``log`` is all that the compiler printed, ``command`` prints it again.
+    """
+
+    log: str = ""
+    command: tuple[str, ...] = ()
 
 
 class CacheError(OpkitError, OSError):
@@ -133,3 +139,7 @@ class StrideWarning(UserWarning):
 
 class BuildCacheWarning(UserWarning):
     """The build cache could not be used as it is; kernels are built into a temporary folder, or built again."""
+
+
+class NoCompilerWarning(UserWarning):
+    """A kernel could not be built because the machine has no compiler for it; the operator's reference runs instead."""

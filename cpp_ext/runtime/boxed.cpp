@@ -40,8 +40,9 @@ public:
     Stack(const opk_kernel& kernel, const uint64_t* stack, bool has_layout)
         : kernel_(kernel), inputs_(kernel.argument_count) {
         for (int32_t i = 0; i < kernel.argument_count; i++) read(kernel.arguments[i], stack[i], inputs_[i]);
-        if (has_layout && stack[kernel.argument_count] != 0)
-            read_ints(take_cell(stack[kernel.argument_count]), layout_);
+        given_ = has_layout && stack[kernel.argument_count] != 0;
+        if (given_) read_ints(take_cell(stack[kernel.argument_count]), layout_);
+        layout_.push_back(0);  // so that the layout of no outputs has an address
     }
 
     ~Stack() {
@@ -53,14 +54,15 @@ public:
 
     // The layout that was given; null where there is none. Throws std::runtime_error where it is not one.
     const int64_t* layout() const {
-        if (layout_.empty() && new_outputs(kernel_) > 0) return nullptr;
+        if (!given_) return nullptr;
+        const size_t words = layout_.size() - 1;
         size_t at = 0;
         for (int32_t left = new_outputs(kernel_); left > 0; left--) {
-            const int64_t rank = at + 1 < layout_.size() ? layout_[at + 1] : -1;
+            const int64_t rank = at + 1 < words ? layout_[at + 1] : -1;
             if (rank < 0 || rank > 64) throw std::runtime_error("opk_layout is not the layout of this kernel's outputs");
             at += 2 + 2 * static_cast<size_t>(rank);
         }
-        if (at != layout_.size()) throw std::runtime_error("opk_layout is not the layout of this kernel's outputs");
+        if (at != words) throw std::runtime_error("opk_layout is not the layout of this kernel's outputs");
         return layout_.data();
     }
 
@@ -146,6 +148,7 @@ private:
 
     const opk_kernel& kernel_;
     Small<opk_input, 16> inputs_;
+    bool given_ = false;
     std::vector<int64_t> layout_;
     std::vector<Handle> tensors_, strings_;
     std::vector<std::vector<Handle>> lists_;

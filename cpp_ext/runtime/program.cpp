@@ -67,12 +67,21 @@ bool fits(const Arguments& call, int32_t i, Cursor& key) {
     }
 }
 
-int64_t floor_divide(int64_t a, int64_t b) {
-    const int64_t quotient = a / b;
-    return quotient - (a % b != 0 && (a % b < 0) != (b < 0));
+// Python's division, rounded down. False where it has no value that fits.
+bool floor_divide(int64_t a, int64_t b, int64_t& result) {
+    if (b == 0 || (b == -1 && a == INT64_MIN)) return false;
+    result = a / b - (a % b != 0 && (a % b < 0) != (b < 0));
+    return true;
 }
 
-// Evaluates `count` words of postfix code. False: it divides by zero, or the code is not sound.
+bool modulo(int64_t a, int64_t b, int64_t& result) {
+    int64_t quotient;
+    if (!floor_divide(a, b, quotient)) return false;
+    result = a - quotient * b;
+    return true;
+}
+
+// Evaluates postfix code. False: it divides by zero or overflows, or the code is not sound.
 class Evaluation {
 public:
     explicit Evaluation(const Arguments& call) : call_(call) {}
@@ -138,11 +147,11 @@ private:
 
     static bool binary(int64_t operation, int64_t& a, int64_t b) {
         switch (operation) {
-            case OPK_CODE_ADD: a += b; return true;
-            case OPK_CODE_SUBTRACT: a -= b; return true;
-            case OPK_CODE_MULTIPLY: a *= b; return true;
-            case OPK_CODE_FLOOR_DIVIDE: return b != 0 && (a = floor_divide(a, b), true);
-            case OPK_CODE_MODULO: return b != 0 && (a -= floor_divide(a, b) * b, true);
+            case OPK_CODE_ADD: return !__builtin_add_overflow(a, b, &a);
+            case OPK_CODE_SUBTRACT: return !__builtin_sub_overflow(a, b, &a);
+            case OPK_CODE_MULTIPLY: return !__builtin_mul_overflow(a, b, &a);
+            case OPK_CODE_FLOOR_DIVIDE: return floor_divide(a, b, a);
+            case OPK_CODE_MODULO: return modulo(a, b, a);
             case OPK_CODE_MINIMUM: a = a < b ? a : b; return true;
             case OPK_CODE_MAXIMUM: a = a > b ? a : b; return true;
             case OPK_CODE_EQUAL: a = a == b; return true;

@@ -45,7 +45,8 @@ def _targets(facts: Facts, names: Sequence[str]) -> dict[str, Target]:
         for number, argument in enumerate(facts.arguments)
     ]
     found = {name: _output_target(facts, number, name) for name, number in outputs if name}
-    return {**found, **{target.name: target for target in arguments}}
+    named = {target.name: target for target in arguments}
+    return {**named, **found, **named}
 
 
 _DERIVED = re.compile(

@@ -58,9 +58,9 @@ _THROWING = {
 _TESTS = ("isnan", "isinf", "isfinite", "isnormal", "signbit")
 
 
-def _test(name: str) -> str:
-    """``x * 1.0f`` makes a float of the types that C++ has as classes, and leaves a double as it is."""
-    return f"#define {name}(x) __builtin_{name}((x) * 1.0f)"
+def _used(text: str, defined: Collection[str]) -> list[str]:
+    words = dict.fromkeys(re.findall(r"\b[a-z]\w*(?=\s*[(),;])", text))
+    return [word for word in words if word not in defined]
 
 
 def declarations(text: str, defined: Collection[str], cpp: bool) -> str:
@@ -69,11 +69,18 @@ def declarations(text: str, defined: Collection[str], cpp: bool) -> str:
     >>> declarations("y = expf(x);", (), cpp=False)
     'float expf(float);\\n'
     """
-    words = dict.fromkeys(re.findall(r"\b[a-z]\w*(?=\s*[(),;])", text))
-    names = [word for word in words if word not in defined]
-    quiet = " noexcept" if cpp else ""
-    declared = [f"{_QUIET[name]}{quiet};" for name in names if name in _QUIET]
+    names = _used(text, defined)
+    declared = [f"{_QUIET[name]}{' noexcept' if cpp else ''};" for name in names if name in _QUIET]
     declared += [f"{_THROWING[name]};" for name in names if name in _THROWING]
     lines = ['extern "C" {', *declared, "}"] if cpp and declared else declared
-    tests = [_test(name) for name in names if name in _TESTS and not re.search(rf"#\s*define\s+{name}\b", text)]
-    return "".join(f"{line}\n" for line in (*lines, *tests))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def macros(text: str, defined: Collection[str]) -> dict[str, str]:
+    """What ``isnan(x)`` and the like stand for, where the text has them. No header may be included while they do.
+
+    ``x * 1.0f`` makes a float of the types that C++ has as classes, and leaves a double as it is.
+    """
+    known = [name for name in _used(text, defined) if name in _TESTS]
+    own = [name for name in known if re.search(rf"#\s*define\s+{name}\b", text)]
+    return {name: f"__builtin_{name}((x) * 1.0f)" for name in known if name not in own}

@@ -58,7 +58,7 @@ _DROPPED = re.compile(
     r"|_Nonnull|_Nullable|__forceinline__|_Noreturn|volatile)\b"
 )
 _SPELLED = (
-    (re.compile(r"\b__const(?:__)?\b"), "const"),
+    (re.compile(r"\b(?:__const(?:__)?|[A-Z]+_CONST)\b"), "const"),
     (re.compile(r"\b(float|double)\s+complex\b"), r"\1 _Complex"),
     (re.compile(r"\b__complex__\b"), "_Complex"),
     (re.compile(r"\bstd\s*::\s*complex\s*<\s*(float|double)\s*>"), r"opk_std_complex_\1"),

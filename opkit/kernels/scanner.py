@@ -6,6 +6,7 @@ Comments, literals and directives become spaces first, so every offset and line 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 
@@ -35,6 +36,7 @@ def _blank_literal(match: re.Match[str]) -> str:
     return token if kept else _spaces(token)
 
 
+@functools.lru_cache(maxsize=8)
 def without_literals(text: str) -> str:
     """The text with its comments and literals blanked."""
     return _LITERAL.sub(_blank_literal, text)
@@ -70,23 +72,25 @@ def without_directives(code: str, every_branch: bool = False) -> str:
 def closing(code: str, opening: int) -> int:
     """Where the bracket that opens at ``opening`` has been closed: just behind it, or the end of the text."""
     mark, depth = code[opening], 0
-    for match in re.finditer(rf"[{re.escape(mark + _PAIRS[mark])}]", code[opening:]):
+    for match in re.compile(rf"[{re.escape(mark + _PAIRS[mark])}]").finditer(code, opening):
         depth += 1 if match.group() == mark else -1
         if depth == 0:
-            return opening + match.end()
+            return match.end()
     return len(code)
 
 
 def _without_attributes(code: str) -> str:
     code = _BRACKETED.sub(lambda match: _spaces(match.group()), code)
-    position = 0
-    while match := _ATTRIBUTE.search(code, position):
-        end = closing(code, match.end())
-        code = code[: match.start()] + _spaces(code[match.start() : end]) + code[end:]
-        position = end
-    return code
+    pieces, position = [], 0
+    for match in _ATTRIBUTE.finditer(code):
+        if match.start() >= position:
+            end = closing(code, match.end())
+            pieces += [code[position : match.start()], _spaces(code[match.start() : end])]
+            position = end
+    return "".join((*pieces, code[position:]))
 
 
+@functools.lru_cache(maxsize=8)
 def plain(text: str, every_branch: bool = False) -> str:
     """Code alone: no comments, literals, directives or attributes, each character where it was."""
     return _without_attributes(without_directives(without_literals(text), every_branch))

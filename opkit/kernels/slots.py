@@ -112,8 +112,8 @@ def _tensor(scope: Scope, parameter: CParameter, target: Target) -> Slot:
             parameter, f"{target.name} is a tensor: take `{_const(target)}T* {parameter.name}` or "
             f"`const opk_tensor* {parameter.name}`.",
         )  # fmt: skip
-    _check_const(scope, parameter, target)
     dtype = _element(scope, parameter, parameter.type)
+    _check_const(scope, parameter, target)
     return Slot(
         parameter.name, "DATA", target.number, 0, dtype, None, parameter.const, parameter.spelling, kind=target.kind
     )
@@ -131,8 +131,8 @@ def _tensors(scope: Scope, parameter: CParameter, target: Target) -> Slot:
             parameter, f"{target.name} is a list of tensors: take `{_const(target)}T* const* {parameter.name}` or "
             f"`const opk_tensor* {parameter.name}`, and {target.name}_len for their number.",
         )  # fmt: skip
-    _check_const(scope, parameter, target)
     dtype = _element(scope, parameter, parameter.type)
+    _check_const(scope, parameter, target)
     return Slot(
         parameter.name,
         "DATA_LIST",
@@ -176,7 +176,7 @@ def _scalar(scope: Scope, parameter: CParameter, target: Target) -> Slot:
     if kind not in _TAKEN[target.kind]:
         wanted = "`float` or `double`" if target.kind == "float" else "an integer type such as `int64_t`"
         raise scope.error(
-            parameter, f"{target.name} is of kind {target.kind} and cannot be a {parameter.type}. Take {wanted}."
+            parameter, f"{target.name} is of kind {target.kind} and cannot be taken as {parameter.type}. Take {wanted}."
         )
     member = "f" if target.kind == "float" else "i"
     return Slot(parameter.name, "SCALAR", target.number, c_type=parameter.type, member=member, kind=target.kind)

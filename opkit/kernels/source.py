@@ -119,7 +119,8 @@ def _views(text: str) -> list[list[scanner.Item]]:
     return [list(scanner.items(scanner.plain(text, every_branch))) for every_branch in (False, True)]
 
 
-def _external(text: str, plain_c: bool) -> list[str]:
+@functools.lru_cache(maxsize=8)
+def _external(text: str, plain_c: bool) -> tuple[str, ...]:
     """The names that the source defines for the linker; in C++ those alone that a namespace does not keep apart."""
     names: list[str] = []
     for item in itertools.chain.from_iterable(_views(text)):
@@ -128,10 +129,11 @@ def _external(text: str, plain_c: bool) -> list[str]:
             names.append(function.name)
         if function is None and (plain_c or item.c_linkage):
             names += scanner.variables(item)
-    return list(dict.fromkeys(names))
+    return tuple(dict.fromkeys(names))
 
 
-def _defined(text: str) -> set[str]:
+@functools.lru_cache(maxsize=8)
+def _defined(text: str) -> frozenset[str]:
     """The functions and variables at file scope, static ones too."""
     found = [item for items in _views(text) for item in items]
     functions = [function.name for function in map(scanner.function, found) if function is not None]
@@ -139,14 +141,16 @@ def _defined(text: str) -> set[str]:
     variables = [
         scanner.variables(dataclasses.replace(item, head=head)) for item, head in zip(found, heads, strict=True)
     ]
-    return {*functions, *itertools.chain.from_iterable(variables)}
+    return frozenset((*functions, *itertools.chain.from_iterable(variables)))
 
 
-def _library(author: _Author, instance: _Instance) -> str:
+def _library(author: _Author, instance: _Instance) -> tuple[str, dict[str, str]]:
+    """Declarations of the C library's functions that C uses, and macros for those that are macros there."""
     if not instance.plain_c:
-        return ""
+        return "", {}
     text = f"{author.preamble}\n{author.text}"
-    return c_library.declarations(scanner.without_literals(text), _defined(text), instance.as_cpp)
+    shown, defined = scanner.without_literals(text), _defined(text)
+    return c_library.declarations(shown, defined, instance.as_cpp), c_library.macros(shown, defined)
 
 
 def _renamed(name: str, instance: _Instance) -> str:
@@ -155,13 +159,16 @@ def _renamed(name: str, instance: _Instance) -> str:
 
 def _opening(bound: Bound, author: _Author, instance: _Instance) -> tuple[str, str]:
     """What goes before the author's text and after it, and the other way round around each of its includes."""
-    others = [] if instance.alone else _external(author.text, instance.plain_c)
+    others = () if instance.alone else _external(author.text, instance.plain_c)
     macros = {name: _renamed(name, instance) for name in dict.fromkeys([bound.function.name, *others])}
     macros |= {"restrict": "__restrict__"} if instance.language != "c" else {}
     scope = 'extern "C" {\n' if instance.as_cpp else f"namespace opk_{instance.label} {{\n"
     scope = "" if instance.language == "c" or (instance.alone and not instance.as_cpp) else scope
-    defines = "".join(f"#define {name} {text}\n" for name, text in macros.items())
-    return defines + scope, ("}\n" if scope else "") + "".join(f"#undef {name}\n" for name in macros)
+    tests = {name: f"{name}(x) {text}" for name, text in _library(author, instance)[1].items()}
+    defines = [f"#define {name} {text}\n" for name, text in macros.items()]
+    defines += [f"#ifndef {name}\n#define {text}\n#endif\n" for name, text in tests.items()]
+    undefines = [f"#undef {name}\n" for name in (*macros, *tests)]
+    return "".join((*defines, scope)), "".join(("}\n" if scope else "", *undefines))
 
 
 def _apart(author: _Author, position: tuple[int, int, int], opening: str, closing: str) -> str:
@@ -187,7 +194,7 @@ def _placed(author: _Author, opening: str, closing: str) -> str:
 def _preamble(author: _Author, instance: _Instance) -> str:
     if not author.preamble:
         return ""
-    scope = ('extern "C" {\n', "}\n") if instance.as_cpp else ("", "")
+    scope = ('#define restrict __restrict__\nextern "C" {\n', "}\n#undef restrict\n") if instance.as_cpp else ("", "")
     given = dataclasses.replace(author, text=author.preamble, filename="<preamble>", first_line=1)
     return f"{_placed(given, *scope)}{scope[1]}"
 
@@ -217,6 +224,16 @@ _RETURNING = {
     "void": "    {call};\n    return 0;\n",
     "const char*": "    *opk_text = {call};\n    return *opk_text != 0;\n",
 }
+_LAUNCHED = """\
+OPK_C int32_t opk_call_<n>(const opk_value* opk_values, const char** opk_text);
+int32_t opk_call_<n>(const opk_value* opk_values, const char** opk_text) {
+    const int32_t opk_code = opk_launch_<n>(opk_values, opk_text);
+    const cudaError_t opk_error = cudaGetLastError();  // of a launch; what fails on the GPU is known later
+    if (opk_error == cudaSuccess || *opk_text != 0 || opk_code != 0) return opk_code;
+    *opk_text = cudaGetErrorString(opk_error);
+    return -1;
+}
+"""
 _RETURNING_CODE = "    return (int32_t){call};\n"
 
 
@@ -226,8 +243,10 @@ def _trampoline(bound: Bound, instance: _Instance) -> str:
     returning = _RETURNING.get(function.returns, _RETURNING_CODE)
     body = returning.format(call=f"{_renamed(function.name, instance)}({values})")
     checks = "".join(_check(number, slot, instance) for number, slot in slots)
-    head = f"int32_t opk_call_{instance.number}(const opk_value* opk_values, const char** opk_text)"
-    return f"OPK_C {head};\n{head} {{\n    (void)opk_values;\n    (void)opk_text;\n{checks}{body}}}\n"
+    name = f"opk_{'launch' if instance.language == 'cuda' else 'call'}_{instance.number}"
+    head = f"int32_t {name}(const opk_value* opk_values, const char** opk_text)"
+    text = f"OPK_C {head};\n{head} {{\n    (void)opk_values;\n    (void)opk_text;\n{checks}{body}}}\n"
+    return text + (_LAUNCHED.replace("<n>", str(instance.number)) if instance.language == "cuda" else "")
 
 
 def _instance_text(bound: Bound, author: _Author, instance: _Instance) -> str:
@@ -235,7 +254,7 @@ def _instance_text(bound: Bound, author: _Author, instance: _Instance) -> str:
     return "".join((
         "#define OPK_C_SOURCE 1\n" if instance.plain_c else "",
         _header("opkit.h"), _header("opkit_types.h"), _OURS, _HELPERS, _cuda_headers(instance), _types(instance),
-        _library(author, instance), _preamble(author, instance),
+        _library(author, instance)[0], _preamble(author, instance),
         _placed(author, opening, closing), _trampoline(bound, instance), closing,
     ))  # fmt: skip
 
@@ -307,6 +326,11 @@ def generate(
 
     ``dtypes`` names the element types of each type variable. ``filename`` and ``first_line`` say where the text is
     from, for compile errors. ``preamble`` goes before it: the declarations of a library, say.
+
+    Beside its own names the text may use each type variable, ``opk_acc`` (what the first one is summed in; ``opk_acc_U``
+    for U), ``#if T_is_bfloat16`` and the like, and what ``opkit.h`` has for authors. C needs no headers; see
+    :mod:`opkit.kernels.c_library`. In C++ everything of several choices of types but ``extern "C"`` functions is in a
+    namespace; what included headers define must not depend on a type variable unless it is static.
     """
     instances = _instances(_choices(bound, f"{preamble}\n{text}", dtypes, kernel_name), language)
     _check_scalars(bound, instances, kernel_name)

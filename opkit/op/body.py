@@ -140,7 +140,7 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 def _trace(body: Callable[..., Any], described: Any) -> Trace:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with private.no_modes(), torch.enable_grad():
+    with private.no_modes(), torch.inference_mode(False), torch.enable_grad():
         shape_env = ShapeEnv(allow_dynamic_output_shape_ops=True, allow_scalar_outputs=False)
         mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
         fake_args, fake_kwargs = pytree.tree_map(lambda leaf: _fake(leaf, mode), described)  # pyright: ignore[reportUnknownLambdaType]

@@ -68,6 +68,9 @@ class Operator:
             f"GeneratedBackwardFor_{self.namespace}_{self.opname.split('.')[0]}_default"
         )
         self.lock = threading.RLock()
+        self.forced = 0  # contexts in which a kernel is forced, in whatever thread
+        self.bridged: Any = None
+        self.refreshed: Callable[[], None] = lambda: None
         self.traced_hash = ""
         self.captured: set[str] = set()  # the kernels beside a reference that captures a tensor which requires grad
         self.restrided: set[str] = set()  # the kernels whose results are copied into the reference's layout
@@ -281,6 +284,8 @@ class Operator:
 
     def changed(self) -> None:
         """Forget what was concluded before a kernel or rule was registered."""
+        if self.bridged is not None:
+            self.bridged.suspend()
         self._hash = ""
         self._traces.clear()
         self._verified.clear()

@@ -24,13 +24,11 @@ from opkit.op import torch_private as private
 from opkit.op.body import Opaque, Trace
 from opkit.op.core import Operator
 from opkit.op.facts import declared_type, facts_of, kind_of
-from opkit.op.layout_code import NoCodeError
+from opkit.op.layout_code import NoCodeError, constant
 from opkit.op.layout_program import Program, run
 from opkit.op.layout_writer import Writer
 
 __all__ = ["Program", "Refusal", "derive", "layout_of", "operands", "run"]
-
-_HARMLESS = ("Device", "Generator")  # types that no program can test, and on which sizes do not depend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +91,7 @@ def _new_outputs(facts: Facts) -> list[tuple[str, int]]:
 
 
 def _trace(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), private.without_fake_tensor_logs():
         if operator.given.fake is None:
             return operator.traced(args, kwargs)
         return bodies.trace(_shapes(operator), args, kwargs)
@@ -158,7 +156,8 @@ def _checked(operator: Operator, name: str, output: Any, device: torch.device) -
 
 
 def _same(one: torch.device, other: torch.device) -> bool:
-    return one.type == other.type and (None in (one.index, other.index) or one.index == other.index)
+    indices: set[int | None] = {one.index, other.index}
+    return one.type == other.type and (None in indices or len(indices) == 1)
 
 
 def _layout(operator: Operator, name: str, output: Any, device: torch.device) -> list[int]:
@@ -202,27 +201,31 @@ def derive(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> P
     """The program that gives the layout of a call through the schema, and of as many others as it can.
 
     It holds for this call, which is checked, and for every other one that fits its key and guard.
+    There is none where a tensor is not row-major: such calls pass their layout.
     """
     try:
         facts, values = facts_of(operator), operands(operator, args, kwargs)
         _refuse_untestable(operator)
-        deriving = _Deriving(
-            operator, facts, values, layout_of(operator, args, kwargs), _device(operator, args, kwargs)
-        )
+        if not _new_outputs(facts):
+            return _assembled(facts, values, [2, *constant(1)])
+        expected, device = layout_of(operator, args, kwargs), _device(operator, args, kwargs)
     except (OpkitError, p.UnfitError) as error:
-        return Refusal(f"{operator.name}: there is no program of output sizes: {error}")
-    return deriving.best()
+        return _refused(operator, error)
+    return _Deriving(operator, facts, values, expected, device).best()
+
+
+def _refused(operator: Operator, why: object) -> Refusal:
+    return Refusal(f"{operator.name}: there is no program of output sizes: {why}")
 
 
 def _refuse_untestable(operator: Operator) -> None:
-    types = [declared_type(argument) for argument in operator.schema.arguments]
-    for argument, declared in zip(operator.schema.arguments, types, strict=True):
-        if kind_of(argument) == "ignored" and (
-            declared not in _HARMLESS or (declared == "Device" and "Tensor" in types)
-        ):
-            raise p.UnfitError(
-                f"they may depend on the argument {argument.name} of type {declared}, which none can test"
-            )
+    arguments = operator.schema.arguments
+    tensors = any(kind_of(argument).startswith("tensor") for argument in arguments)
+    for argument in arguments:
+        declared = declared_type(argument)
+        harmless = declared == "Generator" or (declared == "Device" and not tensors)
+        if kind_of(argument) == "ignored" and not harmless:
+            raise p.UnfitError(f"a program cannot test the argument {argument.name} of type {declared}")
 
 
 @dataclasses.dataclass
@@ -252,13 +255,27 @@ class _Deriving:
         try:
             program = self._program(self._traced(pinned))
         except (NoCodeError, OpkitError, p.UnfitError, tracing.NotTracedError) as error:
-            return Refusal(f"{self.operator.name}: there is no program of output sizes: {error}")
+            return _refused(self.operator, error)
+        if self._right(program):
+            return program
+        why = f"on symbolic sizes the reference does other than on plain ones.\n{program}"
+        return _refused(self.operator, why)
+
+    def _right(self, program: Program) -> bool:
+        """Whether the program is right for the call, and, if it fits, for one of twice the sizes."""
         if run(program.words, self.kinds, self.values) != self.expected:
-            return Refusal(
-                f"{self.operator.name}: there is no program of output sizes: on symbolic sizes the reference did other "
-                f"than for this call.\n{program}"
-            )
-        return program
+            return False
+        values = tracing.isolated(lambda: tracing.doubled(self.values))
+        found = run(program.words, self.kinds, values)
+        return found is None or found == self._layout(values)
+
+    def _layout(self, values: list[Any]) -> list[int] | None:
+        named = zip(self.operator.schema.arguments, values, strict=True)
+        kwargs = {argument.name: value for argument, value in named if argument.kwarg_only}
+        try:
+            return layout_of(self.operator, values[: len(values) - len(kwargs)], kwargs)
+        except OpkitError:
+            return None
 
     def _traced(self, pinned: frozenset[Any]) -> tracing.SymbolicRun:
         names = [argument.name if argument.kwarg_only else None for argument in self.operator.schema.arguments]
@@ -279,9 +296,13 @@ class _Deriving:
     def _program(self, traced: tracing.SymbolicRun) -> Program:
         writer = Writer(traced)
         outputs = [word for tensor in self._new(traced) for word in writer.output(tensor)]
-        words = [*p.key(self.kinds, self.values), *writer.guard(), *outputs]
-        arguments = tuple((argument.name, argument.kind) for argument in self.facts.arguments)
-        return Program(self.operator.name, (1 + len(words), *words), arguments)
+        return _assembled(self.facts, self.values, [*writer.guard(), *outputs])
+
+
+def _assembled(facts: Facts, values: list[Any], rest: list[int]) -> Program:
+    arguments = tuple((argument.name, argument.kind) for argument in facts.arguments)
+    words = [*p.key([kind for _, kind in arguments], values), *rest]
+    return Program(facts.operator, (1 + len(words), *words), arguments)
 
 
 def _attempted(

@@ -112,6 +112,14 @@ class Translator:
         factors = [self.code(item) for item in rest.as_ordered_factors()]
         return joined(p.MULTIPLY, factors if factor == 1 else [*factors, constant(factor)])
 
+    def divisor(self, expression: Any) -> Code:
+        """A divisor. Its factors must be positive, as torch took them to be when it simplified the division."""
+        for factor in expression.as_ordered_factors():
+            base = factor.as_base_exp()[0]
+            if not base.is_positive:
+                self.conditions.append((*constant(1), *self.code(base), p.LESS_EQUAL))
+        return self.code(expression)
+
     # ---- floating point --------------------------------------------------------------------------------------------
 
     def _relation(self, expression: Any, op: int, swapped: bool) -> Code:
@@ -209,6 +217,14 @@ def _fold(op: int) -> _Rule:
     return lambda to, expression: joined(op, [to.code(item) for item in expression.args])
 
 
+def _divided(op: int) -> _Rule:
+    def rule(to: Translator, expression: Any) -> Code:
+        base, divisor = expression.args
+        return (*to.code(base), *to.divisor(divisor), op)
+
+    return rule
+
+
 def _power(to: Translator, expression: Any) -> Code:
     base, exponent = expression.args
     if not (exponent.is_Integer and 1 <= int(exponent) <= _MOST_FACTORS):
@@ -227,13 +243,14 @@ def _shift(op: int) -> _Rule:
 
 
 def _modular_indexing(to: Translator, expression: Any) -> Code:
-    base, divisor, modulus = map(to.code, expression.args)
-    return (*base, *divisor, p.FLOOR_DIVIDE, *modulus, p.MODULO)
+    base, divisor, modulus = expression.args
+    return (*to.code(base), *to.divisor(divisor), p.FLOOR_DIVIDE, *to.divisor(modulus), p.MODULO)
 
 
 def _divide_up(to: Translator, expression: Any) -> Code:
-    base, divisor = map(to.code, expression.args)
-    return (*constant(0), *constant(0), *base, p.SUBTRACT, *divisor, p.FLOOR_DIVIDE, p.SUBTRACT)
+    base, divisor = expression.args
+    opposite = (*constant(0), *to.code(base), p.SUBTRACT)
+    return (*constant(0), *opposite, *to.divisor(divisor), p.FLOOR_DIVIDE, p.SUBTRACT)
 
 
 def _absolute(to: Translator, expression: Any) -> Code:
@@ -261,11 +278,11 @@ _RULES: dict[str, _Rule] = {
     "Mul": lambda to, e: to.whole(e),
     "Pow": _power,
     "PowByNatural": _power,
-    "FloorDiv": _fold(p.FLOOR_DIVIDE),
-    "CleanDiv": _fold(p.FLOOR_DIVIDE),
+    "FloorDiv": _divided(p.FLOOR_DIVIDE),
+    "CleanDiv": _divided(p.FLOOR_DIVIDE),
     "CeilDiv": _divide_up,
-    "Mod": _fold(p.MODULO),
-    "PythonMod": _fold(p.MODULO),
+    "Mod": _divided(p.MODULO),
+    "PythonMod": _divided(p.MODULO),
     "ModularIndexing": _modular_indexing,
     "LShift": _shift(p.MULTIPLY),
     "RShift": _shift(p.FLOOR_DIVIDE),

@@ -1,15 +1,18 @@
 """One run of a reference on symbolic sizes: what it returns, and what was assumed of the sizes on the way.
 
 Every size and every int becomes a symbol; so do floats, as long as nothing that matters depends on them. Sizes of 0 and 1
-stay numbers, as they do under torch.compile, because broadcasting treats them differently.
+stay numbers, as they do under torch.compile, because broadcasting treats them differently. So do ints that are not
+positive, because torch simplifies ``(n // m) // m`` to ``n // m**2`` and ``m // m`` to 1 whatever the sign of m.
 """
 
+# pyright: reportMissingTypeStubs=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +28,7 @@ from opkit.op.body import concrete
 from opkit.op.layout_code import Code, constant
 
 R = TypeVar("R")
+_HUGE = 2**40  # elements
 
 
 class NotTracedError(Exception):
@@ -102,7 +106,7 @@ class Symbols:
             self.conditions.append((*code, *constant(size), p.EQUAL))
             return size
         self.conditions.append((*constant(2), *code, p.LESS_EQUAL))
-        return self._symbol(size, code, positive=True)
+        return self._symbol(size, code)
 
     def _assume_strides(self, sizes: Sequence[int], argument: int, item: int) -> None:
         # torch calls a tensor contiguous whatever the strides of sizes of 1, or all of them where it is empty
@@ -113,10 +117,11 @@ class Symbols:
                 self.conditions.append((p.STRIDE, argument, item, dim, *step, p.EQUAL))
 
     def integer(self, value: Any, argument: int, item: int) -> Any:
-        """A symbolic int, of any value."""
+        """A symbolic int if it is positive."""
         code, value = (p.INT, argument, item), int(value)
-        if "int" not in self.pinned:
-            return self._symbol(value, code, positive=None)
+        if value > 0 and "int" not in self.pinned:
+            self.conditions.append((*constant(1), *code, p.LESS_EQUAL))
+            return self._symbol(value, code, specialize=False)
         self.conditions.append((*code, *constant(value), p.EQUAL))
         return value
 
@@ -124,23 +129,26 @@ class Symbols:
         """A symbolic float."""
         value = float(value)
         if "float" not in self.pinned and (argument, item) not in self.pinned and math.isfinite(value):
-            return self._symbol(value, None, positive=None, place=(argument, item))
+            symbol, source = self._created(value, None, specialize=False)
+            self.floats[symbol] = (argument, item)
+            return self.env.create_symfloatnode(symbol, hint=value, source=source)
         self.conditions.append((p.FLOAT_IS, argument, item, p.float_bits(value)))
         return value
 
-    def _symbol(self, value: Any, code: Code | None, positive: bool | None, place: tuple[int, int] = (0, 0)) -> Any:
+    def _symbol(self, value: int, code: Code, specialize: bool = True) -> Any:
+        symbol, source = self._created(value, True, specialize)
+        self.code[symbol] = code
+        return self.env.create_symintnode(symbol, hint=value, source=source)
+
+    def _created(self, value: Any, positive: bool | None, specialize: bool) -> tuple[Any, Any]:
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         source = ConstantSource(f"call_{len(self.code) + len(self.floats)}")
         symbol = self.env.create_symbol(
-            value, source, DimDynamic.DYNAMIC, positive=positive, do_not_specialize_zero_one=not positive
+            value, source, DimDynamic.DYNAMIC, positive=positive, do_not_specialize_zero_one=not specialize
         )
-        if code is None:
-            self.floats[symbol] = place
-            return self.env.create_symfloatnode(symbol, hint=value, source=source)
-        self.code[symbol] = code
-        return self.env.create_symintnode(symbol, hint=value, source=source)
+        return symbol, source
 
 
 _MAKERS: dict[str, tuple[Callable[[Symbols, Any, int, int], Any], bool]] = {
@@ -185,8 +193,12 @@ def run(
     """Run ``body`` on symbolic copies of ``values``, those with a name as keyword arguments.
 
     Raises:
+        NotTracedError: a tensor is not row-major, or torch would not tell all that it assumes.
         Exception: whatever the body raised.
     """
+    setting = private.guards_left_out()
+    if setting:
+        raise NotTracedError(f"torch.fx.experimental._config.{setting} is on, under which torch leaves out guards")
     facts = described(values)
     return isolated(lambda: _run(body, kinds, facts, names, pinned))
 
@@ -205,6 +217,22 @@ def _run(
         kwargs = {name: value for value, name in zip(made, names, strict=True) if name is not None}
         with private.symbolic_tracing(symbols.mode):
             return SymbolicRun(symbols, body(*args, **kwargs))
+
+
+def doubled(values: Sequence[Any]) -> list[Any]:
+    """The values of a call whose tensors have twice the sizes; fake tensors."""
+    with private.no_modes(), torch.inference_mode(False):
+        mode = FakeTensorMode()
+        return pytree.tree_map(functools.partial(_doubled, mode), described(values))
+
+
+def _doubled(mode: FakeTensorMode, leaf: Any) -> Any:
+    if not isinstance(leaf, TensorFacts):
+        return leaf
+    with mode:
+        return torch.empty(
+            [size if size < 2 else 2 * size for size in leaf.sizes], dtype=leaf.dtype, device=leaf.device
+        )
 
 
 def isolated(function: Callable[[], R]) -> R:

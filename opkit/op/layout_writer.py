@@ -1,5 +1,6 @@
 """From one symbolic run to the words of a program: outputs, and the guard under which they are right."""
 
+# pyright: reportMissingTypeStubs=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Writer:
 
     def _plain(self, number: Any) -> Any:
         """``number`` without "at least 1" where that is so anyway."""
-        known = {item: self._at_least_one(other) for item in number.atoms(_max()) if (other := _other(item)) is not None}
+        known = {
+            item: self._at_least_one(other) for item in number.atoms(_max()) if (other := _other(item)) is not None
+        }
         return number.xreplace({item: other for item, other in known.items() if other is not item})
 
     def _at_least_one(self, number: Any) -> Any:
@@ -63,6 +66,8 @@ class Writer:
     def _keep_apart(self, dimensions: Sequence[tuple[Any, Any]]) -> None:
         """Demand that no two elements share memory, with the dimensions (size, stride) nested as in this call."""
         extent = expression(1)
+        if any(size == 0 for size, _ in dimensions):
+            return
         for size, stride in dimensions:
             if size != 1 and not _equal(stride, extent):
                 self.apart.append((*self.translator.code(extent), *self.translator.code(stride), p.LESS_EQUAL))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit.errors import KernelError
+from opkit.errors import KernelError, NoCompilerWarning, ToolchainError
 from opkit.kernels import compilation, package, units
 from opkit.kernels.binding import Bound, bind
 from opkit.kernels.commands import Request
 from opkit.kernels.dtypes import DTYPES
 from opkit.kernels.native import NativeKernel
 from opkit.kernels.slots import ANY_DTYPE, Slot
-from opkit.op import layout
+from opkit.op import bridged, layout
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.facts import facts_of
@@ -94,8 +95,14 @@ class NativeFunction:
             variable = self.bound.variables[-2 - slot.dtype]
             allowed = self.native.variables[variable]
             if chosen.setdefault(variable, tensor.dtype) != tensor.dtype:
-                return f"{slot.name} has {tensor.dtype} and an argument before it {chosen[variable]}; it takes equal ones"
-        return "" if dtype in allowed else f"{slot.name} has {tensor.dtype}; it takes {', '.join(f'torch.{d}' for d in allowed)}"
+                return (
+                    f"{slot.name} has {tensor.dtype} and an argument before it {chosen[variable]}; it takes equal ones"
+                )
+        return (
+            ""
+            if dtype in allowed
+            else f"{slot.name} has {tensor.dtype}; it takes {', '.join(f'torch.{d}' for d in allowed)}"
+        )
 
     # ---- building --------------------------------------------------------------------------------------------------
 
@@ -111,6 +118,19 @@ class NativeFunction:
     def request(self) -> Request:
         """What the compiler is asked for."""
         return units.request(self.native, self.bound, self.__name__, flags=_cuda_flags(self.native))
+
+    def ready(self) -> bool:
+        """Build and load the kernel; False, with one warning, where this machine has no compiler for it."""
+        try:
+            _ = self.build() if self.native.debug else self.load()
+        except ToolchainError as error:
+            self._unbuildable = str(error).splitlines()[0].rstrip(":")
+            warnings.warn(
+                f"{self.operator.name}: the kernel {self.__name__} is not used, the reference runs in its place. {error}",
+                NoCompilerWarning,
+                stacklevel=2,
+            )
+        return not self._unbuildable
 
     def load(self) -> _core.KernelLibrary:
         """Put the kernel, built ahead of time or now, into the dispatcher, once."""
@@ -159,6 +179,7 @@ class NativeFunction:
                     return function
                 self.library.add_program(list(program.words))
                 self._programs.append(program.words)
+        bridged.offer(self)
         return self._overload
 
     def _fitting(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -178,7 +199,11 @@ def schema_with_layout(operator: Operator) -> str:
 
 def _cuda_flags(native: NativeKernel) -> list[str]:
     """Compile for the GPUs that are here, unless the author says for which."""
-    if not native.cuda or any("arch" in flag or "gencode" in flag for flag in native.flags) or not torch.cuda.is_available():
+    if (
+        not native.cuda
+        or any("arch" in flag or "gencode" in flag for flag in native.flags)
+        or not torch.cuda.is_available()
+    ):
         return []
     found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
     return [f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in sorted(found)]

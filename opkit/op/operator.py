@@ -16,6 +16,7 @@ from opkit.errors import DeviceArgumentError, KernelError, RuleError
 from opkit.kernels.native import NativeKernel
 from opkit.op import identity, planning
 from opkit.op import torch_private as private
+from opkit.op.bridged import Bridged
 from opkit.op.core import Operator
 from opkit.op.description import Description, describe
 from opkit.op.dispatcher import Dispatcher
@@ -46,7 +47,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         self._used_triton_kernels: list[Any] = []
         self._dispatcher = Dispatcher(operator, repr(self))
         self._flattened = operator.signature.flattened
-        self._forced = 0
+        operator.bridged, operator.refreshed = Bridged(), self._refresh
         functools.update_wrapper(self, operator.function, updated=())
 
     # ---- calling ---------------------------------------------------------------------------------------------------
@@ -73,12 +74,19 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
     def _refresh(self) -> None:
         operator = self._operator
         self._opoverload = operator.overload
-        self._call: Callable[..., Any] = self._dispatcher.refresh(self._dispatched, self._forced > 0)
+        planned = self._dispatcher.refresh(self._dispatched, operator.forced > 0)
+        direct = operator.bridged.serving and not self._flattened
+        self._call: Callable[..., Any] = private.builtin(operator.overload) if direct else planned
 
     def _force(self, change: int) -> None:
         with self._operator.lock:
-            self._forced += change
+            self._operator.forced += change
+            self._operator.bridged.suspend()
             self._refresh()
+
+    def _retire(self) -> None:
+        """Before the operator is taken out of the dispatcher."""
+        self._operator.bridged.remove()
 
     def _register(self, library: Any) -> None:
         operator = self._operator

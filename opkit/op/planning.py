@@ -100,26 +100,35 @@ def make_plan(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -
     binding = check_arguments(operator, args, kwargs)
     if operator.device(args, kwargs) == "meta" and (operator.given.fake or not operator.transparent(args, kwargs)):
         return Plan("fake", _without_data(operator))
-    kernel, _ = choose(operator, args, kwargs)
+    kernel = _ready(operator, args, kwargs)
     name = REFERENCE if kernel is None else kernel.name
     function = operator.body if kernel is None else kernel.function
-    native = kernel.function if kernel is not None and kernel.native else None
+    native: Any = kernel.function if kernel is not None and kernel.native else None
     plan = Plan(name, function)
 
     def first(*args: Any, **kwargs: Any) -> Any:
-        plan.run = function if native is None else native.prepare(args, kwargs)
         try:
-            output, plan.run = _verified(operator, kernel, plan.run, args, kwargs, binding)
+            plan.run = run = function if native is None else native.prepare(args, kwargs)
+            output, plan.run = _verified(operator, kernel, run, args, kwargs, binding)
         except BaseException:
             plan.run = first
             raise
-        if native is not None:
-            plan.run = native.settle(args, kwargs, plan.run)
+        if native is not None and plan.run is run:
+            plan.run = native.settle(args, kwargs, run)
         return output
 
     if config.get().verify or native is not None:
         plan.run = first
     return plan
+
+
+def _ready(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Kernel | None:
+    """The kernel of a call, built; one that cannot be built for want of a compiler refuses from then on."""
+    while True:
+        kernel, _ = choose(operator, args, kwargs)
+        native: Any = None if kernel is None or not kernel.native else kernel.function
+        if native is None or native.ready():
+            return kernel
 
 
 def _without_data(operator: Operator) -> Callable[..., Any]:

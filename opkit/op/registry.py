@@ -55,7 +55,7 @@ def remove(name: str) -> None:
         UnknownOperatorError: opkit defined none of that name.
     """
     with lock:
-        get(name)
+        get(name)._retire()  # pyright: ignore[reportPrivateUsage]
         del _operators[name]
         private.custom_ops.OPDEFS.pop(name, None)
         private.custom_ops.OPDEF_TO_LIB.pop(name)._destroy()  # pyright: ignore[reportPrivateUsage]
@@ -77,6 +77,7 @@ def install(op: CustomOp[Any, Any], module: str, stacklevel: int) -> None:
                 RedefinitionWarning,
                 stacklevel=stacklevel,
             )
+            older._retire()  # pyright: ignore[reportPrivateUsage]
         elif name in private.custom_ops.OPDEF_TO_LIB:
             _check_foreign(name, module)
         if name in private.custom_ops.OPDEF_TO_LIB:

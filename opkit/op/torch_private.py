@@ -47,6 +47,11 @@ parse_schema: Callable[[str], Any] = _C.parse_schema
 throw_on_data_pointer: Callable[[torch.Tensor], None] = _C._set_throw_on_mutable_data_ptr
 
 
+def builtin(overload: Any) -> Callable[..., Any]:
+    """The compiled function behind an OpOverload, which calls the dispatcher."""
+    return overload._op
+
+
 def dispatch_key_of(device_type: str) -> str:
     """The name of the backend dispatch key of a device type, "CPU" for "cpu"."""
     return _C._dispatch_key_for_device(device_type)
@@ -223,13 +228,8 @@ def in_fake_context(fake: Callable[..., Any], op: Any) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def symbolic_tracing(mode: Any) -> Generator[None]:
-    """Run operations under a fake mode of symbolic sizes as AOTAutograd does: in Python, where torch knows how.
-
-    What torch would log of an operation that fails is left out: its exception says it.
-    """
-    from torch._dispatch.python import enable_python_dispatcher
-
+def without_fake_tensor_logs() -> Generator[None]:
+    """Leave out what torch logs, in this thread, of an operation that fails on fake tensors: the exception says it."""
     thread, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
 
     def of_others(record: logging.LogRecord) -> bool:
@@ -237,7 +237,23 @@ def symbolic_tracing(mode: Any) -> Generator[None]:
 
     logger.addFilter(of_others)
     try:
-        with enable_python_dispatcher(), mode:
-            yield
+        yield
     finally:
         logger.removeFilter(of_others)
+
+
+@contextlib.contextmanager
+def symbolic_tracing(mode: Any) -> Generator[None]:
+    """Run operations under a fake mode of symbolic sizes as AOTAutograd does: in Python, where torch knows how."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with without_fake_tensor_logs(), enable_python_dispatcher(), mode:
+        yield
+
+
+def guards_left_out() -> str:
+    """The setting, if one is on, by which torch leaves out guards on symbolic sizes."""
+    from torch.fx.experimental import _config
+
+    names = ("backed_size_oblivious", "aggressive_guard_free_semantics")
+    return next((name for name in names if getattr(_config, name, False)), "")

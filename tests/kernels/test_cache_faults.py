@@ -318,9 +318,11 @@ def test_an_interrupted_build_of_many_leaves_no_compiler_behind(settings, tmp_pa
         time.sleep(0.1)  # until it is certain that subprocess, which an interruption would upset, is done
         os.kill(os.getpid(), signal.SIGINT)
 
+    start = time.monotonic()
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         compilation.build_all([make(number) for number in range(6)], jobs=2)
+    assert time.monotonic() - start < 20
     assert not any(alive(int(path.name[3:])) for path in tmp_path.glob("pid*"))
 
 

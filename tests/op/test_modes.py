@@ -136,3 +136,19 @@ def test_modes_see_an_operator_that_was_called_often(train, kind, op, spelled, i
     checkpoint(lambda x, w: call(x.sin(), w), x, weight, use_reentrant=False, context_fn=contexts)
     assert len(calls) == (kind == "kernel")
     assert type(call(TwoTensor(x, x), weight)) is TwoTensor
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_kernel_may_be_called_first_in_inference_mode(name, native):
+    @opkit.custom_op(name, mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    source = (
+        "void twice(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = 2 * x[i]; }"
+    )
+    doubled.register_kernel("cpu", opkit.c_kernel(source) if native else lambda x: x * 2)
+    with torch.inference_mode():
+        for x in (torch.ones(3), torch.ones(2, 3).t()):
+            assert (doubled(x) == 2).all()
+            assert doubled(x).is_inference()

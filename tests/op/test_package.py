@@ -12,8 +12,8 @@ import torch
 
 import opkit
 from opkit import config
-from opkit.errors import BuildCacheWarning, CompileError
-from opkit.kernels import compilation, isa, package, portable
+from opkit.errors import BuildCacheWarning, CompileError, NoCompilerWarning, ToolchainError
+from opkit.kernels import compilation, isa, package, portable, toolchain
 from opkit.op import package as building
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
@@ -277,6 +277,22 @@ def test_a_damaged_library_and_a_broken_source(packaged):
     packaged.write(OPERATORS.replace("for (", "four ("))
     with pytest.warns(BuildCacheWarning, match="edited"), pytest.raises(CompileError, match="four"):
         packaged.run()
+
+
+def test_a_damaged_library_where_there_is_no_compiler(packaged, monkeypatch):
+    packaged.build()
+    for path in packaged.built.glob("*.so"):
+        flip(path)
+
+    def refuse(language):
+        raise ToolchainError("no compiler was found")
+
+    monkeypatch.setattr(toolchain, "find", refuse)
+    with (
+        pytest.warns(BuildCacheWarning, match="sha256"),
+        pytest.warns(NoCompilerWarning, match="no compiler was found"),
+    ):
+        assert packaged.run() == 1  # the reference
 
 
 def test_names_with_odd_characters_make_file_names(packaged, no_compiler):

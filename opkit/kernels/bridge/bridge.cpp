@@ -200,10 +200,9 @@ public:
 
 // ---- one call -------------------------------------------------------------------------------------------------------
 
-// Whether nothing in the thread's state wants to see the call.
+// Whether nothing in the thread's state wants to see the call. Autocast and torch.jit.trace had their turn above us.
 bool unobserved(const Site& site, DispatchKeySet keys) {
     if ((keys.raw_repr() & ~site.device.call) != 0) return false; // modes, transforms, subclasses, other devices, ...
-    if (c10::impl::tls_local_dispatch_key_set().included_.has(DispatchKey::Tracer)) return false; // torch.jit.trace
     return !torch::profiler::impl::profilerEnabled();
 }
 

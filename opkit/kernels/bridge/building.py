@@ -24,6 +24,8 @@ from opkit.kernels.bridge.entry import Entry
 _SOURCE = Path(__file__).with_name("bridge.cpp")
 _HEADER = Path(__file__).parents[1] / "include" / "opkit.h"
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+# not the compiler's own C++ runtime, which may be another than torch's, or static: two in one process crash
+_LIBRARIES = ("-nodefaultlibs", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-lc", "-lgcc")
 _COMPILERS = ("g++", "clang++", "c++")
 
 ABI_VERSION = int(re.findall(r"#define OPK_ABI_VERSION (\d+)", _HEADER.read_text())[0])
@@ -74,7 +76,7 @@ def entry(paths: TorchPaths) -> Entry:
         "torch": [str(value) for value in dataclasses.astuple(paths)],
         "compiler": [str(compiler), found.st_size, found.st_mtime_ns],
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in (_SOURCE, _HEADER)],
-        "flags": _FLAGS,
+        "flags": _FLAGS + _LIBRARIES,
     }
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return Entry(config.get().cache_dir / "bridge" / key)
@@ -155,7 +157,7 @@ def _compile(source: Path, output: Path, paths: TorchPaths) -> None:
     command = [
         str(_compiler()), *_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(paths.cxx11_abi)}",
         "-isystem", str(paths.include_dir), "-I", str(_HEADER.parent), str(source), "-o", str(output),
-        "-L", str(paths.library_dir), "-ltorch_cpu", "-lc10",
+        "-L", str(paths.library_dir), *_LIBRARIES,
     ]  # fmt: skip
     log = output.with_suffix(".log")
     with log.open("wb") as file:

@@ -67,6 +67,9 @@ class Bridge:
     def install(self, name: str, overload: str, device: str, kernel_address: int) -> Installed:
         """Run calls of an operator on ``device`` in C wherever they are plain and the runtime does not refuse them.
 
+        Every other call goes to the kernels that the operator has in the dispatcher now, so register those first, and
+        remove this before the operator goes.
+
         Args:
             name: "namespace::name" of an operator whose Python kernels are registered already.
             overload: "" for the default one.

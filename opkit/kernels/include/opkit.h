@@ -156,7 +156,6 @@ typedef struct opk_instance {
 /* What changes while the process runs; one for each kernel, zeroed at the start. The runtime owns it. */
 typedef struct opk_state {
     void* programs; /* how output sizes follow from arguments; see docs/native.md */
-    void* failure;  /* a failure noted by a thread that the runtime does not know */
 } opk_state;
 
 struct opk_kernel {
@@ -199,13 +198,13 @@ struct opk_message {
 /* A layout gives each new output (no alias) in turn: dtype, rank, sizes, strides. Without one the sizes come from the
  * first program that fits the call. A program is an array of int64_t:
  *
- *   length                 of the whole, this word included
+ *   length                 of the whole in words, this one included
  *   key                    for each schema argument, by kind; a call fits if all of it is equal
- *     tensor               0 (None), or 1, rank, dtype, whether it is contiguous
+ *     tensor               0 (None), or 1, rank, dtype, whether it is contiguous (as torch has it)
  *     tensors              0, or 1, count, then rank, dtype, whether it is contiguous, for each
  *     int, float           0, or 1
  *     bool, dtype          0, or 1, value
- *     string               0, or 1, the FNV-1a hash (64 bits) of its bytes
+ *     string               0, or 1, the FNV-1a hash (64 bits, as an int64_t) of its bytes, the NUL left out
  *     ints, floats         0, or 1, count
  *     bools                0, or 1, count, values
  *     ignored              nothing
@@ -213,16 +212,24 @@ struct opk_message {
  *   for each new output    dtype, rank; for each size: words of code, code; then 0 for row-major strides, or 1 and for
  *                          each stride: words of code, code
  *
- * Code is postfix over int64_t. Division and remainder are Python's (rounded down); dividing by 0 makes the call unfit. */
+ * Row-major strides are torch's: the last is 1, each other one the next stride times the next size, 0 counting as 1. A
+ * scalar output (rank 0) has the 0 too. The guard comes first: what it demands holds for the code of the outputs.
+ *
+ * Code is postfix over int64_t: an operation takes its operands from a stack, the last one from the top, and leaves its
+ * result there; one value is left in the end. At most 32 values are on the stack at a time. Division and remainder are
+ * Python's (rounded down; a remainder has the sign of the divisor). Comparisons and AND, OR, NOT yield 0 or 1, and any
+ * number but 0 counts as true; both operands of AND and OR, and both choices of SELECT, are computed. A call is unfit if
+ * anything divides by 0, if a result is out of the range of int64_t, or if a size is negative. */
 enum opk_code {
     OPK_CODE_CONSTANT = 0, /* value */
     OPK_CODE_SIZE = 1,     /* argument, item (of a list; else 0), dimension */
     OPK_CODE_STRIDE = 2,   /* the same */
-    OPK_CODE_INT = 3,      /* argument, item: an int, or an element of ints */
-    OPK_CODE_FLOAT_IS = 4, /* argument, item, bits of a double: 1 if the float is that very one */
+    OPK_CODE_INT = 3,      /* argument, item (of a list; else 0): an int, or an element of ints */
+    OPK_CODE_FLOAT_IS = 4, /* argument, item, bits of a double: 1 if the float is that very one, else 0 */
     OPK_CODE_ADD = 5, OPK_CODE_SUBTRACT = 6, OPK_CODE_MULTIPLY = 7, OPK_CODE_FLOOR_DIVIDE = 8, OPK_CODE_MODULO = 9,
     OPK_CODE_MINIMUM = 10, OPK_CODE_MAXIMUM = 11, OPK_CODE_EQUAL = 12, OPK_CODE_NOT_EQUAL = 13, OPK_CODE_LESS = 14,
-    OPK_CODE_LESS_EQUAL = 15, OPK_CODE_AND = 16, OPK_CODE_OR = 17, OPK_CODE_NOT = 18, OPK_CODE_SELECT = 19 /* c a b: c ? a : b */
+    OPK_CODE_LESS_EQUAL = 15, OPK_CODE_AND = 16, OPK_CODE_OR = 17, OPK_CODE_NOT = 18,
+    OPK_CODE_SELECT = 19 /* c a b: c ? a : b */
 };
 
 #ifdef __cplusplus

@@ -33,6 +33,11 @@ struct alignas(2) opk_bf16 {
         uint32_t quiet = (wide >> 16) | 0x40u;
         return static_cast<uint16_t>(opk_either(static_cast<int32_t>(wide & 0x7fffffffu) > 0x7f800000, quiet, rounded));
     }
+    opk_bf16 operator-() const {
+        opk_bf16 negative = *this;
+        negative.bits = static_cast<uint16_t>(bits ^ 0x8000u);
+        return negative;
+    }
     opk_bf16& operator+=(float other) { return *this = opk_bf16(float(*this) + other); }
     opk_bf16& operator-=(float other) { return *this = opk_bf16(float(*this) - other); }
     opk_bf16& operator*=(float other) { return *this = opk_bf16(float(*this) * other); }
@@ -84,6 +89,11 @@ struct alignas(2) opk_half {
         result = opk_either(size >= 0x47800000, 0x7c00u, result);
         result = opk_either(size > 0x7f800000, 0x7e00u | ((wide >> 13) & 0x3ffu), result);
         return static_cast<uint16_t>(result | sign);
+    }
+    opk_half operator-() const {
+        opk_half negative = *this;
+        negative.bits = static_cast<uint16_t>(bits ^ 0x8000u);
+        return negative;
     }
     opk_half& operator+=(float other) { return *this = opk_half(float(*this) + other); }
     opk_half& operator-=(float other) { return *this = opk_half(float(*this) - other); }

@@ -82,6 +82,18 @@ def define() -> Iterator[Callable[..., Any]]:
         opkit.remove(op.name)
 
 
+@pytest.fixture(scope="session")
+def library() -> Callable[[str], torch.library.Library]:
+    """A library of torch's own. It is kept: torch 2.11 compiles nothing once an operator it has seen is gone."""
+    kept: list[torch.library.Library] = []
+
+    def library(namespace: str) -> torch.library.Library:
+        kept.append(torch.library.Library(namespace, "DEF"))
+        return kept[-1]
+
+    return library
+
+
 @pytest.fixture
 def native(built, define) -> Iterator[Native]:  # define: operators go after what is installed on them
     native = Native(*built)

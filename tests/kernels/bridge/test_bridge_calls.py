@@ -69,14 +69,14 @@ def test_any_tensor_can_need_a_gradient(native, define, needs):
         assert native.calls(lambda: op._opoverload(x))[1] == 1
 
 
-def test_every_kind_of_argument(native):
+def test_every_kind_of_argument(native, library):
     schema = (
         "every(Tensor x, SymInt i, float f, bool b, str s, ScalarType dtype, SymInt[] ints, float[] floats, bool[] bools, "
         "SymInt? oi=None, float? of=None, str? os=None, Device? device=None) -> Tensor"
     )
-    library = torch.library.Library("bridge_every", "DEF")
-    library.define(schema)
-    library.impl("every", lambda x, *_, **__: x.new_zeros(x.shape), "CompositeExplicitAutograd")
+    ops = library("bridge_every")
+    ops.define(schema)
+    ops.impl("every", lambda x, *_, **__: x.new_zeros(x.shape), "CompositeExplicitAutograd")
     installed = native.install("bridge_every::every", "every")
     x, ints = torch.zeros(12), list(range(300))
     given = (x, 7, 0.5, True, "ab", torch.bfloat16, ints, [0.25, 0.5], [True, False, True])
@@ -98,7 +98,6 @@ def test_every_kind_of_argument(native):
     ]
     installed.remove()
     assert not torch.ops.bridge_every.every(*given).any()
-    library._destroy()
 
 
 def test_several_outputs(native, define):
@@ -113,20 +112,20 @@ def test_several_outputs(native, define):
     torch.testing.assert_close((y, z), (x + 1, x + 2))
 
 
-def test_many_arguments(native):
-    library = torch.library.Library("bridge_many", "DEF")
-    library.define(f"op(Tensor x{''.join(f', Tensor? y{i}=None' for i in range(18))}) -> Tensor")
-    library.impl("op", lambda x, *_, **__: x + 1, "CompositeExplicitAutograd")
+def test_many_arguments(native, library):
+    ops = library("bridge_many")
+    ops.define(f"op(Tensor x{''.join(f', Tensor? y{i}=None' for i in range(18))}) -> Tensor")
+    ops.impl("op", lambda x, *_, **__: x + 1, "CompositeExplicitAutograd")
     native.install("bridge_many::op", "nineteen")
     x = torch.ones(2)
     y, calls = native.calls(lambda: torch.ops.bridge_many.op(x, None, x, y17=x))
     assert (y.tolist(), calls) == ([2.0] * 2, 1)
 
 
-def test_a_list_with_a_gap_goes_to_python(native):
-    library = torch.library.Library("bridge_gap", "DEF")
-    library.define("op(Tensor x, Tensor?[] others) -> Tensor")
-    library.impl("op", lambda x, others: x - 1, "CompositeExplicitAutograd")
+def test_a_list_with_a_gap_goes_to_python(native, library):
+    ops = library("bridge_gap")
+    ops.define("op(Tensor x, Tensor?[] others) -> Tensor")
+    ops.impl("op", lambda x, others: x - 1, "CompositeExplicitAutograd")
     native.install("bridge_gap::op", "plus_all")
     x = torch.ones(2)
     assert torch.ops.bridge_gap.op(x, [x, x]).tolist() == [4.0] * 2
@@ -179,10 +178,10 @@ def test_every_written_tensor_gets_a_new_version(native, define):
     assert [x.tolist() for x in add_to] == [[1.0] * 2] * 2
 
 
-def test_a_written_argument_is_returned(native):
-    library = torch.library.Library("bridge_written", "DEF")
-    library.define("add_one_(Tensor(a!) x) -> Tensor(a!)")
-    library.impl("add_one_", lambda x: x.add_(1), "CompositeExplicitAutograd")
+def test_a_written_argument_is_returned(native, library):
+    ops = library("bridge_written")
+    ops.define("add_one_(Tensor(a!) x) -> Tensor(a!)")
+    ops.impl("add_one_", lambda x: x.add_(1), "CompositeExplicitAutograd")
     installed = native.install("bridge_written::add_one_", "in_place")
     x = torch.zeros(3)
     y, calls = native.calls(lambda: torch.ops.bridge_written.add_one_(x))
@@ -190,7 +189,6 @@ def test_a_written_argument_is_returned(native):
     assert y is x
     assert (x.tolist(), x._version) == ([1.0] * 3, 1)
     installed.remove()
-    library._destroy()
 
 
 # ---- refusals and errors --------------------------------------------------------------------------------------------
@@ -227,6 +225,13 @@ def test_python_errors_keep_their_type(native, plus_one, error, mode):
     assert caught.value.args == error.args
 
 
-def test_none_for_a_tensor_is_explained(native, plus_one):
+def test_none_for_a_tensor_is_explained(native, plus_one, define):
+    def plus(x: Tensor, y: Tensor | None = None) -> Tensor:
+        return x + 1
+
+    op = define("plus_optional", plus)
+    native.install(op, "plus_one_optional")
+    with pytest.raises(ArgumentTypeError, match="the argument x must be a tensor"):
+        op._opoverload(None, torch.ones(2))
     with pytest.raises(ArgumentTypeError, match="the argument x must be a tensor"):
         plus_one.call(None)

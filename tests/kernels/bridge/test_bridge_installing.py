@@ -36,7 +36,7 @@ def test_removing_and_switching_off(native, plus_one):
     again.remove()
 
 
-def test_an_operator_limited_to_a_device(native, recwarn):
+def test_an_operator_limited_to_a_device(native, recwarn, capfd):
     op = opkit.custom_op("bridge_test::limited", mutates_args=(), device_types="cpu")(_limited)
     installed = native.install(op, "plus_one")
     assert native.calls(lambda: op._opoverload(torch.ones(2)))[1] == 1
@@ -44,6 +44,7 @@ def test_an_operator_limited_to_a_device(native, recwarn):
     installed.remove()
     y, calls = native.calls(lambda: op._opoverload(torch.ones(2)))
     assert (y.tolist(), calls, len(recwarn)) == ([2.0, 2.0], 0, 0)
+    assert "Overriding" not in capfd.readouterr().err
     opkit.remove(op.name)
 
 
@@ -104,17 +105,17 @@ def test_nothing_leaks(native, plus_one, add_one_):
 
 
 @pytest.mark.gpu
-def test_cuda_calls(native):
-    library = torch.library.Library("bridge_cuda", "DEF")
-    library.define("like(Tensor x, Tensor[] others) -> Tensor")
+def test_cuda_calls(native, library):
+    ops = library("bridge_cuda")
+    ops.define("like(Tensor x, Tensor[] others) -> Tensor")
     ran = []
 
     def python(keys, x, others):
         ran.append(x)
         return x.detach().clone()
 
-    library.impl("like", python, "Autograd", with_keyset=True)
-    library.impl("like", lambda x, others: x.clone(), "CompositeExplicitAutograd")
+    ops.impl("like", python, "Autograd", with_keyset=True)
+    ops.impl("like", lambda x, others: x.clone(), "CompositeExplicitAutograd")
     native.install("bridge_cuda::like", "like", "cuda")
     x, here = torch.ones(3, device="cuda"), torch.ones(3)
     call = torch.ops.bridge_cuda.like

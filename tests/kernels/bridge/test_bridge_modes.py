@@ -84,6 +84,9 @@ def test_lazy_negation_and_other_layouts(native, plus_one):
     negative = torch.randn(4, dtype=torch.complex64).conj().imag
     assert negative.is_neg()
     torch.testing.assert_close(plus_one.call(negative), negative.resolve_neg() + 1)
+    exclude = torch._C._ExcludeDispatchKeyGuard
+    with exclude(torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)):  # the call's keys say nothing of it now
+        assert native.calls(lambda: plus_one.call(negative))[1] == 0
     conjugate = torch.randn(4, dtype=torch.complex64).conj()
     torch.testing.assert_close(plus_one.call(conjugate), conjugate.resolve_conj() + 1)
     zero = torch._efficientzerotensor(4)
