@@ -22,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit.errors import KernelError, NoCompilerWarning, ToolchainError
-from opkit.kernels import compilation, units
+from opkit.kernels import compilation, package, units
 from opkit.kernels.binding import Bound, bind
 from opkit.kernels.commands import Request
 from opkit.kernels.dtypes import DTYPES
@@ -133,12 +133,14 @@ class NativeFunction:
         return not self._unbuildable
 
     def load(self) -> _core.KernelLibrary:
-        """Build the kernel and put it into the dispatcher, once."""
+        """Put the kernel, built ahead of time or now, into the dispatcher, once."""
         from opkit import _core
 
         with self._lock:
             if self.library is None:
-                library = _core.KernelLibrary(str(self.build()))
+                module = getattr(self.operator.function, "__module__", "")
+                built = package.load(module, self.native, self.bound, self.__name__)
+                library = built or _core.KernelLibrary(str(self.build()))
                 self._overload = self._registered(library)
                 self.library = library
             return self.library
