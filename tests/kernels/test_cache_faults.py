@@ -281,7 +281,9 @@ def test_a_compiler_that_hangs_is_stopped_with_all_that_it_started(settings, tmp
         build(make())
     assert 0.4 < time.monotonic() - start < 5
     assert vars(raised.value)["log"] == "working\n"
-    wait_for(lambda: not any(alive(int(pid)) for pid in pids.read_text().split()))  # what was killed dies in its own time
+    wait_for(
+        lambda: not any(alive(int(pid)) for pid in pids.read_text().split())
+    )  # what was killed dies in its own time
     assert cache.entries() == []
 
 
