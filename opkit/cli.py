@@ -1,4 +1,4 @@
-"""The ``opkit`` command: ``demo``, ``doctor``, ``list``, ``describe`` and ``cache``."""
+"""The ``opkit`` command: ``demo``, ``doctor``, ``list``, ``describe``, ``build``, ``bridge`` and ``cache``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from opkit.kernels.progress import printable
 if TYPE_CHECKING:
     from opkit.doctor import Finding
     from opkit.kernels.cache import Entry
+    from opkit.kernels.package import Library
+    from opkit.op.package import Report
 
 app = typer.Typer(
     help="Custom PyTorch operators from one function.",
@@ -110,6 +112,48 @@ def describe(name: Annotated[str, typer.Argument(help="namespace::operator")], m
         _console().print(part)
 
 
+@app.command()
+def build(
+    module: Annotated[str, typer.Argument(help="The module that defines the operators, or a package that imports it.")],
+    isa: Annotated[
+        str, typer.Option(help="Instruction sets, as in baseline,avx2,avx512; for kernels that do not name theirs.")
+    ] = "",
+    output: Annotated[
+        Path | None, typer.Option(help="The folder to write to; by default _opkit in the package.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="How many compilers run at once.")] = None,
+    programs: Annotated[
+        bool, typer.Option(help="Work out output sizes, for use without Python; takes a second each.")
+    ] = True,
+) -> None:
+    """Compile every C, C++ and CUDA kernel of a package ahead of time, into the package."""
+    _import([module])
+    from opkit.op import package
+
+    try:
+        with _bad_input(errors.ArgumentError):
+            parts = [*_built(package.build(module, [name for name in isa.split(",") if name], output, jobs, programs))]
+    except errors.PackageError as error:
+        typer.echo(f"opkit: {error}", err=True)
+        raise typer.Exit(1) from None
+    for part in parts:
+        _console().print(part)
+
+
+@app.command()
+def bridge() -> None:
+    """Build the bridge to this torch now, with which calls of C kernels that need no gradient skip Python."""
+    from opkit.kernels import bridge as bridges
+    from opkit.op.torch_paths import torch_paths
+
+    paths = torch_paths()
+    with _bad_input(errors.OpkitError):
+        path = bridges.build(paths)
+    status = bridges.status(paths)
+    took = "" if status.seconds is None else f", built in {status.seconds:.1f} s"
+    _console().print(escape(f"The bridge to torch {paths.version} is {path}{took}"), soft_wrap=True, highlight=False)
+
+
 @cache_app.command("list")
 def cache_list() -> None:
     """List the kernels in the build cache."""
@@ -150,6 +194,26 @@ def cache_verify() -> None:
     mend = "; each is built again when it is needed" if rows else ""
     _console().print(f"sound: {sound}, damaged: {len(rows)}{mend}")
     raise typer.Exit(1 if rows else 0)
+
+
+def _built(report: Report) -> Iterator[Table | str]:
+    from opkit.kernels.package import runtime_library
+
+    headings = ("kernel", "isa", "size", "output sizes", "file")
+    yield _table(headings, [_library(report, library) for library in report.libraries])
+    for reason in report.left_out:
+        yield f"[yellow]left out:[/yellow] {escape(reason)}"
+    for reason in report.python_only:
+        yield f"[yellow]for Python alone:[/yellow] {escape(reason)}"
+    count, size = len(report.libraries), sum(library.size for library in report.libraries)
+    yield f"{count} {'library' if count == 1 else 'libraries'}, {_bytes(size)} in {escape(printable(str(report.folder)))}"
+    yield f"the runtime for programs without Python: {escape(str(runtime_library()))}"
+
+
+def _library(report: Report, library: Library) -> tuple[str, ...]:
+    count = report.programs.get((library.operator, library.kernel), 0)
+    name = f"{library.operator}[{library.kernel}]"
+    return escape(printable(name)), library.isa, _bytes(library.size), f"{count} programs", library.file
 
 
 def _entry(entry: Entry) -> tuple[str, ...]:

@@ -139,6 +139,20 @@ def _compiler(language: str, name: str) -> Finding:
     return Finding("compilers", name, f"{found.path}: {toolchain.version(found)}")
 
 
+def _bridge() -> Iterator[Finding]:
+    """What lets calls of C kernels skip Python; all works without it, so it is never missing."""
+    from opkit.kernels import bridge
+    from opkit.op.torch_paths import torch_paths
+
+    found = bridge.status(torch_paths())
+    took = "" if found.seconds is None else f" in {found.seconds:.1f} s"
+    reason = f": {found.log.strip().splitlines()[0]}" if found.log.strip() else ""
+    ready = found.state in ("built", "off", "building")
+    status: Status = "ok" if ready else "note"
+    mend = None if ready else "opkit bridge    (C kernels run without it, slower)"
+    yield Finding("compilers", "bridge to torch", f"{found.state}{took}{reason}", status, mend)
+
+
 def _headers() -> Finding:
     """Python's C headers, which torch.compile on a CPU, Triton's launchers and opkit's own build include."""
     path = Path(sysconfig.get_path("include")) / "Python.h"
@@ -217,6 +231,7 @@ _PROBES: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
     ("platform", _platform),
     ("packages", _packages),
     ("compilers", _compilers),
+    ("compilers", _bridge),
     ("cpu", _cpu),
     ("cpu", _threads),
     ("gpus", _gpus),

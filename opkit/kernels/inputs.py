@@ -56,7 +56,7 @@ def key(request: Request, plan: Plan) -> str:
         plan.link,
         [(compiler.path, compiler.family, compiler.identity) for compiler in _compilers(plan)],
         cpu_features() if native(plan, request) else (),
-        list(_headers(request)),
+        list(headers(request)),
         list(_libraries(request)),
         [(name, os.environ[name]) for name in _VARIABLES if name in os.environ],
         request.extra_key,
@@ -75,7 +75,7 @@ def _compilers(plan: Plan) -> Iterator[Compiler]:
 # ---- headers ---------------------------------------------------------------------------------------------------------
 
 
-def _headers(request: Request) -> Iterator[tuple[str, str]]:
+def headers(request: Request) -> Iterator[tuple[str, str]]:
     """Each header that the units include, directly or not, with a hash of what it holds.
 
     Only those in the request's folders: the system's go with the compiler. One that is included under a condition

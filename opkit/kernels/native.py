@@ -230,7 +230,9 @@ def _located(source: str | Path, frame: FrameType | None) -> tuple[str, str, int
 
 
 def _variables(dtypes: Dtypes) -> dict[str, tuple[str, ...]]:
-    given: Mapping[str, Iterable[Any]] = dtypes if isinstance(dtypes, Mapping) else {"T": _DEFAULT_DTYPES if dtypes is None else dtypes}
+    given: Mapping[str, Iterable[Any]] = (
+        dtypes if isinstance(dtypes, Mapping) else {"T": _DEFAULT_DTYPES if dtypes is None else dtypes}
+    )
     return {variable: _named_dtypes(variable, types) for variable, types in given.items()}
 
 

@@ -35,7 +35,9 @@ def request(
     listed += [Unit(str(path), path.read_text(encoding="utf-8"), native.language) for path in native.sources]
     if native.debug:
         listed.append(Unit("<opkit>", sanitizer.main_unit(), "c"))
-    beside = dict.fromkeys(Path(file).absolute().parent for file in (native.file, *native.sources) if Path(file).is_file())
+    beside = dict.fromkeys(
+        Path(file).absolute().parent for file in (native.file, *native.sources) if Path(file).is_file()
+    )
     return Request(
         label=f"{bound.facts.operator}[{name}]",
         units=tuple(listed),

@@ -54,6 +54,16 @@ class _Bridge:
 _bridge = _Bridge()
 
 
+def build() -> None:
+    """Build the bridge to the running torch here and now, unless it is built, and use it from now on.
+
+    Raises:
+        ToolchainError, CompileError, CacheError: as ``opkit.kernels.bridge.build``.
+    """
+    bridge.build(torch_paths())
+    _bridge.ended = True
+
+
 class Bridged:
     """One operator's kernels in front of its Python ones, by device."""
 
@@ -115,7 +125,13 @@ def _first_choice(operator: Operator, function: NativeFunction) -> bool:
     if forced_kernels.get().get(operator.name) is not None or kernels.disabled or operator.forced:
         return False
     first = next((kernel for kernel in kernels.kernels if kernel.device in (None, device)), None)
-    return first is not None and first.function is function and first.when is None and first.dtypes is None and not first.autotune
+    return (
+        first is not None
+        and first.function is function
+        and first.when is None
+        and first.dtypes is None
+        and not first.autotune
+    )
 
 
 def _checked_in_c(operator: Operator) -> bool:

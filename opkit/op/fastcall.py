@@ -136,7 +136,7 @@ def _source(operator: Operator, tensors: list[Parameter], namespace: dict[str, A
         same=_same(parameters, flags, namespace),
         flags="".join(f"{p.name}, " for p in flags),
         unusual="".join(_unusual(p, operator, namespace) for p in parameters),
-        key=_key(parameters, conditional, bool(operator.kernels.kernels or operator.device_types)),
+        key=_key(parameters, conditional, bool(operator.kernels.kernels), bool(operator.device_types)),
         passed=", ".join(f"{p.name}={p.name}" if p.keyword_only else p.name for p in parameters),
         positional="".join(f"{p.name}, " for p in parameters if not p.keyword_only),
         named="{" + ", ".join(f"'{p.name}': {p.name}" for p in parameters if p.keyword_only) + "}",
@@ -159,7 +159,9 @@ def _namespace(
 ) -> dict[str, Any]:
     plans: dict[Any, Plan] = {}
     entries: list[Entry] = []
-    strict = any(kernel.when is not None or kernel.autotune for kernel in operator.kernels.kernels)
+    strict = bool(
+        operator.kernels.kernels
+    )  # what a kernel returns is put into the layout that the arguments' strides give
 
     def new_plan(key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         plan = make_plan(operator, args, kwargs)
@@ -241,12 +243,12 @@ def _unusual(p: Parameter, operator: Operator, namespace: dict[str, Any]) -> str
     return f" or ({p.name} is not None and {test})" if p.optional else f" or {test}"
 
 
-def _key(parameters: tuple[Parameter, ...], conditional: bool, devices: bool) -> str:
+def _key(parameters: tuple[Parameter, ...], conditional: bool, kernels: bool, limited: bool) -> str:
     parts: list[str] = []
     for p in parameters:
         if p.kind == "tensor":
-            text = f"{p.name}.shape, {p.name}.dtype" + (f", {p.name}.device" if devices else "")
-            text += f", {p.name}.stride()" if conditional else ""
+            text = f"{p.name}.shape, {p.name}.dtype" + (f", {p.name}.device" if kernels or limited else "")
+            text += f", {p.name}.stride()" if kernels else ""
             parts.append(f"None if {p.name} is None else ({text})" if p.optional else text)
         elif p.kind != "float" or conditional:
             parts.append(p.name)

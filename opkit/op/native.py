@@ -22,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit.errors import KernelError, NoCompilerWarning, ToolchainError
-from opkit.kernels import compilation, units
+from opkit.kernels import compilation, package, units
 from opkit.kernels.binding import Bound, bind
 from opkit.kernels.commands import Request
 from opkit.kernels.dtypes import DTYPES
@@ -95,8 +95,14 @@ class NativeFunction:
             variable = self.bound.variables[-2 - slot.dtype]
             allowed = self.native.variables[variable]
             if chosen.setdefault(variable, tensor.dtype) != tensor.dtype:
-                return f"{slot.name} has {tensor.dtype} and an argument before it {chosen[variable]}; it takes equal ones"
-        return "" if dtype in allowed else f"{slot.name} has {tensor.dtype}; it takes {', '.join(f'torch.{d}' for d in allowed)}"
+                return (
+                    f"{slot.name} has {tensor.dtype} and an argument before it {chosen[variable]}; it takes equal ones"
+                )
+        return (
+            ""
+            if dtype in allowed
+            else f"{slot.name} has {tensor.dtype}; it takes {', '.join(f'torch.{d}' for d in allowed)}"
+        )
 
     # ---- building --------------------------------------------------------------------------------------------------
 
@@ -127,12 +133,14 @@ class NativeFunction:
         return not self._unbuildable
 
     def load(self) -> _core.KernelLibrary:
-        """Build the kernel and put it into the dispatcher, once."""
+        """Put the kernel, built ahead of time or now, into the dispatcher, once."""
         from opkit import _core
 
         with self._lock:
             if self.library is None:
-                library = _core.KernelLibrary(str(self.build()))
+                module = getattr(self.operator.function, "__module__", "")
+                built = package.load(module, self.native, self.bound, self.__name__)
+                library = built or _core.KernelLibrary(str(self.build()))
                 self._overload = self._registered(library)
                 self.library = library
             return self.library
@@ -191,7 +199,11 @@ def schema_with_layout(operator: Operator) -> str:
 
 def _cuda_flags(native: NativeKernel) -> list[str]:
     """Compile for the GPUs that are here, unless the author says for which."""
-    if not native.cuda or any("arch" in flag or "gencode" in flag for flag in native.flags) or not torch.cuda.is_available():
+    if (
+        not native.cuda
+        or any("arch" in flag or "gencode" in flag for flag in native.flags)
+        or not torch.cuda.is_available()
+    ):
         return []
     found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
     return [f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in sorted(found)]

@@ -103,7 +103,7 @@ def make_plan(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -
     kernel = _ready(operator, args, kwargs)
     name = REFERENCE if kernel is None else kernel.name
     function = operator.body if kernel is None else kernel.function
-    native = kernel.function if kernel is not None and kernel.native else None
+    native: Any = kernel.function if kernel is not None and kernel.native else None
     plan = Plan(name, function)
 
     def first(*args: Any, **kwargs: Any) -> Any:

@@ -117,11 +117,17 @@ class _Call:
 
     def _data_list(self, slot: Slot) -> Value:
         listed = self._tensors_of(slot)
-        return None if listed is None else [self._buffer(f"{slot.name}[{i}]", t, slot, True) for i, t in enumerate(listed)]
+        return (
+            None if listed is None else [self._buffer(f"{slot.name}[{i}]", t, slot, True) for i, t in enumerate(listed)]
+        )
 
     def _tensor_list(self, slot: Slot) -> Value:
         listed = self._tensors_of(slot)
-        return None if listed is None else [self._described_tensor(f"{slot.name}[{i}]", t, slot) for i, t in enumerate(listed)]
+        return (
+            None
+            if listed is None
+            else [self._described_tensor(f"{slot.name}[{i}]", t, slot) for i, t in enumerate(listed)]
+        )
 
     def _scalar(self, slot: Slot) -> Value:
         value = self.values[slot.argument]
@@ -168,14 +174,15 @@ class _Call:
         return sizes
 
     def _instance(self) -> int:
-        chosen: dict[int, torch.dtype] = {}
+        chosen: dict[int, str] = {}
         for slot in self.bound.slots:
             if slot.dtype <= -2 and slot.source in ("DATA", "TENSOR", "DATA_LIST", "TENSOR_LIST"):
                 found = self._tensors_of(slot)
-                listed = found if isinstance(found, (list, tuple)) else [found]
-                chosen |= {-2 - slot.dtype: tensor.dtype for tensor in listed if tensor is not None}
+                for tensor in found if isinstance(found, (list, tuple)) else [found]:
+                    if tensor is not None:
+                        chosen[-2 - slot.dtype] = str(tensor.dtype).removeprefix("torch.")
         variables = [self.function.native.variables[name] for name in self.bound.variables]
-        wanted = [str(chosen.get(n, "")).removeprefix("torch.") for n in range(len(variables))]
+        wanted = [chosen.get(number, "") for number in range(len(variables))]
         choices = list(itertools.product(*variables))
         return next(i for i, c in enumerate(choices) if all(w in ("", t) for w, t in zip(wanted, c, strict=True)))
 

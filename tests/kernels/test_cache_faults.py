@@ -281,8 +281,17 @@ def test_a_compiler_that_hangs_is_stopped_with_all_that_it_started(settings, tmp
         build(make())
     assert 0.4 < time.monotonic() - start < 5
     assert vars(raised.value)["log"] == "working\n"
-    assert not any(alive(int(pid)) for pid in pids.read_text().split())
+    wait_for(
+        lambda: not any(alive(int(pid)) for pid in pids.read_text().split())
+    )  # what was killed dies in its own time
     assert cache.entries() == []
+
+
+def wait_for(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come about in time"
+        time.sleep(0.01)
 
 
 def alive(pid):

@@ -42,6 +42,14 @@ def fresh_dynamo() -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@pytest.fixture(scope="session")
+def bridge() -> None:
+    """The bridge, with which plain calls of native kernels skip Python; several seconds unless the cache has it."""
+    from opkit.op import bridged
+
+    bridged.build()
+
+
 @pytest.fixture
 def shifted(custom_op: Any, name: str) -> Any:
     """An operator of a tensor and a number whose body leaves torch."""

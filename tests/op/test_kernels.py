@@ -332,3 +332,17 @@ def test_a_registration_for_several_devices_is_made_for_all_or_none() -> None:
         op.register_kernel(("cpu", "cuda"), marked(2), name="taken")
     assert [(k.name, k.device) for k in op.describe().kernels] == [("taken", "cuda")]
     assert op(torch.ones(1)).item() == 2  # the reference: 1 * 2
+
+
+def test_a_result_has_the_layout_that_its_own_call_gives(name):
+    @opkit.custom_op(name, mutates_args=())
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    doubled.register_kernel("cpu", lambda x: (x * 2).contiguous())
+    row_major, column_major = torch.randn(4, 4), torch.randn(4, 4).t()
+    with pytest.warns(opkit.errors.StrideWarning):
+        assert doubled(column_major).stride() == (1, 4)
+    for _ in range(6):
+        assert doubled(row_major).stride() == (4, 1)
+        assert doubled(column_major).stride() == (1, 4)

@@ -144,7 +144,9 @@ def test_a_kernel_may_be_called_first_in_inference_mode(name, native):
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    source = "void twice(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = 2 * x[i]; }"
+    source = (
+        "void twice(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = 2 * x[i]; }"
+    )
     doubled.register_kernel("cpu", opkit.c_kernel(source) if native else lambda x: x * 2)
     with torch.inference_mode():
         for x in (torch.ones(3), torch.ones(2, 3).t()):

@@ -7,6 +7,8 @@ from torch import Tensor
 
 import opkit
 
+pytestmark = pytest.mark.usefixtures("bridge")
+
 RMS_NORM = """
 void rms_norm(const T* x, const T* weight, double eps, T* out, int64_t batch, int64_t d) {
     for (int64_t i = 0; i < batch; i++) {
@@ -55,7 +57,15 @@ def test_a_kernel_gives_what_the_reference_gives(rms_norm, dtype, shape):
 
 def test_layouts(rms_norm):
     x, weight = torch.randn(6, 8), torch.randn(16)
-    for view in (x.t(), x[::2], x[:, 1:7], x[:, ::2], x.unfold(0, 3, 1), x[:1].expand(4, 8), x.unsqueeze(1).transpose(0, 2)):
+    for view in (
+        x.t(),
+        x[::2],
+        x[:, 1:7],
+        x[:, ::2],
+        x.unfold(0, 3, 1),
+        x[:1].expand(4, 8),
+        x.unsqueeze(1).transpose(0, 2),
+    ):
         for _ in range(3):
             assert_like_reference(rms_norm, view, weight[::2][: view.shape[-1]])
 
@@ -96,7 +106,9 @@ def test_bools(name):
     def negation(x: Tensor) -> Tensor:
         return ~x
 
-    source = "void negate(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = !x[i]; }"
+    source = (
+        "void negate(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = !x[i]; }"
+    )
     negation.register_kernel("cpu", opkit.c_kernel(source, dtypes=[torch.bool]))
     assert_like_reference(negation, torch.tensor([True, False, True]))
 
@@ -125,7 +137,7 @@ def test_forward_mode_keeps_its_tangents(rms_norm):
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         assert torch.autograd.forward_ad.unpack_dual(rms_norm(dual, weight)).tangent is not None
-        direct = torch.ops.drop_in.__getattr__(rms_norm.name.split("::")[1])(dual, weight)
+        direct = getattr(torch.ops.drop_in, rms_norm.name.split("::")[1])(dual, weight)
         assert torch.autograd.forward_ad.unpack_dual(direct).tangent is not None
 
 

@@ -7,6 +7,8 @@ from torch import Tensor
 
 import opkit
 
+pytestmark = pytest.mark.usefixtures("bridge")
+
 
 def registered(op, source, dtypes=("float32",), **options):
     op.register_kernel("cpu", opkit.c_kernel(source, dtypes=dtypes, **options))
@@ -57,7 +59,13 @@ def test_optional_scalars(name):
 def test_strings_dtypes_and_lists_of_numbers(name):
     @opkit.custom_op(name, mutates_args=())
     def combined(
-        x: Tensor, mode: str, ns: list[int], fs: list[float], bs: list[bool], dtype: torch.dtype, note: str | None = None
+        x: Tensor,
+        mode: str,
+        ns: list[int],
+        fs: list[float],
+        bs: list[bool],
+        dtype: torch.dtype,
+        note: str | None = None,
     ) -> Tensor:
         total = sum(ns) + sum(fs) + sum(bs) + len(mode.encode()) + len((note or "").encode())
         return x * total + (1 if dtype is torch.float64 else 0)

@@ -11,6 +11,8 @@ from torch import Tensor
 import opkit
 from opkit.errors import CompileError, DeclarationError, KernelError, NoCompilerWarning, SanitizerError
 
+pytestmark = pytest.mark.usefixtures("bridge")
+
 
 @pytest.fixture
 def doubled(name):
@@ -110,7 +112,7 @@ def test_a_kernel_reports_failure(doubled, returns, statement, message):
             doubled(x, 1)
         assert doubled.name in str(caught.value)
         with pytest.raises(RuntimeError, match=message):
-            torch.ops.drop_in.__getattr__(doubled.name.split("::")[1])(x, 1)
+            getattr(torch.ops.drop_in, doubled.name.split("::")[1])(x, 1)
 
 
 def test_failures_are_told_apart_between_threads(doubled):
@@ -204,7 +206,11 @@ def test_a_debug_build_gives_the_same_numbers(name):
     scaled.register_kernel("cpu", opkit.c_kernel(source, dtypes=["float64", "float32"], debug=True))
     for dtype in (torch.float32, torch.float64):
         x, w = torch.randn(6, 4, dtype=dtype), torch.randn(8, dtype=dtype)[::2]
-        for args in ((x, w, 3, "mode", [1, 2]), (x.t()[:, :4].contiguous().t(), w[:4], None, "", []), (x, None, 1, "m", [])):
+        for args in (
+            (x, w, 3, "mode", [1, 2]),
+            (x.t()[:, :4].contiguous().t(), w[:4], None, "", []),
+            (x, None, 1, "m", []),
+        ):
             with opkit.use_kernel(scaled, "reference"):
                 expected = scaled(*args)
             torch.testing.assert_close(scaled(*args), expected)

@@ -10,6 +10,8 @@ from torch import Tensor
 import opkit
 from opkit.kernels import isa
 
+pytestmark = pytest.mark.usefixtures("bridge")
+
 
 @pytest.fixture
 def doubled(name):
@@ -136,20 +138,27 @@ def test_openmp_shares_torchs_threads(name):
 
 @pytest.mark.parametrize("chosen", ["native", *isa.WIDENING.get(isa.machine(), ("baseline",))])
 def test_every_instruction_set_gives_the_same(doubled, chosen):
-    if chosen != "native" and isa.WIDENING[isa.machine()].index(chosen) > isa.WIDENING[isa.machine()].index(isa.host_isa()):
+    if chosen != "native" and isa.WIDENING[isa.machine()].index(chosen) > isa.WIDENING[isa.machine()].index(
+        isa.host_isa()
+    ):
         pytest.skip(f"this processor has no {chosen}")
-    source = "void twice(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = 2 * x[i]; }"
+    source = (
+        "void twice(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = 2 * x[i]; }"
+    )
     doubled.register_kernel("cpu", opkit.c_kernel(source, dtypes=["float32", "bfloat16", "float16"], isa=chosen))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert_doubles(doubled, (33,), dtype=dtype)
 
 
 def test_threads_that_call_first_build_once(doubled):
-    source = "void twice(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = 2 * x[i]; }"
+    source = (
+        "void twice(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = 2 * x[i]; }"
+    )
     doubled.register_kernel("cpu", opkit.c_kernel(source, dtypes=["float32"]))
     results = []
     threads = [
-        threading.Thread(target=lambda k=k: results.append((doubled(torch.full((k,), 1.0)) == 2).all())) for k in range(8)
+        threading.Thread(target=lambda k=k: results.append((doubled(torch.full((k,), 1.0)) == 2).all()))
+        for k in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -211,7 +220,7 @@ def test_a_launch_that_fails_is_reported(doubled):
     source = CUDA.replace("256, 0, stream", "4096, 0, stream")
     doubled.register_kernel("cuda", opkit.cuda_kernel(source, dtypes=["float32"], bind={"n": "x_numel"}))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="twice.*invalid configuration argument"):
+        with pytest.raises(RuntimeError, match=r"twice.*invalid configuration argument"):
             doubled(torch.zeros(10, device="cuda"))
 
 

@@ -1,0 +1,60 @@
+"""The sizes of a C kernel's outputs follow from its arguments in C as they do in the reference."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import opkit
+
+pytestmark = pytest.mark.usefixtures("bridge")
+
+NOTHING = "void nothing(const opk_tensor* x, int64_t n, const opk_tensor* out) { (void)x; (void)n; (void)out; }"
+
+REFERENCES = {
+    "the same": lambda x, n: x + n,
+    "transposed": lambda x, n: (x + n).transpose(0, 1),
+    "permuted": lambda x, n: x.clone().permute(2, 0, 1) + n,
+    "reduced": lambda x, n: x.sum(1, keepdim=True),
+    "flattened": lambda x, n: (x + n).reshape(x.shape[0] * x.shape[1], -1),
+    "halved": lambda x, n: x[: x.shape[0] // 2, ::3].clone(),
+    "padded": lambda x, n: F.pad(x, (n, 2)),
+    "windows": lambda x, n: x.unfold(1, min(n, 2), 2).clone(),
+    "pooled": lambda x, n: F.max_pool1d(x, 2, stride=n, ceil_mode=True),
+    "n of them": lambda x, n: x.new_zeros(n, x.shape[-1] + 1),
+    "outer": lambda x, n: x.reshape(-1)[:, None] * x.reshape(-1)[None, :7],
+    "joined": lambda x, n: torch.cat([x, x[:, :1], x], 1),
+    "rounded up": lambda x, n: x.new_zeros(-(-x.shape[1] // n) * n, x.shape[0] % n + 1),
+    "at most": lambda x, n: x.new_zeros(max(x.shape[0], n), min(x.shape[1], n)),
+    "broadcast": lambda x, n: x * x[:, :1] + x[0],
+    "a number": lambda x, n: x.sum(),
+    "channels last": lambda x, n: x[None].clone(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("what", REFERENCES)
+def test_sizes(name, what):
+    reference = REFERENCES[what]
+
+    @opkit.custom_op(name, mutates_args=())
+    def op(x: Tensor, n: int) -> Tensor:
+        return reference(x, n)
+
+    op.register_kernel("cpu", opkit.c_kernel(NOTHING))
+    checked = 0
+    for sizes in [(4, 6, 5), (2, 2, 2), (3, 9, 4), (1, 6, 5), (5, 4, 1), (7, 3, 8), (4, 6, 5), (8, 8, 8), (2, 5, 0)]:
+        for n, layout in itertools.product((1, 2, 3), (False, True)):
+            x = torch.randn(sizes[::-1]).permute(2, 1, 0) if layout else torch.randn(sizes)
+            try:
+                expected = reference(x, n)
+            except (RuntimeError, IndexError):
+                continue
+            for _ in range(2):
+                result = op(x, n)
+                assert result.shape == expected.shape, (sizes, n)
+                assert result.stride() == expected.stride() or expected.numel() <= 1 or 1 in expected.shape, (sizes, n)
+            checked += 1
+    assert checked > 10
+    assert op._operator.bridged.serving

@@ -1,0 +1,324 @@
+"""Kernels built ahead of time: found, checked and loaded, and compiled anew where they do not fit."""
+
+import importlib
+import itertools
+import json
+import shutil
+import sys
+import warnings
+
+import pytest
+import torch
+
+import opkit
+from opkit import config
+from opkit.errors import BuildCacheWarning, CompileError, NoCompilerWarning, ToolchainError
+from opkit.kernels import compilation, isa, package, portable, toolchain
+from opkit.op import package as building
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
+
+_count = itertools.count()
+
+OPERATORS = '''
+import opkit, pathlib
+from torch import Tensor
+
+HERE = pathlib.Path(__file__).parent
+
+@opkit.custom_op("NAME::shifted", mutates_args=())
+def shifted(x: Tensor) -> Tensor:
+    return x + 1
+
+KERNEL = """
+#include "shift.h"
+void shifted(const T* x, T* out, int64_t x_numel) {
+    for (int64_t i = 0; i < x_numel; i++) out[i] = x[i] + SHIFT + BY_ISA;
+}
+"""
+shifted.register_kernel("cpu", opkit.c_kernel(KERNEL, dtypes=["float32"], flags=[f"-I{HERE}", f"-I{HERE}/include"]))
+'''
+HEADER = """
+#define SHIFT 10
+#if defined(__AVX512F__)
+#define BY_ISA 300
+#elif defined(__AVX2__)
+#define BY_ISA 200
+#else
+#define BY_ISA 100
+#endif
+"""
+BY_ISA = {"baseline": 100, "avx2": 200, "avx512": 300, "neon": 100}
+
+
+class Package:
+    """A Python package in a folder of its own; ``run`` calls its operator as a new process would."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.name = f"packaged{next(_count)}"
+        self.place = folder / self.name
+        self.place.mkdir(parents=True)
+        self.write(OPERATORS)
+        (self.place / "shift.h").write_text(HEADER)
+
+    def write(self, text):
+        (self.place / "__init__.py").write_text("from . import ops\n")
+        (self.place / "ops.py").write_text(text.replace("NAME", self.name))
+
+    def fresh(self):
+        for operator in opkit.operators():
+            if operator.name.startswith(f"{self.name}::"):
+                opkit.remove(operator.name)
+        for module in [name for name in sys.modules if name.split(".")[0] == self.name]:
+            del sys.modules[module]
+        shutil.rmtree(self.place / "__pycache__", ignore_errors=True)
+        importlib.invalidate_caches()
+        return importlib.import_module(f"{self.name}.ops")
+
+    def build(self, **options):
+        self.fresh()
+        return building.build(self.name, with_programs=False, **options)
+
+    def run(self):
+        return self.fresh().shifted(torch.zeros(3)).tolist()[0]
+
+    @property
+    def built(self):
+        return self.place / "_opkit"
+
+    def change(self, edit):
+        manifest = json.loads((self.built / "manifest.json").read_text())
+        edit(manifest)
+        (self.built / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def packaged(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(config, "get", lambda: config.Config(cache_dir=cache, verify=False, bridge=False))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    made = Package(tmp_path)
+    yield made
+    made.write("")
+    made.fresh()
+    for module in [name for name in sys.modules if name.split(".")[0] == made.name]:
+        del sys.modules[module]
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    def refuse(request):
+        raise AssertionError(f"{request.label} is compiled")
+
+    monkeypatch.setattr(compilation, "build", refuse)
+
+
+def widest():
+    return 10 + BY_ISA[isa.host_isa()]
+
+
+def test_what_was_built_is_loaded(packaged, no_compiler):
+    packaged.build()
+    assert packaged.run() == widest()
+
+
+def test_without_a_package_the_kernel_is_compiled(packaged):
+    assert packaged.run() in {10 + by for by in BY_ISA.values()}
+    assert not packaged.built.exists()
+
+
+def test_a_package_can_be_moved_and_leave_its_headers_behind(packaged, no_compiler, tmp_path, monkeypatch):
+    packaged.build()
+    packaged.place = packaged.place.rename(tmp_path / "elsewhere")
+    (tmp_path / "site").mkdir()
+    packaged.place = packaged.place.rename(tmp_path / "site" / packaged.name)
+    (packaged.place / "shift.h").unlink()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
+    assert packaged.run() == widest()
+
+
+@pytest.mark.skipif(isa.machine() != "x86_64", reason="its instruction sets")
+@pytest.mark.parametrize("cap", ["baseline", "avx2", "avx512"])
+def test_the_widest_instruction_set_up_to_the_setting_is_taken(packaged, no_compiler, cache, monkeypatch, cap):
+    packaged.build()
+    settings = config.Config(cache_dir=cache, verify=False, bridge=False, isa=cap)
+    monkeypatch.setattr(config, "get", lambda: settings)
+    order = isa.WIDENING["x86_64"]
+    narrower = order[min(order.index(cap), order.index(isa.host_isa()))]
+    assert packaged.run() == 10 + BY_ISA[narrower]
+
+
+@pytest.mark.skipif(isa.host_isa() not in ("avx2", "avx512"), reason="needs a processor with AVX2")
+def test_an_instruction_set_that_was_not_built(packaged, cache, monkeypatch):
+    packaged.build(chosen=["avx2"])
+    settings = config.Config(cache_dir=cache, verify=False, bridge=False, isa="baseline")
+    monkeypatch.setattr(config, "get", lambda: settings)
+    with pytest.warns(BuildCacheWarning, match="was built for avx2, and what can be used here is baseline"):
+        assert packaged.run() == 110
+
+
+def test_an_edited_source_is_compiled_and_said_once(packaged):
+    packaged.build()
+    packaged.write(OPERATORS.replace("+ SHIFT +", "+ 5 * SHIFT +"))
+    with pytest.warns(BuildCacheWarning, match=r"was edited since it was built: its source.*opkit build packaged\d+`"):
+        assert packaged.run() > 50 + 90
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert packaged.run() > 50 + 90
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: text.replace("(x: Tensor)", "(x: Tensor, unused: int = 0)"),
+        lambda text: text.replace('flags=["', 'flags=["-DEXTRA=1", "').replace("flags=[f", 'flags=["-DEXTRA=1", f'),
+        lambda text: text.replace('["float32"]', '["float32", "float64"]'),
+        lambda text: text.replace("flags=", "bind={'x_numel': 'x_size_0'}, flags="),
+    ],
+    ids=["signature", "flags", "dtypes", "bind"],
+)
+def test_all_that_decides_what_is_compiled_counts(packaged, edit):
+    packaged.build()
+    packaged.write(edit(OPERATORS))
+    with pytest.warns(BuildCacheWarning, match="edited"):
+        assert packaged.run() >= 110
+
+
+def test_what_does_not_decide_it_does_not_count(packaged, no_compiler):
+    packaged.build()
+    packaged.write("\n\n# moved down\n" + OPERATORS.replace("return x + 1", "return x + 1 + 0"))
+    assert packaged.run() == widest()
+
+
+def test_an_edited_header_is_noticed(packaged):
+    packaged.build()
+    (packaged.place / "shift.h").write_text(HEADER.replace("SHIFT 10", "SHIFT 70"))
+    with pytest.warns(BuildCacheWarning, match=r"edited.*shift\.h differs"):
+        assert packaged.run() >= 170
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [(cut, "sha256 differs"), (flip, "sha256 differs"), (lambda path: path.unlink(), "No such file")],
+    ids=["truncated", "flipped", "missing"],
+)
+def test_a_damaged_library_is_compiled_anew(packaged, damage, reason):
+    packaged.build()
+    for path in packaged.built.glob("*.so"):
+        damage(path)
+    with pytest.warns(BuildCacheWarning, match=f"{reason}.*opkit build"):
+        assert packaged.run() >= 110
+
+
+def test_a_library_that_is_none(packaged):
+    packaged.build()
+    (path,) = packaged.built.glob(f"*.{isa.host_isa()}.*.so")
+    path.write_bytes(b"\x7fELF")
+
+    def forge(manifest):
+        for library in manifest["libraries"]:
+            library.update(size=4, sha256=portable.sha256_of(path), file=path.name)
+
+    packaged.change(forge)
+    with pytest.warns(BuildCacheWarning, match="cannot be loaded"):
+        assert packaged.run() >= 110
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (lambda m: m.update(abi=99), "version 99 of opkit's kernel interface, and this opkit has version"),
+        (lambda m: m.update(machine="pdp11"), "was built for pdp11"),
+        (lambda m: m.update(format=99), "its format is 99"),
+        (lambda m: m.pop("libraries"), "cannot be read: KeyError"),
+        (lambda m: m["libraries"][0].update(file="../evil.so"), "'../evil.so' is not the name of a library"),
+        (lambda m: m["libraries"][0].pop("sha256"), "cannot be read: TypeError"),
+    ],
+    ids=["abi", "machine", "format", "libraries", "path", "field"],
+)
+def test_a_manifest_that_does_not_fit(packaged, edit, reason):
+    packaged.build()
+    packaged.change(edit)
+    with pytest.warns(BuildCacheWarning, match=reason):
+        assert packaged.run() >= 110
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_a_manifest_that_is_none(packaged, content):
+    packaged.build()
+    (packaged.built / "manifest.json").write_bytes(content)
+    with pytest.warns(BuildCacheWarning, match=r"manifest\.json cannot be read"):
+        assert packaged.run() >= 110
+
+
+def test_a_kernel_that_the_manifest_does_not_name_is_compiled(packaged):
+    packaged.build()
+    packaged.change(lambda m: m["libraries"].clear())
+    assert packaged.run() >= 110
+
+
+def test_a_damaged_library_and_a_broken_source(packaged):
+    packaged.build()
+    packaged.write(OPERATORS.replace("for (", "four ("))
+    with pytest.warns(BuildCacheWarning, match="edited"), pytest.raises(CompileError, match="four"):
+        packaged.run()
+
+
+def test_a_damaged_library_where_there_is_no_compiler(packaged, monkeypatch):
+    packaged.build()
+    for path in packaged.built.glob("*.so"):
+        flip(path)
+
+    def refuse(language):
+        raise ToolchainError("no compiler was found")
+
+    monkeypatch.setattr(toolchain, "find", refuse)
+    with (
+        pytest.warns(BuildCacheWarning, match="sha256"),
+        pytest.warns(NoCompilerWarning, match="no compiler was found"),
+    ):
+        assert packaged.run() == 1  # the reference
+
+
+def test_names_with_odd_characters_make_file_names(packaged, no_compiler):
+    packaged.write(OPERATORS.replace('/include"]))', '/include"]), name="../a b;\\n")'))
+    report = packaged.build()
+    assert {library.kernel for library in report.libraries} == {"../a b;\n"}
+    assert all("/" not in library.file and " " not in library.file for library in report.libraries)
+    assert packaged.run() == widest()
+
+
+def test_places(tmp_path, monkeypatch):
+    for name in ("top/inner/__init__.py", "top/__init__.py", "top/inner/leaf.py", "alone.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for name in ("top", "top.inner", "top.inner.leaf", "alone"):
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+    top, inner = tmp_path / "top" / "_opkit", tmp_path / "top" / "inner" / "_opkit"
+    assert portable.places("top.inner.leaf", "_opkit") == [inner, top]
+    assert portable.places("top.inner", "_opkit") == [inner, top]
+    assert portable.places("top", "_opkit") == [top]
+    assert portable.places("alone", "_opkit") == [tmp_path / "_opkit_alone"]
+    assert portable.places("no.such.module", "_opkit") == []
+    assert portable.root("top.inner.leaf") == tmp_path / "top"
+    assert portable.root("alone") == tmp_path
+
+
+def test_the_runtime_for_programs_without_python_is_there():
+    assert package.runtime_library().read_bytes().startswith((b"\x7fELF", b"\xcf\xfa\xed\xfe"))
