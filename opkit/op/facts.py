@@ -28,6 +28,9 @@ _KINDS = {
     "List[bool]": "bools",
 }
 
+_CARRIED = ("Device", "Layout", "MemoryFormat", "Generator")
+"""Types that torch passes on, though a C function cannot ask for them."""
+
 
 def facts_of(operator: Operator) -> Facts:
     """The operator's arguments and outputs as a C function's parameters see them.
@@ -49,6 +52,29 @@ def facts_of(operator: Operator) -> Facts:
         for a in operator.schema.arguments
     ]
     return Facts(operator.name, f"{operator.name}{operator.schema_text}", tuple(arguments), outputs_of(operator))
+
+
+def check_passable(operator: Operator) -> None:
+    """Refuse an operator whose calls cannot be passed to C.
+
+    Raises:
+        KernelError: it takes no tensor, takes something that torch's C interface does not carry, or returns a view.
+    """
+    kinds = [kind_of(argument) for argument in operator.schema.arguments]
+    if "tensor" not in kinds and "tensors" not in kinds:
+        raise KernelError(
+            f"{operator.name}: a native kernel is found by its tensors, and the operator takes none. Register a Python "
+            "kernel, or let the operator take a tensor, such as the one to write to."
+        )
+    for argument, kind in zip(operator.schema.arguments, kinds, strict=True):
+        if kind == "ignored" and declared_type(argument) not in _CARRIED:
+            raise KernelError(
+                f"{operator.name}: the argument {argument.name} of type {declared_type(argument)} cannot be passed to a "
+                "native kernel. Let the operator take an int or a float, two floats for a complex number, or a list of "
+                "tensors none of which is None."
+            )
+    if any(item.alias_info is not None and not item.alias_info.is_write for item in operator.schema.returns):
+        raise KernelError(f"{operator.name}: it returns a view, which a native kernel cannot make.")
 
 
 def kind_of(argument: Any) -> str:
