@@ -4,12 +4,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-import logging
-import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ import torch
 from opkit.kernels.facts import Argument
 from opkit.kernels.slots import ANY_DTYPE
 from opkit.op import layout, patterns
+from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.facts import declared_type
 from opkit.op.layout import Program
@@ -68,7 +66,7 @@ def programs(function: NativeFunction) -> tuple[list[Program], str]:
         return [], ""  # there are no sizes to be known
     kinds = [argument.kind for argument in facts.arguments]
     tried, reason = 0, f"{facts.operator}: no calls can be made up from its annotations"
-    with _quiet():
+    with private.without_fake_tensor_logs():
         for values in itertools.islice(example_calls(function), _MOST_CALLS):
             if any(layout.run(words, kinds, values) is not None for words in found):
                 continue
@@ -81,21 +79,6 @@ def programs(function: NativeFunction) -> tuple[list[Program], str]:
             if tried == _MOST_TRIED or (tried == _HOPELESS and not found):
                 break
     return list(found.values()), "" if found else reason
-
-
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """Leave out what torch logs of operations that fail: some calls are tried in vain."""
-    thread, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
-
-    def of_others(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    logger.addFilter(of_others)
-    try:
-        yield
-    finally:
-        logger.removeFilter(of_others)
 
 
 def _split(operator: Operator, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
