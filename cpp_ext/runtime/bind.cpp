@@ -26,7 +26,8 @@ void bind_runtime(py::module_& m) {
         .def(
             "add_program",
             [](const KernelLibrary& self, std::vector<int64_t> words) { add_program(*self.kernel, std::move(words)); },
-            py::arg("words"));
+            py::arg("words"))
+        .def("forget_programs", [](const KernelLibrary& self) { forget_programs(*self.kernel); });
     m.def("runtime_address", [] { return reinterpret_cast<uintptr_t>(&runtime()); },
           "The address of the functions that every kernel is given (opk_runtime in opkit.h).");
 }

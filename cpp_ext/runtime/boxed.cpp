@@ -59,7 +59,7 @@ public:
         size_t at = 0;
         for (int32_t left = new_outputs(kernel_); left > 0; left--) {
             const int64_t rank = at + 1 < words ? layout_[at + 1] : -1;
-            if (rank < 0 || rank > 64) throw std::runtime_error("opk_layout is not the layout of this kernel's outputs");
+            if (rank < 0 || rank > static_cast<int64_t>(words)) throw std::runtime_error("opk_layout is not the layout of this kernel's outputs");
             at += 2 + 2 * static_cast<size_t>(rank);
         }
         if (at != words) throw std::runtime_error("opk_layout is not the layout of this kernel's outputs");

@@ -25,6 +25,11 @@ bool points(int32_t source) { return source == OPK_FROM_DATA || source == OPK_FR
 
 bool takes_tensor(int32_t source) { return source <= OPK_FROM_TENSOR_LIST; }
 
+bool same_layout(const View& a, const View& b) {
+    return a.rank == b.rank && a.dtype == b.dtype && std::equal(a.sizes, a.sizes + a.rank, b.sizes) &&
+           std::equal(a.strides, a.strides + a.rank, b.strides);
+}
+
 }  // namespace
 
 Call::Call(const opk_kernel& kernel, const opk_input* inputs, opk_message& message)
@@ -37,15 +42,14 @@ Call::Call(const opk_kernel& kernel, const opk_input* inputs, opk_message& messa
       operands_(argument_tensors_ + kernel.output_count),
       sizes_(kernel.size_count),
       shown_(kernel.size_count),
-      dtypes_(kernel.variable_count) {
-    for (View& view : views_) view.handle = nullptr;
-}
+      dtypes_(kernel.variable_count) {}
 
 Call::~Call() {
     const Shim& torch = shim();
-    for (Operand& operand : operands_)
-        for (Handle handle : {operand.owned, operand.copied})
-            if (handle != nullptr) torch.aoti_torch_delete_tensor_object(handle);
+    for (const Operand& operand : operands_) {
+        if (operand.owned != nullptr) torch.aoti_torch_delete_tensor_object(operand.owned);
+        if (operand.copied != nullptr && !operand.shared) torch.aoti_torch_delete_tensor_object(operand.copied);
+    }
     if (guard_ != nullptr) cuda_shim().aoti_torch_delete_cuda_guard(guard_);
 }
 
@@ -70,8 +74,11 @@ bool Call::read_tensors() {
             if (input.present && !read_tensor(i, input.as.tensor, views_[next])) return false;
             next++;
         } else if (kernel_.arguments[i].kind == OPK_KIND_TENSORS && input.present) {
-            for (int64_t j = 0; j < input.count; j++, next++)
-                if (input.as.tensors[j] != nullptr && !read_tensor(i, input.as.tensors[j], views_[next])) return false;
+            for (int64_t j = 0; j < input.count; j++, next++) {
+                if (input.as.tensors[j] == nullptr)
+                    return refuse("the argument %s must hold tensors, got None", kernel_.arguments[i].name);
+                if (!read_tensor(i, input.as.tensors[j], views_[next])) return false;
+            }
         }
     }
     mark_operands();
@@ -150,8 +157,9 @@ bool Call::find_layout(const int64_t* given) {
     layout_ = given;
     if (given != nullptr) return true;
     const Arguments call{&kernel_, inputs_, views_.data(), first_.data()};
-    layout_ = made_layout_;
-    return lay_out(call, made_layout_) || refuse("the sizes of its outputs are not known for arguments like these");
+    if (!lay_out(call, made_layout_)) return refuse("the sizes of its outputs are not known for arguments like these");
+    layout_ = made_layout_.words();
+    return true;
 }
 
 int32_t Call::tensor_of(const opk_parameter& parameter, int64_t* count) const {
@@ -256,7 +264,7 @@ void Call::make_contiguous() {
     for (size_t i = 0; i < operands_.size(); i++) {
         Operand& operand = operands_[i];
         const View& view = views_[i];
-        if (!operand.pointed || view.contiguous || view.handle == nullptr) continue;
+        if (!operand.pointed || view.contiguous || view.handle == nullptr || shares_copy(i)) continue;
         int64_t* strides = arena_.take<int64_t>(view.rank);
         for (int64_t d = view.rank, stride = 1; d-- > 0; stride *= view.sizes[d]) strides[d] = stride;
         Handle copy;
@@ -270,9 +278,24 @@ void Call::make_contiguous() {
     }
 }
 
+// A tensor that is given twice is copied once, so that what is written through one argument is not lost.
+bool Call::shares_copy(size_t tensor) {
+    const View& view = views_[tensor];
+    for (size_t i = 0; i < tensor; i++) {
+        Operand& before = operands_[i];
+        if (before.copied == nullptr || !same_layout(views_[i], view)) continue;
+        if (memory(views_[i].handle, before.written) != memory(view.handle, operands_[tensor].written)) continue;
+        before.written |= operands_[tensor].written;
+        operands_[tensor].copied = before.copied;
+        operands_[tensor].copied_strides = before.copied_strides;
+        return operands_[tensor].shared = true;
+    }
+    return false;
+}
+
 void Call::copy_back() {
     for (size_t i = 0; i < operands_.size(); i++)
-        if (operands_[i].copied != nullptr && operands_[i].written)
+        if (operands_[i].copied != nullptr && operands_[i].written && !operands_[i].shared)
             check(shim().aoti_torch_copy_(views_[i].handle, operands_[i].copied, 0), "copying a result back");
 }
 

@@ -34,6 +34,7 @@ struct Operand {
     Handle owned = nullptr;   // a new output, until it is given to the caller
     Handle copied = nullptr;  // a contiguous copy, which the kernel is given instead
     const int64_t* copied_strides = nullptr;
+    bool shared = false;  // the copy is that of an operand before it
     opk_tensor described;
     bool written = false;
     bool pointed = false;  // a parameter takes a plain pointer to it, so it must be contiguous
@@ -71,8 +72,10 @@ private:
     bool fits_dtype(const opk_parameter& parameter);
     int32_t tensor_of(const opk_parameter& parameter, int64_t* count) const;
     void mark_operands();
+    bool shares_copy(size_t tensor);
     const opk_tensor* describe(int32_t tensor);
     void* pointer(int32_t tensor);
+    static void* memory(Handle handle, bool written);
     opk_value value(const opk_parameter& parameter);
     opk_value tensor_value(const opk_parameter& parameter);
     opk_value list_value(const opk_parameter& parameter);
@@ -90,7 +93,7 @@ private:
     Small<const int64_t*, kMostTensors> shown_; // by name: how many sizes it stands for, and those
     Small<int32_t, 8> dtypes_;               // of the type variables
     const int64_t* layout_ = nullptr;
-    int64_t made_layout_[kMostLayoutWords];
+    Layout made_layout_;
     const opk_instance* instance_ = nullptr;
     int32_t device_index_ = -1;
     Handle guard_ = nullptr;

@@ -48,9 +48,13 @@ int32_t execute(const opk_kernel* kernel, const opk_input* inputs, const int64_t
         const int32_t status = execute(call, layout, outputs, *message);
         if (status != OPK_FAILED) return status;
     } catch (const TorchError& error) {
-        snprintf(message->text, sizeof message->text, "torch failed while %s", error.doing);
+        const auto reason = shim().torch_exception_get_what_without_backtrace;
+        snprintf(message->text, sizeof message->text, "torch failed while %s%s%s", error.doing, reason ? ": " : "",
+                 reason ? reason() : "");
     } catch (const std::exception& error) {
         snprintf(message->text, sizeof message->text, "%s", error.what());
+    } catch (...) {
+        snprintf(message->text, sizeof message->text, "it threw something that is no std::exception");
     }
     name_kernel(*kernel, *message);
     return OPK_FAILED;

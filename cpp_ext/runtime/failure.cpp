@@ -11,9 +11,10 @@ namespace {
 thread_local Report* here = nullptr;
 std::mutex writing;
 
-// A thread that an OpenMP region started belongs to no call that we know of: the next call to end takes its report.
+// A thread that an OpenMP region started belongs to no call that we know of. What it says fails every call that is
+// running then: better one too many than a wrong result.
 std::string stray;
-std::atomic<bool> strayed{false};
+std::atomic<uint64_t> strays{0};
 
 std::string located(const char* file, int32_t line, const char* message) {
     return std::string(message) + " (" + file + ":" + std::to_string(line) + ")";
@@ -21,17 +22,17 @@ std::string located(const char* file, int32_t line, const char* message) {
 
 }  // namespace
 
-Report::Report() : outer_(here) { here = this; }
+Report::Report() : outer_(here), strays_before_(strays.load(std::memory_order_acquire)) { here = this; }
 
 Report::~Report() { here = outer_; }
 
-bool Report::failed() const { return failed_ || strayed.load(std::memory_order_acquire); }
+bool Report::strayed() const { return strays.load(std::memory_order_acquire) != strays_before_; }
+
+bool Report::failed() const { return failed_ || strayed(); }
 
 std::string Report::text() const {
     std::lock_guard<std::mutex> lock(writing);
-    if (failed_) return text_;
-    strayed = false;
-    return std::move(stray);
+    return failed_ ? text_ : stray;
 }
 
 Reporting::Reporting(Report* report) : before_(here) { here = report; }
@@ -48,8 +49,8 @@ void fail(const char* file, int32_t line, const char* format, ...) {
     va_end(arguments);
     std::lock_guard<std::mutex> lock(writing);
     if (here == nullptr) {
-        if (!strayed) stray = located(file, line, message);
-        strayed = true;
+        stray = located(file, line, message);
+        strays++;
     } else if (!here->failed_) {
         here->text_ = located(file, line, message);
         here->failed_ = true;

@@ -20,7 +20,9 @@ public:
 private:
     friend class Reporting;
     friend void fail(const char*, int32_t, const char*, ...);
+    bool strayed() const;
     Report* outer_;
+    uint64_t strays_before_;
     std::string text_;
     bool failed_ = false;
 };

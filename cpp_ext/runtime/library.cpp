@@ -81,6 +81,7 @@ KernelLibrary load_kernel(const std::string& path) {
                                  " of opkit's kernel interface; this is version " + std::to_string(OPK_ABI_VERSION) +
                                  ". Build it again");
     function<void (*)(const opk_runtime*)>(library, path, "opk_init")(&runtime());
+    forget_programs(*kernel);  // a kernel that is loaded again serves an operator that was defined again
     if (const void* words = dlsym(library, "opk_programs")) add_programs(*kernel, static_cast<const int64_t*>(words));
     return {kernel, function<BoxedKernel>(library, path, "opk_boxed"),
             function<BoxedKernel>(library, path, "opk_boxed_with_layout")};

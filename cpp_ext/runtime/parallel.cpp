@@ -1,5 +1,7 @@
 #include "parallel.hpp"
 
+#include <exception>
+
 #include "failure.hpp"
 #include "shim.hpp"
 
@@ -15,7 +17,13 @@ struct Work {
 void run_part(int64_t begin, int64_t end, void* context) {
     const Work& work = *static_cast<const Work*>(context);
     Reporting reporting(work.report);
-    work.body(begin, end, work.context);
+    try {
+        work.body(begin, end, work.context);
+    } catch (const std::exception& error) {
+        fail("opk_parallel_for", 0, "%s", error.what());
+    } catch (...) {
+        fail("opk_parallel_for", 0, "its body threw something that is no std::exception");
+    }
 }
 
 }  // namespace

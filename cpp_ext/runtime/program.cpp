@@ -183,18 +183,18 @@ bool write_strides(Cursor& program, Evaluation& evaluation, const int64_t* sizes
     return true;
 }
 
-bool lay_out(const Arguments& call, const Program& tried, int64_t* layout) {
+bool lay_out(const Arguments& call, const Program& tried, Layout& made) {
     Cursor program{tried.words.data() + 1, tried.words.data() + tried.words.size()};
     for (int32_t i = 0; i < call.kernel->argument_count; i++)
         if (!fits(call, i, program)) return false;
     Evaluation evaluation(call);
     int64_t guard;
     if (!evaluation.run(program, guard) || !guard) return false;
-    const int64_t* const full = layout + kMostLayoutWords;
+    int64_t* layout = made.room(tried.words.size());  // each word of a layout takes one or more of its program
     int32_t expected = new_outputs(*call.kernel);
     for (; expected > 0 && program.at < program.end; expected--) {
         const int64_t dtype = program.next(), rank = program.next();
-        if (rank < 0 || rank > 64 || layout + 2 + 2 * rank > full) return false;
+        if (rank < 0) return false;
         *layout++ = dtype;
         *layout++ = rank;
         for (int64_t i = 0; i < rank; i++)
@@ -213,7 +213,7 @@ int32_t new_outputs(const opk_kernel& kernel) {
     return count;
 }
 
-bool lay_out(const Arguments& call, int64_t* layout) {
+bool lay_out(const Arguments& call, Layout& layout) {
     for (Program* tried = head(*call.kernel).load(std::memory_order_acquire); tried != nullptr; tried = tried->next)
         if (lay_out(call, *tried, layout)) return true;
     return false;
@@ -226,5 +226,7 @@ void add_program(const opk_kernel& kernel, std::vector<int64_t> words) {
     while (!head(kernel).compare_exchange_weak(added->next, added, std::memory_order_release)) {
     }
 }
+
+void forget_programs(const opk_kernel& kernel) { head(kernel).store(nullptr, std::memory_order_release); }
 
 }  // namespace opkit

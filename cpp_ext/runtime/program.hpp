@@ -15,11 +15,25 @@ struct Arguments {
     const int32_t* first;
 };
 
-// The most words that a layout made by a program may have.
-constexpr size_t kMostLayoutWords = 256;
+// A layout (opkit.h) that a program makes.
+class Layout {
+public:
+    const int64_t* words() const { return words_; }
+    // Room for so many words, in place of those that there were.
+    int64_t* room(size_t words) {
+        if (words > kFew) many_.resize(words);
+        return words_ = words > kFew ? many_.data() : few_;
+    }
 
-// Writes the layout (opkit.h) of the first program that fits the call; false where none does.
-bool lay_out(const Arguments& call, int64_t* layout);
+private:
+    static constexpr size_t kFew = 128;
+    int64_t few_[kFew];
+    std::vector<int64_t> many_;
+    int64_t* words_ = nullptr;
+};
+
+// Makes the layout of the first program that fits the call; false where none does.
+bool lay_out(const Arguments& call, Layout& layout);
 
 // The outputs that are new tensors, no argument returned.
 int32_t new_outputs(const opk_kernel& kernel);
@@ -27,5 +41,8 @@ int32_t new_outputs(const opk_kernel& kernel);
 // Appends a program to the kernel's. It is kept as long as the process lives.
 // Throws std::invalid_argument where the words are no program.
 void add_program(const opk_kernel& kernel, std::vector<int64_t> words);
+
+// From now on calls of the kernel find no program. Other threads may still be reading those there were: they are kept.
+void forget_programs(const opk_kernel& kernel);
 
 }  // namespace opkit

@@ -36,18 +36,6 @@ void require(const std::string& missing) {
         throw std::runtime_error("opkit: this torch has not the functions " + missing + "; opkit needs torch 2.11 or newer");
 }
 
-Shim find_all() {
-    Shim found;
-    std::string missing, optional;
-    void* library = loaded(kCpu);
-#define OPKIT_FIND(name, parameters) find(library, #name, found.name, missing);
-    OPKIT_SHIM(OPKIT_FIND)
-#undef OPKIT_FIND
-    find(library, "torch_delete_stable_ivalue", found.torch_delete_stable_ivalue, optional);
-    require(missing);
-    return found;
-}
-
 Shim find_cuda() {
     Shim found = shim();
     std::string missing;
@@ -61,8 +49,16 @@ Shim find_cuda() {
 
 }  // namespace
 
-const Shim& shim() {
-    static const Shim found = find_all();
+Shim find_shim() {
+    Shim found;
+    std::string missing, optional;
+    void* library = loaded(kCpu);
+#define OPKIT_FIND(name, parameters) find(library, #name, found.name, missing);
+    OPKIT_SHIM(OPKIT_FIND)
+#undef OPKIT_FIND
+    find(library, "torch_delete_stable_ivalue", found.torch_delete_stable_ivalue, optional);
+    find(library, "torch_exception_get_what_without_backtrace", found.torch_exception_get_what_without_backtrace, optional);
+    require(missing);
     return found;
 }
 

@@ -55,11 +55,18 @@ struct Shim {
     OPKIT_SHIM(OPKIT_DECLARE)
     OPKIT_CUDA_SHIM(OPKIT_DECLARE)
 #undef OPKIT_DECLARE
-    int32_t (*torch_delete_stable_ivalue)(uint64_t*) = nullptr;  // torch 2.13; before, a cell is what operator new gave
+    // Null before torch 2.13:
+    int32_t (*torch_delete_stable_ivalue)(uint64_t*) = nullptr;  // a cell was what operator new gave
+    const char* (*torch_exception_get_what_without_backtrace)() = nullptr;  // of this thread's last failure
 };
 
+Shim find_shim();
+
 // The functions of the loaded libtorch. Throws std::runtime_error, naming what is missing, where there is none.
-const Shim& shim();
+inline const Shim& shim() {
+    static const Shim found = find_shim();
+    return found;
+}
 
 // The same with the CUDA functions.
 const Shim& cuda_shim();

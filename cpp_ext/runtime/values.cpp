@@ -1,5 +1,8 @@
 #include "call.hpp"
 
+#include <stdexcept>
+#include <string>
+
 namespace opkit {
 
 int32_t Call::run(const char** text) {
@@ -62,16 +65,22 @@ int64_t Call::dimension(const opk_parameter& parameter, const View& view) const 
     if (parameter.source == OPK_FROM_NUMEL) return view.numel();
     if (parameter.source == OPK_FROM_RANK) return view.rank;
     const int64_t d = parameter.detail < 0 ? parameter.detail + view.rank : parameter.detail;
-    if (d < 0 || d >= view.rank) throw TorchError{"asking for a dimension that a tensor does not have"};
+    if (d < 0 || d >= view.rank)
+        throw std::out_of_range("the parameter " + std::string(parameter.name) + " asks for dimension " +
+                                std::to_string(parameter.detail) + " of a tensor that has " + std::to_string(view.rank));
     return parameter.source == OPK_FROM_SIZE ? view.sizes[d] : view.strides[d];
 }
 
 void* Call::pointer(int32_t tensor) {
-    Operand& operand = operands_[tensor];
-    const Handle handle = operand.copied != nullptr ? operand.copied : views_[tensor].handle;
+    const Operand& operand = operands_[tensor];
+    return memory(operand.copied != nullptr ? operand.copied : views_[tensor].handle, operand.written);
+}
+
+// Asked for to be written, memory that tensors share until one is written to becomes the tensor's own.
+void* Call::memory(Handle handle, bool written) {
     void* data = nullptr;
     const void* constant = nullptr;
-    if (operand.written) {
+    if (written) {
         check(shim().torch_get_mutable_data_ptr(handle, &data), "asking for a tensor's memory");
         return data;
     }

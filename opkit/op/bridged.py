@@ -69,6 +69,7 @@ class Bridged:
 
     def __init__(self) -> None:
         self.installed: dict[str, tuple[Any, bridge.Installed]] = {}
+        self.retired = False  # the operator's name is another's by now, or nobody's
 
     @property
     def serving(self) -> bool:
@@ -81,8 +82,9 @@ class Bridged:
             installed.enabled = False
 
     def remove(self) -> None:
-        """Leave the dispatcher as it was before."""
+        """Leave the dispatcher as it was before, for good."""
         with _lock:
+            self.retired = True
             for _, installed in self.installed.values():
                 installed.remove()
             self.installed.clear()
@@ -91,12 +93,15 @@ class Bridged:
 def offer(function: NativeFunction) -> None:
     """Let a kernel take its operator's calls over, if it is the one that Python would choose, and there is the bridge."""
     operator = function.operator
-    if not _first_choice(operator, function) or not _checked_in_c(operator):
-        return
     with _lock:
-        found = _bridge.get()
-        if found is not None and _put(found, operator, function):
+        found = _bridge.get() if _may_take(operator, function) else None
+    with operator.lock, _lock:  # under which kernels are forced, in whatever thread: asked again
+        if found is not None and _may_take(operator, function) and _put(found, operator, function):
             operator.refreshed()
+
+
+def _may_take(operator: Operator, function: NativeFunction) -> bool:
+    return not operator.bridged.retired and _first_choice(operator, function) and _checked_in_c(operator)
 
 
 def _put(found: bridge.Bridge, operator: Operator, function: NativeFunction) -> bool:

@@ -180,6 +180,7 @@ class Dispatcher:
         if (
             operator.schema.is_mutable
             or any(keyset.has(key) for key in _HANDLED_BELOW)
+            or any(isinstance(arg, torch.Tensor) and arg.layout is not torch.strided for arg in args)
             or operator.schema._is_view_op()
         ):
             return self._unit(keyset, args, kwargs)
@@ -249,7 +250,8 @@ class Dispatcher:
         if operator.composite(args, kwargs) and (operator.mutates or operator.underivable(args, kwargs) is not None):
             return operator.reference(*args, **kwargs)
         self._refuse_lost_gradient(args, kwargs)
-        call = Call(self._below_autograd(keyset), operator.rule(args, kwargs), kwargs, False)
+        below = _recording(self._below_autograd(keyset))
+        call = Call(below, operator.rule(args, kwargs), kwargs, False)
         return restore(call, apply(operator.autograd_function, call, args))
 
     def _refuse_lost_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -325,6 +327,18 @@ class Dispatcher:
             return folded
         operator.folds.broken = "the operator does not treat its leading *batch sizes independently"
         return vmap.loop(operator.reference, info, in_dims, args, kwargs)
+
+
+def _recording(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, within an autograd function's forward, so that the transforms around this one record it as well."""
+    if private.functorch_level() is None:
+        return run
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad(), private.forward_grad_enabled():
+            return run(*args, **kwargs)
+
+    return recorded
 
 
 def _clash(name: str, error: RuntimeError) -> NameClashError:

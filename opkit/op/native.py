@@ -31,7 +31,7 @@ from opkit.kernels.slots import ANY_DTYPE, Slot
 from opkit.op import bridged, layout
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
-from opkit.op.facts import facts_of
+from opkit.op.facts import facts_of, kind_of
 
 if TYPE_CHECKING:
     from opkit import _core
@@ -56,6 +56,7 @@ class NativeFunction:
         self.library: _core.KernelLibrary | None = None
         self._overload: Any = None
         self._programs: list[tuple[int, ...]] = []
+        self._derived_from: Any = None  # the fake implementation of which the programs were made
         self._lock = threading.Lock()
         self._kept: list[Any] = []  # what must live as long as the registration
         self._unbuildable = ""
@@ -152,7 +153,8 @@ class NativeFunction:
         fragment.define(name + schema_with_layout(operator))
         fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
         key = private.dispatch_key_of(self.native.device)
-        self._kept = [fragment, library.register(f"{_NAMESPACE}::{name}", key, True)]
+        keys = [key] if _always_has_tensors(operator) else [key, "BackendSelect"]  # by which calls without tensors come
+        self._kept = [fragment, *[library.register(f"{_NAMESPACE}::{name}", key, True) for key in keys]]
         return private.library_utils.lookup_op(f"{_NAMESPACE}::{name}")
 
     # ---- calls -----------------------------------------------------------------------------------------------------
@@ -164,8 +166,10 @@ class NativeFunction:
 
             return sanitized.runner(self)
         self.load()
-        if self._fitting(args, kwargs):
-            return self._overload
+        with self._lock:
+            self._forget_outdated()
+            if self._fitting(args, kwargs):
+                return self._overload
         return functools.partial(self._overload, opk_layout=layout.layout_of(self.operator, args, kwargs))
 
     def settle(self, args: Sequence[Any], kwargs: dict[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,6 +177,7 @@ class NativeFunction:
         if self.native.debug or self.library is None:
             return function
         with self._lock:
+            self._forget_outdated()
             if not self._fitting(args, kwargs):
                 program = layout.derive(self.operator, args, kwargs) if len(self._programs) < _MOST_PROGRAMS else None
                 if not isinstance(program, layout.Program):
@@ -182,10 +187,24 @@ class NativeFunction:
         bridged.offer(self)
         return self._overload
 
+    def _forget_outdated(self) -> None:
+        # another fake implementation was registered: sizes that the earlier one gave hold no longer
+        if self._derived_from is not self.operator.given.fake:
+            assert self.library is not None
+            self.library.forget_programs()
+            self._programs.clear()
+            self._derived_from = self.operator.given.fake
+
     def _fitting(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         kinds = [argument.kind for argument in self.bound.facts.arguments]
         values = layout.operands(self.operator, args, kwargs)
         return any(layout.run(words, kinds, values) is not None for words in self._programs)
+
+
+def _always_has_tensors(operator: Operator) -> bool:
+    return any(
+        kind_of(a) == "tensor" and not str(a.real_type).startswith("Optional") for a in operator.schema.arguments
+    )
 
 
 def schema_with_layout(operator: Operator) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from opkit.errors import DeviceArgumentError, KernelError, RuleError
 from opkit.kernels.native import NativeKernel
@@ -54,7 +55,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the operator."""
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return self._dispatched(*args, **kwargs)
         return self._call(*args, **kwargs)
 
@@ -68,8 +69,9 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
     def _renew(self) -> None:
         """Forget every plan: a kernel or a rule was registered, enabled or forced."""
-        identity.renew(self._operator)
-        self._refresh()
+        with self._operator.lock:
+            identity.renew(self._operator)
+            self._refresh()
 
     def _refresh(self) -> None:
         operator = self._operator
@@ -87,6 +89,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
     def _retire(self) -> None:
         """Before the operator is taken out of the dispatcher."""
         self._operator.bridged.remove()
+        self._refresh()
 
     def _register(self, library: Any) -> None:
         operator = self._operator

@@ -154,7 +154,7 @@ def _verified(
     fresh = operator.needs_verifying(name, args, kwargs)
     try:
         if fresh:
-            snapshot = mutation.snapshot(operator.name, schema_mutates(operator), operator.named_tensors(args, kwargs))
+            snapshot = mutation.snapshot(operator.name, schema_mutates(operator), _unshared(operator, args, kwargs))
         output = function(*args, **kwargs)
         if snapshot is not None:
             snapshot.check(f"the kernel {name}" if kernel else "its body")
@@ -178,6 +178,17 @@ def _verified(
         return output, function
     operator.restrided.add(name)
     return _restride(output, layout), _restriding(function, layout)
+
+
+def _unshared(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a call by name, without those that change as a tensor written to does, whose memory they share."""
+    named, mutated = list(operator.named_tensors(args, kwargs)), schema_mutates(operator)
+    written = [tensor for name, tensor in named if name in mutated]
+    return [
+        (name, tensor)
+        for name, tensor in named
+        if name in mutated or not any(private.shares_memory(tensor, w) for w in written)
+    ]
 
 
 def _refusing_gradient(operator: Operator, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from opkit.errors import KernelError
 from opkit.kernels import sanitizer
@@ -44,6 +45,7 @@ class _Call:
         self.values = layout.operands(self.operator, args, kwargs)
         self.outputs = _allocated(layout.layout_of(self.operator, args, kwargs))
         self.sizes = self._named_sizes()
+        self.written = self._written()
         self.buffers: dict[tuple[int, bool], Buffer] = {}  # by tensor, and whether it is passed contiguous
         self.tensors: dict[str, tuple[torch.Tensor, bool]] = {}  # by buffer's name: where results go
 
@@ -65,6 +67,11 @@ class _Call:
 
     # ---- tensors ---------------------------------------------------------------------------------------------------
 
+    def _written(self) -> list[Any]:
+        """The tensors that the operator writes to, whatever else they are given as."""
+        pairs = zip(self.bound.facts.arguments, self.values, strict=True)
+        return [tensor for argument, value in pairs if argument.written for tensor in pytree.tree_leaves(value)]
+
     def _tensors_of(self, slot: Slot) -> Any:
         count = len(self.values)
         if slot.argument < count:
@@ -77,8 +84,8 @@ class _Call:
             return None
         key = (id(tensor), pointed)
         if key not in self.buffers:
-            fresh = slot.argument >= len(self.values)
-            writable = fresh or self.bound.facts.arguments[slot.argument].written
+            fresh = any(tensor is output for output in self.outputs)
+            writable = fresh or any(tensor is written for written in self.written)
             content = _bytes(_memory(tensor, pointed))
             self.buffers[key] = Buffer(name, content, writable=writable, poison=fresh)
             self.tensors[name] = (tensor, pointed)

@@ -36,6 +36,7 @@ ExcludeDispatchKeyGuard = _C._ExcludeDispatchKeyGuard
 after_autograd_keyset: Any = _C._after_autograd_keyset
 after_inplace_or_view_keyset: Any = _C._after_ADInplaceOrView_keyset
 any_requires_grad: Callable[..., bool] = _C._any_requires_grad
+shares_memory: Callable[[torch.Tensor, torch.Tensor], bool] = _C._is_alias_of
 dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 function_modes: Callable[[], int] = _C._len_torch_function_stack
 functorch_level: Callable[[], Any] = _C._functorch.peek_interpreter_stack
@@ -117,6 +118,11 @@ def single_level_functions_allowed() -> Generator[None]:
 
     with enable_single_level_autograd_function():
         yield
+
+
+def forward_grad_enabled() -> Any:
+    """A context in which forward-mode tangents are propagated, whatever holds around it."""
+    return forward_ad._set_fwd_grad_enabled(True)
 
 
 def _itself(value: Any) -> Any:
