@@ -214,7 +214,8 @@ bool Call::fits_dtype(const opk_parameter& parameter) {
             expected = variable;
         }
         if (view.dtype != expected)
-            return refuse("%s has the element type %d where %d was expected", parameter.name, view.dtype, expected);
+            return refuse("%s has elements of type %s where %s was expected", parameter.name, dtype_name(view.dtype),
+                          dtype_name(expected));
     }
     return true;
 }

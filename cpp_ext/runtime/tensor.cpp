@@ -8,6 +8,21 @@ int64_t product(const int64_t* sizes, int64_t count) {
     return result;
 }
 
+const char* dtype_name(int32_t dtype) {
+    static constexpr struct {
+        int32_t dtype;
+        const char* name;
+    } kNames[] = {
+        {OPK_UINT8, "uint8"},         {OPK_INT8, "int8"},         {OPK_INT16, "int16"},       {OPK_INT32, "int32"},
+        {OPK_INT64, "int64"},         {OPK_FLOAT16, "float16"},   {OPK_FLOAT32, "float32"},   {OPK_FLOAT64, "float64"},
+        {OPK_COMPLEX64, "complex64"}, {OPK_COMPLEX128, "complex128"}, {OPK_BOOL, "bool"},     {OPK_BFLOAT16, "bfloat16"},
+        {OPK_UINT16, "uint16"},       {OPK_UINT32, "uint32"},     {OPK_UINT64, "uint64"},
+    };
+    for (const auto& row : kNames)
+        if (row.dtype == dtype) return row.name;
+    return "unknown";
+}
+
 int64_t View::numel() const { return product(sizes, rank); }
 
 bool row_major(const int64_t* sizes, const int64_t* strides, int64_t rank) {

@@ -24,6 +24,9 @@ bool read(Handle handle, View& view);
 // Whether these are the strides of a row-major tensor, sizes of one and empty tensors aside.
 bool row_major(const int64_t* sizes, const int64_t* strides, int64_t rank);
 
+// What torch calls an opk_dtype.
+const char* dtype_name(int32_t dtype);
+
 int64_t product(const int64_t* sizes, int64_t count);
 
 }  // namespace opkit

@@ -214,6 +214,8 @@ def _located(source: str | Path, frame: FrameType | None) -> tuple[str, str, int
     """The text, and the file and line at which it stands."""
     if isinstance(source, Path):
         return source.read_text(encoding="utf-8"), str(source), 1
+    if "\n" not in source and source.endswith((".c", ".cpp", ".cc", ".cxx", ".cu")):
+        raise KernelError(f"{source!r} looks like a path. A str is source itself: pass pathlib.Path({source!r}).")
     caller = frame.f_code.co_filename if frame is not None else "<source>"
     written = linecache.getlines(caller) if frame is not None else []
     wanted = [line for line in source.splitlines() if line.strip()]

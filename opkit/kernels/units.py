@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from opkit.errors import ToolchainError
 from opkit.kernels import isa as isas
 from opkit.kernels import sanitizer, source
 from opkit.kernels.binding import Bound
@@ -52,9 +53,16 @@ def request(
 
 
 def chosen_isa(listed: Sequence[str]) -> str:
-    """The widest of some instruction sets that this machine has; "native" is its own, whatever that is."""
+    """The widest of some instruction sets that this machine has; "native" is its own, whatever that is.
+
+    Raises:
+        ToolchainError: it has none of them.
+    """
     if "native" in listed:
         return "native"
     order = isas.WIDENING.get(isas.machine(), ("baseline",))
     usable = order[: order.index(isas.host_isa()) + 1]
-    return max((isa for isa in listed if isa in usable), key=usable.index, default="baseline")
+    fitting = [isa for isa in listed if isa in usable]
+    if not fitting:
+        raise ToolchainError(f"It is for {', '.join(listed)}, and this processor has {', '.join(usable)}.")
+    return max(fitting, key=usable.index)

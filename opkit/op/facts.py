@@ -58,16 +58,10 @@ def check_passable(operator: Operator) -> None:
     """Refuse an operator whose calls cannot be passed to C.
 
     Raises:
-        KernelError: it takes no tensor, takes something that torch's C interface does not carry, or returns a view.
+        KernelError: it takes something that torch's C interface does not carry, or returns a view.
     """
-    kinds = [kind_of(argument) for argument in operator.schema.arguments]
-    if "tensor" not in kinds and "tensors" not in kinds:
-        raise KernelError(
-            f"{operator.name}: a native kernel is found by its tensors, and the operator takes none. Register a Python "
-            "kernel, or let the operator take a tensor, such as the one to write to."
-        )
-    for argument, kind in zip(operator.schema.arguments, kinds, strict=True):
-        if kind == "ignored" and declared_type(argument) not in _CARRIED:
+    for argument in operator.schema.arguments:
+        if kind_of(argument) == "ignored" and declared_type(argument) not in _CARRIED:
             raise KernelError(
                 f"{operator.name}: the argument {argument.name} of type {declared_type(argument)} cannot be passed to a "
                 "native kernel. Let the operator take an int or a float, two floats for a complex number, or a list of "

@@ -31,7 +31,7 @@ from opkit.kernels.slots import ANY_DTYPE, Slot
 from opkit.op import bridged, layout
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
-from opkit.op.facts import facts_of, kind_of
+from opkit.op.facts import check_passable, facts_of, kind_of
 
 if TYPE_CHECKING:
     from opkit import _core
@@ -47,6 +47,7 @@ class NativeFunction:
     """A native kernel as the function of a :class:`opkit.op.selection.Kernel`."""
 
     def __init__(self, operator: Operator, native: NativeKernel, name: str) -> None:
+        check_passable(operator)
         self.operator = operator
         self.native = native
         self.__name__ = name
@@ -99,11 +100,9 @@ class NativeFunction:
                 return (
                     f"{slot.name} has {tensor.dtype} and an argument before it {chosen[variable]}; it takes equal ones"
                 )
-        return (
-            ""
-            if dtype in allowed
-            else f"{slot.name} has {tensor.dtype}; it takes {', '.join(f'torch.{d}' for d in allowed)}"
-        )
+        if dtype in allowed:
+            return ""
+        return f"{slot.name} has {tensor.dtype}; it takes {', '.join(f'torch.{name}' for name in allowed)}"
 
     # ---- building --------------------------------------------------------------------------------------------------
 
@@ -142,6 +141,7 @@ class NativeFunction:
                 module = getattr(self.operator.function, "__module__", "")
                 built = package.load(module, self.native, self.bound, self.__name__)
                 library = built or _core.KernelLibrary(str(self.build()))
+                library.forget_programs()  # a package's are of the reference that it was built with
                 self._overload = self._registered(library)
                 self.library = library
             return self.library
@@ -181,11 +181,19 @@ class NativeFunction:
             if not self._fitting(args, kwargs):
                 program = layout.derive(self.operator, args, kwargs) if len(self._programs) < _MOST_PROGRAMS else None
                 if not isinstance(program, layout.Program):
-                    return function
+                    return self if self._takes_floats() else function
                 self.library.add_program(list(program.words))
                 self._programs.append(program.words)
         bridged.offer(self)
-        return self._overload
+        return self if self._sized_by_floats(args, kwargs) else self._overload
+
+    def _takes_floats(self) -> bool:
+        return any(argument.kind == "float" for argument in self.bound.facts.arguments)
+
+    def _sized_by_floats(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether the sizes hold for these floats alone, of which a plan says nothing."""
+        values = [v + 1.25 if isinstance(v, float) else v for v in layout.operands(self.operator, args, kwargs)]
+        return self._takes_floats() and not self._fits(values)
 
     def _forget_outdated(self) -> None:
         # another fake implementation was registered: sizes that the earlier one gave hold no longer
@@ -196,8 +204,10 @@ class NativeFunction:
             self._derived_from = self.operator.given.fake
 
     def _fitting(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        return self._fits(layout.operands(self.operator, args, kwargs))
+
+    def _fits(self, values: Sequence[Any]) -> bool:
         kinds = [argument.kind for argument in self.bound.facts.arguments]
-        values = layout.operands(self.operator, args, kwargs)
         return any(layout.run(words, kinds, values) is not None for words in self._programs)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import opkit
 from opkit.errors import CompileError, DeclarationError, KernelError, NoCompilerWarning, SanitizerError
+from opkit.kernels import isa
 
 pytestmark = pytest.mark.usefixtures("bridge")
 
@@ -228,3 +229,37 @@ def test_a_debug_build_writes_in_place(name):
     for x in (torch.zeros(4), torch.zeros(8)[::2]):
         add_(x, torch.ones(4))
         assert x.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ("(Tensor x, Scalar a) -> Tensor", "a of type number"),
+        ("(Tensor x, complex z) -> Tensor", "z of type complex"),
+        ("(Tensor x, Tensor?[] ys) -> Tensor", "ys of type"),
+        ("(Tensor(a) x) -> Tensor(a)", "view"),
+    ],
+)
+def test_operators_that_cannot_be_passed_to_c_are_refused_at_registration(name, schema, message):
+    op = opkit.custom_op(name, lambda *args: args[0] * 2, schema=schema, opaque=True)
+    with pytest.raises(KernelError, match=message):
+        op.register_kernel("cpu", opkit.c_kernel("void f(const float* x, float* out) {}"))
+
+
+def test_a_path_given_as_text_is_recognised(tmp_path):
+    with pytest.raises(KernelError, match="Path"):
+        opkit.c_kernel(str(tmp_path / "kernel.c"))
+
+
+def test_an_output_of_another_dtype_is_named(name):
+    op = opkit.custom_op(name, lambda x: x > 0, schema="(Tensor x) -> Tensor")
+    op.register_kernel("cpu", opkit.c_kernel("void f(const float* x, float* out) { (void)x; (void)out; }"))
+    with pytest.raises(RuntimeError, match="out has elements of type bool where float32 was expected"):
+        op(torch.ones(3))
+
+
+def test_an_instruction_set_of_another_processor_leaves_the_reference(doubled):
+    foreign = "neon" if isa.machine() == "x86_64" else "avx2"
+    doubled.register_kernel("cpu", opkit.c_kernel("void f(const float* x, float* out) {}", isa=foreign))
+    with pytest.warns(NoCompilerWarning, match=foreign):
+        assert doubled(torch.ones(2)).tolist() == [2.0, 2.0]

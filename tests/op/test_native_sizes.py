@@ -58,3 +58,18 @@ def test_sizes(name, what):
             checked += 1
     assert checked > 10
     assert op._operator.bridged.serving
+
+
+def test_sizes_that_follow_from_a_float(name):
+    @opkit.custom_op(name, mutates_args=())
+    def resized(x: Tensor, scale: float, eps: float = 0.0) -> Tensor:
+        return x.new_zeros(int(x.shape[0] * scale)) + eps
+
+    source = "void resized(const float* x, double scale, float* out, int64_t out_numel) { (void)x; (void)scale; "
+    source += "for (int64_t i = 0; i < out_numel; i++) out[i] = 0; }"
+    resized.register_kernel("cpu", opkit.c_kernel(source))
+    x = torch.randn(4)
+    for _ in range(3):
+        for scale in (2.0, 1.5, 0.25, 3.0, 0.0):
+            assert resized(x, scale).shape == (int(4 * scale),)
+            assert getattr(torch.ops.drop_in, name.split("::")[1])(x, scale).shape == (int(4 * scale),)
