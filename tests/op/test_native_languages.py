@@ -220,7 +220,7 @@ def test_a_launch_that_fails_is_reported(doubled):
     source = CUDA.replace("256, 0, stream", "4096, 0, stream")
     doubled.register_kernel("cuda", opkit.cuda_kernel(source, dtypes=["float32"], bind={"n": "x_numel"}))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"twice.*invalid configuration argument"):
+        with pytest.raises(RuntimeError, match=r"twice.*invalid"):
             doubled(torch.zeros(10, device="cuda"))
 
 
