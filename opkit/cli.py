@@ -123,8 +123,8 @@ def build(
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="How many compilers run at once.")] = None,
     programs: Annotated[
-        bool, typer.Option(help="Work out output sizes, for use without Python; takes a second each.")
-    ] = True,
+        bool, typer.Option("--programs", help="Work out output sizes, for use without Python; takes a second each.")
+    ] = False,
 ) -> None:
     """Compile every C, C++ and CUDA kernel of a package ahead of time, into the package."""
     _import([module])

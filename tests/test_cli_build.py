@@ -37,7 +37,7 @@ def operator(name, options=""):
 
 
 def run(*arguments, programs=False):
-    return CliRunner().invoke(cli.app, ["build", *map(str, arguments), *([] if programs else ["--no-programs"])])
+    return CliRunner().invoke(cli.app, ["build", *map(str, arguments), *(["--programs"] if programs else [])])
 
 
 @pytest.fixture(scope="module")

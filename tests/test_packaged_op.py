@@ -86,7 +86,7 @@ def wheel(tmp_path_factory, child_environment):
         EXAMPLE, folder / "project", ignore=shutil.ignore_patterns("_opkit", "build", "*.egg-info")
     )
     environment = child_environment | {"OPKIT_CACHE_DIR": str(folder / "cache")}
-    checked([sys.executable, "-m", "opkit", "build", "packaged_op", "--no-programs"], project, environment)
+    checked([sys.executable, "-m", "opkit", "build", "packaged_op"], project, environment)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
     checked([*pip, "--wheel-dir", folder / "wheels", "."], project, environment)
     (made,) = (folder / "wheels").iterdir()

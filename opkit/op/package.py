@@ -74,7 +74,7 @@ def build(
     chosen: Sequence[str] = (),
     output: Path | None = None,
     jobs: int | None = None,
-    with_programs: bool = True,
+    with_programs: bool = False,
 ) -> Report:
     """Compile the native kernels of a module that was imported, and of the modules below its package.
 

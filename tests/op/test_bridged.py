@@ -155,9 +155,8 @@ def test_a_kernel_registered_again_is_the_new_one(doubled):
 def test_all_works_without_the_bridge(child_environment):
     """The tests of native kernels once more, with every call planned in Python."""
     tests = [str(Path(__file__).with_name(f"test_native{which}.py")) for which in ("", "_arguments")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     program = "import sys, pytest, opkit.op.bridged as bridged; bridged.build = lambda: None; sys.exit(pytest.main(sys.argv[1:]))"
-    command[1:3] = ["-c", program]
+    command = [sys.executable, "-P", "-c", program, "-q", "-p", "no:cacheprovider", *tests]
     environment = child_environment | {"OPKIT_BRIDGE": "0"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]

@@ -111,7 +111,18 @@ def made(environment):
         [sys.executable, "-c", EXPORT, folder / "model.pt2"],
     ]
     running = [subprocess.Popen(list(map(str, c)), cwd=folder, env=variables, stderr=subprocess.PIPE) for c in commands]
-    build = [sys.executable, "-m", "opkit", "build", "no_python_ops", "--isa", "baseline", "--output", "built"]
+    build = [
+        sys.executable,
+        "-m",
+        "opkit",
+        "build",
+        "no_python_ops",
+        "--programs",
+        "--isa",
+        "baseline",
+        "--output",
+        "built",
+    ]
     checked(build, variables, folder)
     for each in running:
         _, errors = each.communicate(timeout=170)
