@@ -91,6 +91,7 @@ _DEBUG = (
     "-fno-sanitize-recover=undefined",
 )
 _SHARED = ("-fPIC", "-fvisibility=hidden")
+_LOOSE = ("-ffast-math", "-Ofast", "-funsafe-math-optimizations")
 _QUIET = {"gcc": ("-fno-diagnostics-show-caret", "-ftabstop=1"), "clang": ("-fno-caret-diagnostics",)}
 _NVCC = ("-O3", "-std=c++17")
 _NVCC_SHARED = ("-Xcompiler", "-fPIC,-fexceptions,-fvisibility=hidden")
@@ -162,8 +163,13 @@ def _check_nvcc(request: Request) -> None:
 
 
 def _links_apart(request: Request, compiler: Compiler) -> bool:
-    """Whether a unit uses OpenMP: its flag must not reach the linker, which would load a second OpenMP into torch."""
-    return request.kind == "shared" and bool(_openmp(request, request.units[0], compiler))
+    """Whether a flag must not reach the linker.
+
+    OpenMP's would load a second OpenMP into torch; those of loose arithmetic make gcc before 13 link what turns subnormal
+    numbers off in the whole process.
+    """
+    loose = any(flag in _LOOSE for flag in request.flags)
+    return request.kind == "shared" and (loose or bool(_openmp(request, request.units[0], compiler)))
 
 
 def _openmp(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]:

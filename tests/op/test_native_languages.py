@@ -233,3 +233,14 @@ def test_cuda_gradients_and_compile(doubled):
     torch.testing.assert_close(compiled(x), (x + 1) * 6)
     if torch.cuda.device_count() > 1:
         assert_doubles(doubled, (9,), device="cuda:1")
+
+
+@pytest.mark.parametrize("flag", ["-ffast-math", "-Ofast", "-funsafe-math-optimizations"])
+def test_loose_arithmetic_stays_in_its_kernel(doubled, flag):
+    source = (
+        "void twice(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = 2 * x[i]; }"
+    )
+    doubled.register_kernel("cpu", opkit.c_kernel(source, dtypes=["float32"], flags=[flag]))
+    assert_doubles(doubled, (5,))
+    smallest = torch.tensor([1e-40])
+    assert (smallest * 1).item() != 0  # gcc before 13 would turn subnormal numbers off in the whole process
