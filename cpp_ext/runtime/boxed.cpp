@@ -70,6 +70,7 @@ private:
     void read(const opk_argument& argument, uint64_t word, opk_input& input) {
         input.present = !argument.optional || word != 0;
         input.count = 0;
+        input.known = nullptr;
         input.as.i = 0;
         if (!input.present) return;
         if (argument.optional) word = take_cell(word);

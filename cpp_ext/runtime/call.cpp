@@ -71,7 +71,12 @@ bool Call::read_tensors() {
         if (kernel_.arguments[i].kind == OPK_KIND_TENSOR) {
             if (!input.present && !kernel_.arguments[i].optional)
                 return refuse("the argument %s must be a tensor, got None", kernel_.arguments[i].name);
-            if (input.present && !read_tensor(i, input.as.tensor, views_[next])) return false;
+            if (input.present && input.known != nullptr) {
+                show(*input.known, input.as.tensor, views_[next]);
+                if (!same_device(input.known->device_index)) return false;
+            } else if (input.present && !read_tensor(i, input.as.tensor, views_[next])) {
+                return false;
+            }
             next++;
         } else if (kernel_.arguments[i].kind == OPK_KIND_TENSORS && input.present) {
             for (int64_t j = 0; j < input.count; j++, next++) {
@@ -93,6 +98,10 @@ bool Call::read_tensor(int32_t argument, Handle handle, View& view) {
     if (!kernel_.cuda) return true;
     int32_t index;
     if (shim().aoti_torch_get_device_index(handle, &index)) return refuse("the argument %s has no device index", name);
+    return same_device(index);
+}
+
+bool Call::same_device(int32_t index) {
     if (device_index_ >= 0 && device_index_ != index) return refuse("the arguments are on several devices");
     device_index_ = index;
     return true;

@@ -66,6 +66,7 @@ private:
 
     bool refuse(const char* format, ...) __attribute__((format(printf, 2, 3)));
     bool read_tensor(int32_t argument, Handle handle, View& view);
+    bool same_device(int32_t index);
     bool bind_shape(const opk_argument& argument, const View& view);
     bool bind_dim(const opk_argument& argument, int32_t dim, int64_t size);
     bool bind_variadic(const opk_argument& argument, const View& view);

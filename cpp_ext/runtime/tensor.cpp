@@ -50,4 +50,13 @@ bool read(Handle handle, View& view) {
     return true;
 }
 
+void show(const opk_tensor& known, Handle handle, View& view) {
+    view.handle = handle;
+    view.sizes = known.sizes;
+    view.strides = known.strides;
+    view.rank = known.rank;
+    view.dtype = known.dtype;
+    view.contiguous = row_major(known.sizes, known.strides, known.rank);
+}
+
 }  // namespace opkit

@@ -21,6 +21,9 @@ struct View {
 // Reads what `handle` says of itself; false if torch refused or the tensor is undefined.
 bool read(Handle handle, View& view);
 
+// The view of a tensor of which all but the device type is known.
+void show(const opk_tensor& known, Handle handle, View& view);
+
 // Whether these are the strides of a row-major tensor, sizes of one and empty tensors aside.
 bool row_major(const int64_t* sizes, const int64_t* strides, int64_t rank);
 

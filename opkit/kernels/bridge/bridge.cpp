@@ -123,7 +123,16 @@ class Reader {
         if (!value.isTensor()) return false;
         if (!value.toTensor().defined()) return absent(argument, input);
         input.as.tensor = handle(value);
-        return plain(value.toTensor());
+        if (!plain(value.toTensor())) return false;
+        input.known = known(value.toTensor().unsafeGetTensorImpl());
+        return true;
+    }
+
+    const opk_tensor* known(const c10::TensorImpl* impl) {
+        opk_tensor* shown = arena_.take<opk_tensor>(1);
+        *shown = {nullptr, impl->sizes().data(), impl->strides().data(), impl->dim(),
+                  static_cast<int32_t>(c10::typeMetaToScalarType(impl->dtype())), static_cast<int32_t>(impl->device().index())};
+        return shown;
     }
 
     bool tensors(c10::ArrayRef<IValue> values, opk_input& input) {
@@ -183,6 +192,7 @@ public:
     bool read(const IValue& value, const opk_argument& argument, opk_input& input) {
         input.present = 1;
         input.count = 0;
+        input.known = nullptr;
         input.as.i = 0;
         if (value.isNone()) return absent(argument, input);
         switch (argument.kind) {

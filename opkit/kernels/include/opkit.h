@@ -177,6 +177,7 @@ struct opk_kernel {
 struct opk_input {
     int32_t present;
     int64_t count; /* of a list, or of a string's characters */
+    const opk_tensor* known; /* of a tensor that is on the kernel's device: all but its data, if the caller knows; else NULL */
     union {
         void* tensor; /* an AtenTensorHandle, borrowed */
         void* const* tensors;
