@@ -9,6 +9,7 @@ that were (see ``layout``). It gives them back when something is registered or f
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from opkit import config
@@ -32,6 +33,7 @@ class _Bridge:
         self.found: bridge.Bridge | None = None
         self.asked = False
         self.ended = False
+        self.waiting: weakref.WeakSet[Operator] = weakref.WeakSet()
 
     def get(self) -> bridge.Bridge | None:
         if self.found is None and config.get().bridge and (self.ended or not self.asked):
@@ -45,10 +47,16 @@ class _Bridge:
         first, self.asked, self.ended = not self.asked, True, False
         self.found = bridge.load(paths, _core.runtime_address())
         if self.found is None and first:
-            bridge.ensure_in_background(paths, self._built)
+            bridge.ensure_in_background(paths, self.built)
 
-    def _built(self, path: object) -> None:
-        self.ended = path is not None
+    def built(self, path: object) -> None:
+        """A build that was started has ended, with ``path``: operators that would use the bridge plan their calls anew."""
+        with _lock:
+            self.ended = path is not None
+            waiting = list(self.waiting) if self.ended else []
+        for operator in waiting:
+            with operator.lock:
+                operator.refreshed()
 
 
 _bridge = _Bridge()
@@ -60,8 +68,7 @@ def build() -> None:
     Raises:
         ToolchainError, CompileError, CacheError: as ``opkit.kernels.bridge.build``.
     """
-    bridge.build(torch_paths())
-    _bridge.ended = True
+    _bridge.built(bridge.build(torch_paths()))
 
 
 class Bridged:
@@ -95,6 +102,8 @@ def offer(function: NativeFunction) -> None:
     operator = function.operator
     with _lock:
         found = _bridge.get() if _may_take(operator, function) else None
+        if found is None:
+            _bridge.waiting.add(operator)
     with operator.lock, _lock:  # under which kernels are forced, in whatever thread: asked again
         if found is not None and _may_take(operator, function) and _put(found, operator, function):
             operator.refreshed()
