@@ -36,11 +36,9 @@ class Request:
         include_dirs: where ``#include`` looks; a change of a header there that is included is noticed.
         library_dirs: where libraries are looked for, now and when the result is loaded.
         libraries: names ("openblas"), file names ("libopenblas.so.0") or paths.
-        link_flags: for the linker's command alone.
         isa: "native", or a named instruction set.
         kind: "shared" (a library) or "executable".
         debug: with debugging information, and with the address and undefined-behaviour sanitizers.
-        extra_key: anything else that makes results differ.
     """
 
     label: str
@@ -49,11 +47,9 @@ class Request:
     include_dirs: tuple[str | os.PathLike[str], ...] = ()
     library_dirs: tuple[str | os.PathLike[str], ...] = ()
     libraries: tuple[str, ...] = ()
-    link_flags: tuple[str, ...] = ()
     isa: str = "native"
     kind: Literal["shared", "executable"] = "shared"
     debug: bool = False
-    extra_key: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +136,7 @@ def _check(request: Request) -> None:
 
 def _arguments(request: Request) -> list[str]:
     """All that a request adds to command lines."""
-    return [*request.flags, *request.libraries, *request.link_flags, *_folders(request)]
+    return [*request.flags, *request.libraries, *_folders(request)]
 
 
 def _folders(request: Request) -> list[str]:
@@ -243,7 +239,7 @@ def _libraries(request: Request, compiler: Compiler) -> tuple[str, ...]:
     for folder in [os.path.abspath(each) for each in request.library_dirs]:
         flags += [f"-L{folder}", *_rpath(folder, compiler)]
     named = [_library(each) for each in request.libraries]
-    return (*flags, *named, *request.link_flags, *(() if compiler.family == "nvcc" else ("-lm",)))
+    return (*flags, *named, *(() if compiler.family == "nvcc" else ("-lm",)))
 
 
 def _rpath(folder: str, compiler: Compiler) -> tuple[str, ...]:

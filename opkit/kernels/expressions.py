@@ -64,11 +64,6 @@ class Expression:
     names: tuple[str, ...]
 
 
-def is_expression(text: str) -> bool:
-    """Whether a ``bind`` value is more than a name."""
-    return not text.isidentifier()
-
-
 def parse(text: str) -> Expression:
     """The expression in C.
 

@@ -59,7 +59,6 @@ def key(request: Request, plan: Plan) -> str:
         list(headers(request)),
         list(_libraries(request)),
         [(name, os.environ[name]) for name in _VARIABLES if name in os.environ],
-        request.extra_key,
     )
     return hashlib.sha256(json.dumps(parts).encode("ascii")).hexdigest()
 
@@ -113,7 +112,7 @@ def _all_headers(folders: Iterable[str]) -> Iterator[str]:
 
 def _libraries(request: Request) -> Iterator[tuple[str, int, int]]:
     """The files that are linked in, as far as the request says where they are, by size and time of change."""
-    paths = [text for text in (*request.libraries, *request.link_flags, *request.flags) if os.path.isabs(text)]
+    paths = [text for text in (*request.libraries, *request.flags) if os.path.isabs(text)]
     for folder in [os.path.abspath(each) for each in request.library_dirs]:
         names = [form.format(name) for name in request.libraries for form in ("lib{}.so", "lib{}.a", "{}")]
         paths += [os.path.join(folder, name) for name in names]

@@ -12,19 +12,16 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from opkit.errors import DeclarationError
 from opkit.kernels import c_library, scanner
 from opkit.kernels.binding import Bound
+from opkit.kernels.commands import Unit
 from opkit.kernels.descriptor import descriptor, quoted
 from opkit.kernels.dtypes import C_TYPES, DTYPES, CType, Dtype
 from opkit.kernels.slots import Slot
 
 INCLUDE = Path(__file__).parent / "include"
-FLAGS = ("-fvisibility=hidden", "-fexceptions")
-"""What every unit must be compiled with: the runtime's C++ exceptions pass through the exported functions."""
-
 _OURS = '#line 1 "<opkit>"\n'
 _AS_CPP = ", compiled as C++ (where `a ? x : 0` is `a ? x : (T)0`)"
 _HELPERS = """\
@@ -43,14 +40,6 @@ __attribute__((unused)) static void opk_call_boxed(const opk_runtime* runtime, c
     runtime->boxed(kernel, stack, inputs, outputs, has_layout);
 }
 """
-
-
-class Unit(NamedTuple):
-    """One text to compile. ``language`` is "c", "c++" or "cuda"; ``name`` appears in compile errors."""
-
-    name: str
-    text: str
-    language: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +311,7 @@ def generate(
     cuda: bool = False,
     preamble: str = "",
 ) -> tuple[Unit, ...]:
-    """The units to compile and link into one shared library, with :data:`FLAGS`.
+    """The units to compile and link into one shared library, with ``-fexceptions``: the runtime's pass through it.
 
     ``dtypes`` names the element types of each type variable. ``filename`` and ``first_line`` say where the text is
     from, for compile errors. ``preamble`` goes before it: the declarations of a library, say.
@@ -343,7 +332,7 @@ def generate(
         for instance, text in zip(instances, texts, strict=True)
     ]
     if len(units) == 1:
-        return (units[0]._replace(text=f"{units[0].text}{shown}"),)
+        return (dataclasses.replace(units[0], text=f"{units[0].text}{shown}"),)
     calls = "".join(f"OPK_C int32_t opk_call_{n}(const opk_value*, const char**);\n" for n in range(len(units)))
     stub = f"{_header('opkit.h')}{_OURS}{_HELPERS}{calls}{shown}"
     return (*units, Unit(f"{kernel_name}, its description", stub, language))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,12 +28,11 @@ def request(
         extra: C that is added to the description of the kernel.
     """
     listed = [
-        Unit(*unit)
-        for unit in source.generate(
+        *source.generate(
             bound, native.text, native.variables, name, native.file, native.line, native.language, native.cuda
         )
     ]
-    listed[-1] = Unit(listed[-1].name, listed[-1].text + extra, listed[-1].language)
+    listed[-1] = dataclasses.replace(listed[-1], text=listed[-1].text + extra)
     listed += [Unit(str(path), path.read_text(encoding="utf-8"), native.language) for path in native.sources]
     if native.debug:
         listed.append(Unit("<opkit>", sanitizer.main_unit(), "c"))

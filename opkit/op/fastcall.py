@@ -159,9 +159,7 @@ def _namespace(
 ) -> dict[str, Any]:
     plans: dict[Any, Plan] = {}
     entries: list[Entry] = []
-    strict = bool(
-        operator.kernels.kernels
-    )  # what a kernel returns is put into the layout that the arguments' strides give
+    strict = bool(operator.kernels.kernels)  # into whose layout results are put depends on the arguments' strides
 
     def new_plan(key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         plan = make_plan(operator, args, kwargs)

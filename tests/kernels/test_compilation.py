@@ -106,7 +106,7 @@ def test_cuda_is_compiled(settings):
 
 
 @pytest.mark.parametrize("text", ["$(touch pwned)", "`touch pwned`", '"', "a;b", "a\nb"])
-@pytest.mark.parametrize("place", ["flags", "include_dirs", "library_dirs", "libraries", "link_flags"])
+@pytest.mark.parametrize("place", ["flags", "include_dirs", "library_dirs", "libraries"])
 def test_nvcc_is_given_nothing_that_its_shell_would_run(text, place):
     with pytest.raises(errors.ArgumentError, match="nvcc would pass"):
         commands.plan(make(name="k.cu", language="cuda", **{place: (f"-DX={text}",)}))
@@ -127,11 +127,9 @@ def test_every_part_that_decides_the_result_is_in_the_key(tmp_path, settings):
         make(include_dirs=(tmp_path,)),
         make(library_dirs=(tmp_path,)),
         make(libraries=("m",)),
-        make(link_flags=("-s",)),
         make(isa="baseline"),
         make(kind="executable"),
         make(debug=True),
-        make(extra_key=("2",)),
         dataclasses.replace(plain, units=(unit, unit)),
     ]
     keys = [key(request) for request in (plain, *others)]

@@ -16,7 +16,7 @@ from opkit.kernels.declaration import parse
 from opkit.kernels.descriptor import SOURCES
 from opkit.kernels.dtypes import DTYPES
 from opkit.kernels.facts import Argument, Facts, Output, Shape
-from opkit.kernels.source import FLAGS, INCLUDE, generate
+from opkit.kernels.source import INCLUDE, generate
 
 pytestmark = pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("g++")), reason="no gcc and g++")
 COMPILERS = [{"c": "gcc", "c++": "g++"}] + ([{"c": "clang", "c++": "clang++"}] if shutil.which("clang++") else [])
@@ -99,7 +99,8 @@ def compiled(parts, folder, compilers=COMPILERS[0], flags=()):
             "-Wextra",
             "-Werror",
             "-fPIC",
-            *FLAGS,
+            "-fvisibility=hidden",
+            "-fexceptions",
             *flags,
             "-c",
             str(source),
