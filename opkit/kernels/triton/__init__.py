@@ -1,0 +1,1 @@
+"""Triton and Gluon kernels as kernels of an operator."""
