@@ -24,6 +24,7 @@ _ROWS = (
     ("opkit",),
     ("nn",),
     ("demo", "doctor"),
+    ("terminal",),
     ("cli",),
     ("__main__",),
 )
