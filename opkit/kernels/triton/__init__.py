@@ -1,0 +1,1 @@
+"""Triton kernels: configurations, tuning and its records."""
