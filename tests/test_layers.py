@@ -25,6 +25,7 @@ _ROWS = (
     ("nn",),
     ("demo", "doctor"),
     ("terminal",),
+    ("cli_tune",),
     ("cli",),
     ("__main__",),
 )
