@@ -147,3 +147,7 @@ class BuildCacheWarning(UserWarning):
 
 class NoCompilerWarning(UserWarning):
     """A kernel could not be built because the machine has no compiler for it; the operator's reference runs instead."""
+
+
+class TuningWarning(UserWarning):
+    """A Triton kernel runs with a configuration that was not measured for its shapes, or what was measured cannot be kept."""
