@@ -53,11 +53,19 @@ def build(request: Request) -> Binary:
         CompileError: Triton, LLVM or ptxas refused the kernel. Its ``log`` is all that they say; its ``command`` is
             that of ptxas, where it was that.
     """
+    return _checked(request, _binary(request, lowered(request)))
+
+
+def lowered(request: Request) -> Any:
+    """Triton's ``CompiledKernel`` for a request: its ``asm`` has the text of each stage, as "ttir", "ptx", "amdgcn".
+
+    Raises:
+        ArgumentError, KernelError, CompileError: as ``build``.
+    """
     _check(request)
     target = targets.parse(request.target)
     options = _options(request, target)
-    source = _source(request, _backend(target))
-    return _checked(request, _binary(request, _compiled(request, source, target, options)))
+    return _compiled(request, _source(request, _backend(target)), target, options)
 
 
 def identity(request: Request) -> str:
@@ -200,7 +208,7 @@ def _said(error: Exception) -> str:
     """What the innermost of the errors says, without the listing that Triton puts before it."""
     inner = _chain(error)[-1]
     message = getattr(inner, "error_message", None) or getattr(inner, "message", None) or str(inner)
-    return f"{message}".strip() or type(inner).__name__
+    return _COMMAND.sub("", str(message)).strip() or type(inner).__name__
 
 
 def _checked(request: Request, binary: Binary) -> Binary:

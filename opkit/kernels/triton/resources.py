@@ -17,6 +17,7 @@ from opkit.kernels.triton.binaries import Binary
 
 _REGISTERS, _FRAME, _STACK = 0x2F, 0x11, 0x12  # of attributes; each names a symbol and a number
 _PARAMETER = 0x17
+_RESERVED = 1024
 _SIZED = 4  # the form of an attribute that is followed by so many bytes; any other is two bytes itself
 _PARAMETER_SIZE = 18  # bits before a parameter's size in its attribute
 _METADATA = 32  # the note's type
@@ -71,9 +72,14 @@ def _cubin(sections: dict[str, elf.Section], name: str) -> tuple[int, int, int]:
     for attribute, data in _attributes(sections[".nv.info"].data):
         if attribute in found and data:
             found[attribute].append(struct.unpack("<II", data)[1])
+    return max(found[_REGISTERS]), _static(sections, name), max(found[_FRAME] + found[_STACK])
+
+
+def _static(sections: dict[str, elf.Section], name: str) -> int:
+    """Static shared memory; from sm_90 on, the section begins with what the system has of each block's, beside its limit."""
     shared = sections.get(f".nv.shared.{name}")
-    local = max(found[_FRAME] + found[_STACK])
-    return max(found[_REGISTERS]), shared.size if shared else 0, local
+    reserved = _RESERVED if ".nv.shared.reserved.0" in sections else 0
+    return max(0, shared.size - reserved) if shared else 0
 
 
 def _cubin_sizes(sections: dict[str, elf.Section], name: str) -> list[int]:
