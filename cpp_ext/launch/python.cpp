@@ -64,7 +64,9 @@ std::string line_of(const py::object& trace) {
 std::shared_ptr<const Entry> ask(const py::object& function, const std::shared_ptr<PythonCall>& call) {
     try {
         const py::object answer = function(call);
-        return answer.is_none() ? nullptr : answer.cast<std::shared_ptr<Entry>>();
+        if (answer.is_none()) return nullptr;
+        if (py::isinstance<Entry>(answer)) return answer.cast<std::shared_ptr<Entry>>();
+        throw std::runtime_error("an Entry was expected, not " + std::string(py::repr(answer)));
     } catch (py::error_already_set& error) {
         if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
         throw std::runtime_error(text_of(error));
