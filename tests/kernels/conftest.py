@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import shutil
 import subprocess
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,12 +85,16 @@ def row_major(sizes: Sequence[int]) -> list[int]:
 class Launched:
     """An operator with one kernel, whose calls a launcher runs."""
 
-    def __init__(self, schema: str, rows: Sequence[tuple[Any, ...]], miss: Miss, cuda: bool = False, **facts: Any) -> None:
+    def __init__(
+        self, schema: str, rows: Sequence[tuple[Any, ...]], miss: Miss, cuda: bool = False, **facts: Any
+    ) -> None:
         self.name = f"{schema.split('(')[0]}_{next(_numbers)}"
         self.schema = torch._C.parse_schema(f"{NAMESPACE}::{self.name}{schema[schema.index('(') :]}")
         self.missed: list[list[Any]] = []
         self._miss = miss
-        self.launcher = _core.Launcher(f"t::{self.name}", "_k", [row[-1] for row in rows], self.miss, cuda=cuda)
+        ask: Any = weakref.WeakMethod(self.miss)  # a launcher lives as long as the process
+        roles = [row[-1] for row in rows]
+        self.launcher = _core.Launcher(f"t::{self.name}", "_k", roles, lambda call: ask()(call), cuda=cuda)
         self.library = _core.launch_kernel(self.description([row[:-1] for row in rows], cuda, facts), self.launcher)
         self.kernel = _Kernel.from_address(self.library.address)
         self._kept: list[Any] = []
@@ -129,7 +134,11 @@ class Launched:
 
     def direct(self, *values: Tensor | int | float | None, stream: int | None = None) -> None:
         """Call the trampoline with these values of the sources, without torch."""
-        words = [self.kernel.parameters[0].constant, *(word(v) for v in values), *([stream] if stream is not None else [])]
+        words = [
+            self.kernel.parameters[0].constant,
+            *(word(v) for v in values),
+            *([stream] if stream is not None else []),
+        ]
         problem = ctypes.c_char_p()
         self.kernel.instances[0].call((ctypes.c_int64 * len(words))(*words), ctypes.byref(problem))
         if problem.value is not None:
@@ -181,11 +190,17 @@ class Fake:
         return _core.Binary(self.driver, b"image\0", name, threads=threads, shared=shared, **options)
 
     def entry(
-        self, kernel: str, params: Sequence[tuple[str, int, int]], grid: tuple[int, int, int] = (1, 1, 1), **options: Any
+        self,
+        kernel: str,
+        params: Sequence[tuple[str, int, int]],
+        grid: tuple[int, int, int] = (1, 1, 1),
+        **options: Any,
     ) -> _core.Entry:
         """``kernel`` is the name alone; the sizes of its parameters follow from ``params``."""
         given = {name: options.pop(name) for name in ("maps", "zero", "chunk") if name in options}
-        sizes = " ".join(str(_BYTES.get(kind, int("".join(filter(str.isdigit, kind)) or 8) // 8 or 1)) for kind, *_ in params)
+        sizes = " ".join(
+            str(_BYTES.get(kind, int("".join(filter(str.isdigit, kind)) or 8) // 8 or 1)) for kind, *_ in params
+        )
         return _core.Entry(self.binary(f"{kernel} {sizes}", **options), grid, params, **given)
 
     def operator(self, schema: str, rows: Sequence[tuple[Any, ...]], miss: Miss, **facts: Any) -> Launched:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import signal
 
 import pytest
 import torch
@@ -114,7 +115,9 @@ def test_a_failed_launch_says_what_was_launched(fake):
 def test_a_module_that_cannot_be_loaded_is_an_error_and_tried_again(fake):
     add = fake.add()
     fake.fail("cuModuleGetFunction", 1)
-    message = r"the compiled kernel add 8 8 8 4 cannot be loaded on device 0: cuModuleGetFunction failed with CUDA_ERROR_INV"
+    message = (
+        r"the compiled kernel add 8 8 8 4 cannot be loaded on device 0: cuModuleGetFunction failed with CUDA_ERROR_INV"
+    )
     with pytest.raises(RuntimeError, match=message):
         add(torch.ones(4), torch.ones(4))
     assert fake.noted("unload")
@@ -128,7 +131,12 @@ class Odd(Exception):
 
 @pytest.mark.parametrize(
     ("error", "text"),
-    [(TypeError("no such grid"), "TypeError: no such grid"), (KeyError("BLOCK"), "KeyError: 'BLOCK'"), (Odd(), "Odd")],
+    [
+        (TypeError("no such grid"), "TypeError: no such grid"),
+        (KeyError("BLOCK"), "KeyError: 'BLOCK'"),
+        (Odd(), "Odd"),
+        (ValueError("long" * 500), f"ValueError: {'long' * 175}..."),
+    ],
 )
 def test_what_python_raises_is_told_with_the_authors_line(fake, error, text):
     def author(call: _core.Call) -> None:
@@ -149,6 +157,26 @@ def test_the_line_is_not_one_of_torchs(fake):
     op = fake.operator("raises(Tensor x) -> Tensor", [("TENSOR", "out", "tensor")], author)
     with pytest.raises(RuntimeError, match=rf"{re.escape(__file__)}:\d+"):
         op(torch.ones(3))
+
+
+def test_an_interrupt_is_one_after_the_error_too(fake):
+    def interrupted(call: _core.Call) -> None:
+        raise KeyboardInterrupt
+
+    op = fake.operator("raises(Tensor x) -> Tensor", [("TENSOR", "out", "tensor")], interrupted)
+    problem = None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background has none
+    try:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            try:
+                op(torch.ones(3))
+            except RuntimeError as error:
+                problem = error
+            for _ in range(100):
+                torch.ones(1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "KeyboardInterrupt" in str(problem)
 
 
 def test_an_answer_that_is_no_entry_is_an_error(fake):

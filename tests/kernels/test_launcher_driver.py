@@ -37,7 +37,9 @@ def test_what_a_driver_lacks_is_named(tmp_path, fake):
     source = tmp_path / "less.c"
     source.write_text("int cuInit(unsigned flags) { return (int)flags; }\n")
     subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
-    with pytest.raises(RuntimeError, match=r"libless\.so lacks cuDriverGetVersion, .*, cuLaunchKernel, .*; a newer driver"):
+    with pytest.raises(
+        RuntimeError, match=r"libless\.so lacks cuDriverGetVersion, .*, cuLaunchKernel, .*; a newer driver"
+    ):
         _core.Driver(str(path), "cuda")
     with pytest.raises(RuntimeError, match=r"lacks hipInit, "):
         _core.Driver(str(fake.path), "hip")
@@ -140,7 +142,9 @@ def test_clusters_above_8_blocks_are_allowed_first(fake):
 
 def test_a_failed_launch_names_the_clusters(fake):
     fake.fail("cuLaunchKernelEx", 1)
-    with pytest.raises(RuntimeError, match=r"INVALID_VALUE.*the grid is \(1, 1, 1\), clusters of \(2, 1, 1\), a block has"):
+    with pytest.raises(
+        RuntimeError, match=r"INVALID_VALUE.*the grid is \(1, 1, 1\), clusters of \(2, 1, 1\), a block has"
+    ):
         _launch(fake, cluster=(2, 1, 1))
 
 
@@ -211,7 +215,9 @@ def test_a_tensor_with_gaps_is_not_zeroed(fake, view):
     rows = [("TENSOR", "acc", "tensor_any")]
     entry = fake.entry("none", [("ptr", 0, 0)], zero=[0])
     op = fake.operator("counted(Tensor(a!) acc) -> ()", rows, lambda call: entry)
-    with pytest.raises(RuntimeError, match="acc is to be set to zero before the launch, but there are gaps between its el"):
+    with pytest.raises(
+        RuntimeError, match="acc is to be set to zero before the launch, but there are gaps between its el"
+    ):
         op(view(torch.ones(8, 8)))
 
 

@@ -97,7 +97,8 @@ def test_a_list_may_be_none(fake):
 
 
 @pytest.mark.parametrize(
-    ("kind", "role", "value"), [("int?", "int", 5), ("float?", "float", 0.5), ("bool?", "bool", False), ("int?", "exact", 0)]
+    ("kind", "role", "value"),
+    [("int?", "int", 5), ("float?", "float", 0.5), ("bool?", "bool", False), ("int?", "exact", 0)],
 )
 def test_an_optional_number_is_none_or_not(fake, kind, role, value):
     op = _entries(fake, kind, role, [None, value, None, value], "SCALAR_POINTER")
@@ -176,5 +177,7 @@ def test_the_table_is_bounded(fake):
 
 
 def test_a_role_that_is_none_is_an_error():
-    with pytest.raises(ValueError, match=r'"text\?" is no role of a source; the roles are tensor, tensor_any, info, int'):
+    with pytest.raises(
+        ValueError, match=r'"text\?" is no role of a source; the roles are tensor, tensor_any, info, int'
+    ):
         _core.Launcher("t::x", "_k", ["text?"], lambda call: None, cuda=False)

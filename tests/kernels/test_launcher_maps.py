@@ -61,7 +61,9 @@ def test_other_sizes_are_encoded_again(fake):
     assert len(fake.noted("encode")) == 4
 
 
-@pytest.mark.parametrize(("version", "size", "cleared"), [(13010, 100, True), (13010, 1000, False), (13020, 100, False)])
+@pytest.mark.parametrize(
+    ("version", "size", "cleared"), [(13010, 100, True), (13010, 1000, False), (13020, 100, False)]
+)
 def test_a_bit_that_older_drivers_set_wrongly_is_cleared(fake, version, size, cleared):
     fake.library.fake_driver_version(version)
     _described(fake)(torch.empty(size, 100))
@@ -77,8 +79,14 @@ def test_none_is_a_map_of_zeros(fake):
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.empty(4, 4, 4), r"no tensor descriptor can be made of x: it must have 2 dimensions; its sizes are \[4, 4, 4\]"),
-        (torch.empty(8, 8).t(), r"its last dimension must have the stride 1; .* its strides \[1, 8\] in elements of 4 bytes"),
+        (
+            torch.empty(4, 4, 4),
+            r"no tensor descriptor can be made of x: it must have 2 dimensions; its sizes are \[4, 4, 4\]",
+        ),
+        (
+            torch.empty(8, 8).t(),
+            r"its last dimension must have the stride 1; .* its strides \[1, 8\] in elements of 4 bytes",
+        ),
     ],
 )
 def test_tensors_that_cannot_be_described(fake, tensor, message):
@@ -109,7 +117,11 @@ def test_several_maps(fake):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"block": []}, "from 1 to 5 dimensions"), ({"block": [1] * 6}, "from 1 to 5"), ({"elem_size": 0}, "the size of its el")],
+    [
+        ({"block": []}, "from 1 to 5 dimensions"),
+        ({"block": [1] * 6}, "from 1 to 5"),
+        ({"elem_size": 0}, "the size of its el"),
+    ],
 )
 def test_maps_that_are_none(fake, changes, message):
     with pytest.raises(ValueError, match=message):
