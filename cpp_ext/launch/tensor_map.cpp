@@ -37,7 +37,8 @@ void correct(const Driver& driver, const Geometry& geometry, const MapLayout& la
     if (driver.loaded_version() > 13010) return;
     uint64_t last = 0;
     for (int64_t d = 0; d < rank; d++)
-        last += (geometry.sizes[d] - 1) * (d == 0 ? static_cast<uint64_t>(layout.element_size) : geometry.strides[d - 1]);
+        last +=
+            (geometry.sizes[d] - 1) * (d == 0 ? static_cast<uint64_t>(layout.element_size) : geometry.strides[d - 1]);
     if (last + 1 < 128 * 1024) map.words[1] &= ~(uint64_t{1} << 21);
 }
 
@@ -107,12 +108,12 @@ void TensorMap::remember(const opk_tensor& tensor) {
 
 void TensorMap::refuse(const Frame& frame, const opk_tensor& tensor, const std::string& reason) const {
     const std::vector<int64_t> block(layout_.block.begin(), layout_.block.end());
-    throw std::runtime_error("no tensor descriptor can be made of " +
-                             frame.source(static_cast<size_t>(layout_.source)).name + ": " + reason + "; its sizes are " +
-                             list(tensor.sizes, tensor.rank) + ", its strides " + list(tensor.strides, tensor.rank) +
-                             " in elements of " + std::to_string(layout_.element_size) + " bytes, the block is " +
-                             list(block.data(), static_cast<int64_t>(block.size())) +
-                             ". The address and all strides but the last must be multiples of 16 bytes");
+    throw std::runtime_error(
+        "no tensor descriptor can be made of " + frame.source(static_cast<size_t>(layout_.source)).name + ": " +
+        reason + "; its sizes are " + list(tensor.sizes, tensor.rank) + ", its strides " +
+        list(tensor.strides, tensor.rank) + " in elements of " + std::to_string(layout_.element_size) +
+        " bytes, the block is " + list(block.data(), static_cast<int64_t>(block.size())) +
+        ". The address and all strides but the last must be multiples of 16 bytes");
 }
 
 }  // namespace opkit::launch

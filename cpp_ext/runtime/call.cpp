@@ -282,6 +282,8 @@ void Call::allocate_outputs() {
             check(shim().aoti_torch_empty_strided(view.rank, view.sizes, view.strides, view.dtype,
                                                   kernel_.cuda ? kCuda : kCpu, device_index_, &view.handle),
                   "allocating an output");
+            if (kernel_.cuda && device_index_ < 0)  // no argument told: it is on torch's current device
+                check(shim().aoti_torch_get_device_index(view.handle, &device_index_), "asking for an output's device");
             operands_[argument_tensors_ + i].owned = view.handle;
         }
 }

@@ -4,6 +4,11 @@
 #include <string>
 
 namespace opkit {
+namespace {
+
+int64_t nothing = 0;  // what an empty list's address is
+
+}  // namespace
 
 int32_t Call::run(const char** text) {
     Small<opk_value, kMostParameters> values(kernel_.parameter_count);
@@ -35,6 +40,7 @@ opk_value Call::value(const opk_parameter& parameter) {
         case OPK_FROM_STRING:
         case OPK_FROM_VALUES:  // all of these are pointers in the union
             result.p = input->present ? const_cast<char*>(input->as.text) : nullptr;
+            if (input->present && result.p == nullptr) result.p = &nothing;  // an empty list is not None
             return result;
         case OPK_FROM_LENGTH: result.i = input->present ? input->count : 0; return result;
         case OPK_FROM_NAMED_SIZE: result.i = sizes_[parameter.detail] < 0 ? 0 : sizes_[parameter.detail]; return result;
