@@ -212,7 +212,7 @@ class Fake:
     def add(self, **options: Any) -> Launched:
         """``add(x, y)`` of float32, of which the launcher knows the number of elements."""
         params = [("ptr", 0, 0), ("ptr", 1, 0), ("ptr", 2, 0), ("i32", 3, 0)]
-        rows = [("CONTIGUOUS_TENSOR", name, "tensor") for name in ("x", "y", "out")]
+        rows = [("PACKED_TENSOR", name, "tensor") for name in ("x", "y", "out")]
 
         def miss(call: _core.Call) -> _core.Entry:
             return self.entry("add", params, (-(-call.values[3] // 128), 1, 1), **options)  # type: ignore[operator]

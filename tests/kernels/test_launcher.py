@@ -64,7 +64,7 @@ def test_a_tensor_with_strides_is_taken_as_it_lies(fake):
 
 
 def test_none_is_a_null_pointer_and_another_kind_of_call(fake):
-    rows = [("PACKED_TENSOR", "x", "tensor"), ("CONTIGUOUS_TENSOR", "bias", "tensor"), ("TENSOR", "out", "tensor")]
+    rows = [("PACKED_TENSOR", "x", "tensor"), ("PACKED_TENSOR", "bias", "tensor"), ("TENSOR", "out", "tensor")]
     entry = fake.entry("none", [("ptr", 1, 0)])
     op = fake.operator("biased(Tensor x, Tensor? bias) -> Tensor", rows, lambda call: entry)
     x = torch.randn(4)

@@ -45,7 +45,7 @@ def often() -> Iterator[None]:
 
 def _scale(fake, role="exact", before=lambda: None):
     params = [("ptr", 0, 0), ("ptr", 1, 0), ("fp32", 2, 0), ("i32", 3, 0)]
-    rows = [("PACKED_TENSOR", "x", "tensor"), ("CONTIGUOUS_TENSOR", "out", "tensor"), ("SCALAR", "k", role)]
+    rows = [("PACKED_TENSOR", "x", "tensor"), ("PACKED_TENSOR", "out", "tensor"), ("SCALAR", "k", role)]
 
     def miss(call: _core.Call) -> _core.Entry:
         before()
@@ -146,7 +146,7 @@ def test_an_operator_may_call_itself_in_a_miss(fake):
 
 def test_modules_are_loaded_once_by_several_threads(fake):
     shared = fake.entry("scale", [("ptr", 0, 0), ("ptr", 1, 0), ("fp32", 2, 0), ("i32", 3, 0)])
-    rows = [("PACKED_TENSOR", "x", "tensor"), ("CONTIGUOUS_TENSOR", "out", "tensor"), ("SCALAR", "k", "exact")]
+    rows = [("PACKED_TENSOR", "x", "tensor"), ("PACKED_TENSOR", "out", "tensor"), ("SCALAR", "k", "exact")]
     rows.append(("NUMEL", "out", "int_width"))
     op = fake.operator("scale(Tensor x, int k) -> Tensor", rows, lambda call: shared)
     _together(*[_calls(op, 4, 50)] * 4)
