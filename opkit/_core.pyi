@@ -188,7 +188,7 @@ def launch_kernel(description: Mapping[str, Any], launcher: Launcher) -> KernelL
     ``description``: "operator", "kernel", "schema", "cuda"; "arguments", each {"name", "kind" (of
     ``opkit.kernels.facts.KINDS``), "optional", "written", "shape": None or {"before", "variadic", "after"}}; "outputs", each
     {"name", "alias"}; "size_names"; "sources", each (end of the name of an ``opk_source``, argument, detail, dtype, constant).
-    A tensor is a TENSOR or CONTIGUOUS_TENSOR, an optional scalar a SCALAR_POINTER.
+    A tensor is a TENSOR or PACKED_TENSOR, an optional scalar a SCALAR_POINTER.
 
     Raises:
         ValueError: the description and the launcher do not fit each other.

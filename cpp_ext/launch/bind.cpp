@@ -39,7 +39,8 @@ T item(const py::dict& row, const char* name, T otherwise) {
 MapLayout map_layout(const py::dict& row) {
     return {row["source"].cast<int64_t>(), row["swizzle"].cast<int32_t>(), row["elem_type"].cast<int32_t>(),
             row["elem_size"].cast<int64_t>(), row["block"].cast<std::vector<uint32_t>>(), item(row, "padding_nan", false),
-            item(row, "tf32", false), item(row, "fp4_padded", false)};
+            item(row, "tf32", false), item(row, "fp4_padded", false), item(row, "sizes", std::vector<int64_t>{}),
+            item(row, "strides", std::vector<int64_t>{})};
 }
 
 std::shared_ptr<Entry> make_entry(std::shared_ptr<Binary> binary, Extent grid, const std::vector<Entry::GivenParameter>& params,

@@ -14,7 +14,7 @@ namespace {
 // The ends of the names of enumerations in opkit.h, by number.
 constexpr const char* kSources[] = {"DATA",        "TENSOR",  "DATA_LIST", "TENSOR_LIST",  "SCALAR",         "SCALAR_POINTER",
                                     "STRING",      "VALUES",  "LENGTH",    "NAMED_SIZE",   "NUMEL",          "RANK",
-                                    "SIZE",        "STRIDE",  "STREAM",    "INT_CONSTANT", "FLOAT_CONSTANT", "CONTIGUOUS_TENSOR"};
+                                    "SIZE",        "STRIDE",  "STREAM",    "INT_CONSTANT", "FLOAT_CONSTANT", "PACKED_TENSOR"};
 constexpr const char* kKinds[] = {"tensor", "tensors", "int", "float", "bool", "str", "dtype", "ints", "floats", "bools", "ignored"};
 
 template <size_t N>

@@ -46,7 +46,7 @@ opk_value integer(int64_t number) {
 }
 
 bool of_tensor(int32_t source) {
-    return source == OPK_FROM_TENSOR || source == OPK_FROM_CONTIGUOUS_TENSOR;
+    return source == OPK_FROM_TENSOR || source == OPK_FROM_PACKED_TENSOR;
 }
 
 bool of_argument(int32_t source) {

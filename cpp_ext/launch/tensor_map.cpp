@@ -46,6 +46,8 @@ void correct(const Driver& driver, const Geometry& geometry, const MapLayout& la
 TensorMap::TensorMap(MapLayout layout) : layout_(std::move(layout)) {
     if (layout_.block.empty() || layout_.block.size() > kMostDims)
         throw std::invalid_argument("a tensor descriptor has from 1 to 5 dimensions");
+    if (layout_.sizes.size() != layout_.strides.size())
+        throw std::invalid_argument("a tensor descriptor has as many strides as sizes");
     if (layout_.element_size <= 0) throw std::invalid_argument("a tensor descriptor needs the size of its elements");
 }
 
@@ -55,12 +57,18 @@ void TensorMap::write(const Driver& driver, const Frame& frame, EncodedMap& map)
         map = EncodedMap{};
         return;
     }
+    opk_tensor seen = *tensor;
+    if (!layout_.sizes.empty()) {
+        seen.sizes = layout_.sizes.data();
+        seen.strides = layout_.strides.data();
+        seen.rank = static_cast<int64_t>(layout_.sizes.size());
+    }
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!encodes(*tensor)) {
-        encode(driver, frame, *tensor);
-    } else if (address_ != tensor->data) {
-        driver(driver.replace_address, static_cast<void*>(&encoded_), tensor->data);
-        address_ = tensor->data;
+    if (!encodes(seen)) {
+        encode(driver, frame, seen);
+    } else if (address_ != seen.data) {
+        driver(driver.replace_address, static_cast<void*>(&encoded_), seen.data);
+        address_ = seen.data;
     }
     map = encoded_;
 }

@@ -18,7 +18,7 @@ opk_value Call::value(const opk_parameter& parameter) {
     switch (parameter.source) {
         case OPK_FROM_DATA:
         case OPK_FROM_TENSOR:
-        case OPK_FROM_CONTIGUOUS_TENSOR:
+        case OPK_FROM_PACKED_TENSOR:
         case OPK_FROM_NUMEL:
         case OPK_FROM_RANK:
         case OPK_FROM_SIZE:
@@ -55,7 +55,7 @@ opk_value Call::tensor_value(const opk_parameter& parameter) {
     opk_value result;
     if (parameter.source == OPK_FROM_DATA)
         result.p = view.handle == nullptr ? nullptr : pointer(tensor);
-    else if (parameter.source == OPK_FROM_TENSOR || parameter.source == OPK_FROM_CONTIGUOUS_TENSOR)
+    else if (parameter.source == OPK_FROM_TENSOR || parameter.source == OPK_FROM_PACKED_TENSOR)
         result.p = const_cast<opk_tensor*>(describe(tensor));
     else
         result.i = view.handle == nullptr ? 0 : dimension(parameter, view);
@@ -65,6 +65,7 @@ opk_value Call::tensor_value(const opk_parameter& parameter) {
 int64_t Call::dimension(const opk_parameter& parameter, const View& view) const {
     if (parameter.source == OPK_FROM_NUMEL) return view.numel();
     if (parameter.source == OPK_FROM_RANK) return view.rank;
+    if (parameter.detail < -view.rank) return parameter.source == OPK_FROM_SIZE ? 1 : 0;  // a leading dimension is missing
     const int64_t d = parameter.detail < 0 ? parameter.detail + view.rank : parameter.detail;
     if (d < 0 || d >= view.rank)
         throw std::out_of_range("the parameter " + std::string(parameter.name) + " asks for dimension " +
