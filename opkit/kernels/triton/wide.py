@@ -3,6 +3,9 @@
 Triton's ``tl.program_id`` is an int32, so ``pid * BLOCK`` overflows for tensors of 2**31 elements and more. Here the
 function goes through a code generator of its own: a subclass of Triton's, with a subclass of its semantics. Nothing of
 Triton's is changed: the two functions of its that construct code generators run with other globals instead.
+
+Random numbers stay the same: Triton's Philox takes an offset's two halves apart. What is reckoned from ``tl.arange``,
+constants and loops between constants alone stays int32, and overflows as it does in Triton where it leaves one tile.
 """
 
 from __future__ import annotations

@@ -133,6 +133,24 @@ def test_a_function_that_is_not_inlined_may_not_ask(wide):
         build(asked)
 
 
+@gluon.jit
+def part(out):
+    gl.store(out, gl.program_id(0))
+
+
+@gluon.jit
+def parts(out):
+    gl.warp_specialize([(part, (out,)), (part, (out,))], [4], [24])
+
+
+def test_nor_may_a_part_that_runs_in_warps_of_its_own(capfd):
+    with pytest.raises(
+        KernelError, match=r"parts: its grid is larger .* in warps of its own\. Ask for it in the kernel"
+    ):
+        build(Request(parts, {"out": "*i32"}, {}, target="sm_100", offsets=True))
+    capfd.readouterr()  # MLIR prints what it refuses
+
+
 def test_ir_without_a_kernel_is_refused():
     with pytest.raises(KernelError, match=r"odd: .* no function in its IR"):
         rewritten("module {\n}\n", "odd")
