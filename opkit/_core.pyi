@@ -33,7 +33,7 @@ def runtime_address() -> int:
 
 # How Triton kernels are launched (cpp_ext/launch).
 
-_Tensor = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
+_Tensor = tuple[int, int, int, tuple[int, ...], tuple[int, ...], bool]
 """Address, dtype (torch's number), device index (-1: the CPU), sizes, strides."""
 
 class Driver:
@@ -116,6 +116,12 @@ class Entry:
         zero: Sequence[int] = ...,
         chunk: tuple[int, int, int] | None = None,
     ) -> None: ...
+    def again(self, grid: tuple[int, int, int], constants: Sequence[tuple[int, int]]) -> Entry:
+        """The same with another grid, and other details of parameters of the kind "const", each after its number.
+
+        Raises:
+            ValueError: these do not fit, or the entry has maps or pieces.
+        """
 
 class Call:
     """A call for which a launcher has no entry yet. Once the launcher was answered, everything raises a RuntimeError."""

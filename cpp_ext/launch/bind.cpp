@@ -71,7 +71,11 @@ void bind_entries(py::module_& m) {
     py::class_<Entry, std::shared_ptr<Entry>>(m, "Entry", "How calls of one kind are launched.")
         .def(py::init(&make_entry), py::arg("binary"), py::arg("grid"), py::arg("params"), py::kw_only(),
              py::arg("maps") = std::vector<py::dict>(), py::arg("zero") = std::vector<int64_t>(),
-             py::arg("chunk") = std::nullopt);
+             py::arg("chunk") = std::nullopt)
+        .def("again", [](const Entry& self, const Extent& grid, const Entry::Constants& constants) {
+                 return std::make_shared<Entry>(self, grid, constants);
+             },
+             py::arg("grid"), py::arg("constants"));
 }
 
 void bind_launcher(py::module_& m) {

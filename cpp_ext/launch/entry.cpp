@@ -64,6 +64,24 @@ Entry::Entry(std::shared_ptr<const Binary> binary, const Extent& grid, const std
     add_attributes();
 }
 
+Entry::Entry(const Entry& other, const Extent& grid, const Constants& constants)
+    : binary_(other.binary_),
+      grid_(grid),
+      piece_(grid),
+      empty_(std::find(grid.begin(), grid.end(), 0) != grid.end()),
+      chunked_(false),
+      parameters_(other.parameters_),
+      zeroed_(other.zeroed_),
+      attributes_(other.attributes_),
+      checked_(other.checked_.load()) {
+    require(other.maps_.empty() && !other.chunked_, "an entry with tensor descriptors or pieces has one grid");
+    check_grid(grid, piece_, binary_->properties().cluster);
+    for (const auto& [number, value] : constants) {
+        require(number < parameters_.size() && parameters_[number].kind == Kind::kConstant, "only constants can be replaced");
+        parameters_[number].detail = value;
+    }
+}
+
 void Entry::add_attributes() {
     const Properties& properties = binary_->properties();
     const bool hip = binary_->driver().hip(), clustered = properties.blocks() > 1;

@@ -20,6 +20,12 @@ public:
     Entry(std::shared_ptr<const Binary> binary, const Extent& grid, const std::vector<GivenParameter>& parameters,
           std::vector<MapLayout> maps, std::vector<int64_t> zeroed, std::optional<Extent> chunk);
 
+    using Constants = std::vector<std::pair<size_t, int64_t>>;  // a parameter's number, and the detail of its kind "const"
+
+    // The same with another grid and other constants. Throws std::invalid_argument where these do not fit, or where the
+    // entry has maps or pieces.
+    Entry(const Entry& other, const Extent& grid, const Constants& constants);
+
     // Throws std::invalid_argument where it takes from a source what that has not.
     void check(const Sources& sources) const;
 

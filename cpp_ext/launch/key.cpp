@@ -11,7 +11,13 @@ uint64_t bits_of(double value) {
     return bits;
 }
 
-// Whether some element lies further from the first than an int32 counts.
+// Bit 0: 1; bit 1: divisible by 16; bit 2: it fits in int32.
+uint64_t class_of(int64_t value) {
+    return uint64_t{value == 1} | uint64_t{value % 16 == 0} << 1 | uint64_t{value == static_cast<int32_t>(value)} << 2;
+}
+
+}  // namespace
+
 bool beyond_int32(const opk_tensor& tensor) {
     int64_t last = 0;
     for (int64_t d = 0; d < tensor.rank; d++) {
@@ -20,13 +26,6 @@ bool beyond_int32(const opk_tensor& tensor) {
     }
     return last >= INT32_MAX;
 }
-
-// Bit 0: 1; bit 1: divisible by 16; bit 2: it fits in int32.
-uint64_t class_of(int64_t value) {
-    return uint64_t{value == 1} | uint64_t{value % 16 == 0} << 1 | uint64_t{value == static_cast<int32_t>(value)} << 2;
-}
-
-}  // namespace
 
 Key::Key(const Frame& frame) {
     add(static_cast<uint64_t>(frame.device));

@@ -8,6 +8,9 @@
 
 namespace opkit::launch {
 
+// Whether some element lies further from the first than an int32 counts.
+bool beyond_int32(const opk_tensor& tensor);
+
 class Key {
 public:
     explicit Key(const Frame& frame);

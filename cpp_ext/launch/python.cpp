@@ -22,7 +22,7 @@ py::tuple numbers(const int64_t* values, int64_t count) {
 py::object tensor(const opk_tensor* tensor) {
     if (tensor == nullptr) return py::none();
     return py::make_tuple(reinterpret_cast<uintptr_t>(tensor->data), tensor->dtype, tensor->device_index,
-                          numbers(tensor->sizes, tensor->rank), numbers(tensor->strides, tensor->rank));
+                          numbers(tensor->sizes, tensor->rank), numbers(tensor->strides, tensor->rank), beyond_int32(*tensor));
 }
 
 py::object scalar(const Source& source, opk_value value) {

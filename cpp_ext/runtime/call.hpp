@@ -82,7 +82,7 @@ private:
     opk_value tensor_value(const opk_parameter& parameter);
     opk_value list_value(const opk_parameter& parameter);
     opk_value scalar_pointer(int32_t argument);
-    int64_t dimension(const opk_parameter& parameter, const View& view) const;
+    int64_t dimension(const opk_parameter& parameter, int32_t tensor) const;
 
     const opk_kernel& kernel_;
     const opk_input* inputs_;

@@ -64,11 +64,12 @@ opk_value Call::tensor_value(const opk_parameter& parameter) {
     else if (parameter.source == OPK_FROM_TENSOR || parameter.source == OPK_FROM_PACKED_TENSOR)
         result.p = const_cast<opk_tensor*>(describe(tensor));
     else
-        result.i = view.handle == nullptr ? 0 : dimension(parameter, view);
+        result.i = view.handle == nullptr ? 0 : dimension(parameter, tensor);
     return result;
 }
 
-int64_t Call::dimension(const opk_parameter& parameter, const View& view) const {
+int64_t Call::dimension(const opk_parameter& parameter, int32_t tensor) const {
+    const View& view = views_[tensor];
     if (parameter.source == OPK_FROM_NUMEL) return view.numel();
     if (parameter.source == OPK_FROM_RANK) return view.rank;
     if (parameter.detail < -view.rank) return parameter.source == OPK_FROM_SIZE ? 1 : 0;  // a leading dimension is missing
@@ -76,7 +77,8 @@ int64_t Call::dimension(const opk_parameter& parameter, const View& view) const 
     if (d < 0 || d >= view.rank)
         throw std::out_of_range("the parameter " + std::string(parameter.name) + " asks for dimension " +
                                 std::to_string(parameter.detail) + " of a tensor that has " + std::to_string(view.rank));
-    return parameter.source == OPK_FROM_SIZE ? view.sizes[d] : view.strides[d];
+    if (parameter.source == OPK_FROM_SIZE) return view.sizes[d];
+    return operands_[tensor].copied != nullptr ? operands_[tensor].copied_strides[d] : view.strides[d];
 }
 
 void* Call::pointer(int32_t tensor) {

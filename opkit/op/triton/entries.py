@@ -27,16 +27,7 @@ class Memory(NamedTuple):
     device: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-
-    @property
-    def extent(self) -> int:
-        """One more than the largest offset in elements."""
-        last = 0
-        for size, stride in zip(self.sizes, self.strides, strict=True):
-            if size == 0:
-                return 0
-            last += (size - 1) * abs(stride)
-        return last + 1
+    large: bool = False  # an int32 cannot count the offsets in it
 
 
 class Variant:
@@ -49,8 +40,9 @@ class Variant:
         self.built = built
         self._chunk = MOST_PROGRAMS if chunked else None
         self._zero = [source_of(bound, name) for name in bound.kernel.reset_to_zero]
-        self._fixed = all(not param.name or param.name in bound.given for param in built.params)
-        self._params: list[tuple[str, int, int]] = []
+        self._computed = [(i, p.kind, p.name) for i, p in enumerate(built.params) if p.name and p.name not in bound.given]
+        self._described = bool(bound.descriptors)
+        self._made: _core.Entry | None = None
         self._binary = _core.Binary(
             machine.driver(), built.image, built.name, threads=built.threads, shared=built.shared, cluster=built.cluster,
             cooperative=built.cooperative, pdl=built.pdl, scratch=built.scratch, scratch_align=built.scratch_align,
@@ -61,10 +53,13 @@ class Variant:
         """What the launcher is to do for these values."""
         from opkit import _core
 
-        if not (self._fixed and self._params):
-            self._params = [self._parameter(param, values, named) for param in self.built.params]
+        if self._made is not None:
+            return self._made.again(grid, [(i, bits(kind, named[name])) for i, kind, name in self._computed])
+        params = [self._parameter(param, values, named) for param in self.built.params]
         maps = [self._map(made, values, named) for made in self.built.maps]
-        return _core.Entry(self._binary, grid, self._params, maps=maps, zero=self._zero, chunk=self._chunk)
+        entry = _core.Entry(self._binary, grid, params, maps=maps, zero=self._zero, chunk=self._chunk)
+        self._made = None if self._described or self._chunk is not None else entry
+        return entry
 
     def _parameter(self, param: Param, values: Sequence[Any], named: Mapping[str, Any]) -> tuple[str, int, int]:
         """A parameter as the launcher packs it: from a source of the call, or the same at each launch."""

@@ -46,13 +46,19 @@ class Formula:
     known: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict[tuple[Any, ...], Any], compare=False)
 
     def __call__(self, named: Mapping[str, Any]) -> Any:
-        given = tuple([named if name in EVERYTHING else named[name] for name in self.inputs])
+        given = tuple([named[name] if name in named else self._everything(name, named) for name in self.inputs])
         try:
             return self.known[given]
         except TypeError:  # symbolic sizes, which stand for many and have no hash
             return self.function(*given)
         except KeyError:
             return self._kept(given, self.function(*given))
+
+    @staticmethod
+    def _everything(name: str, named: Mapping[str, Any]) -> Any:
+        if name not in EVERYTHING:
+            raise KeyError(name)
+        return named
 
     def _kept(self, given: tuple[Any, ...], value: Any) -> Any:
         if len(self.known) >= _MOST_KNOWN:

@@ -61,7 +61,7 @@ class Launching:
 
     def miss(self, call: _core.Call) -> _core.Entry | None:
         """What the launcher is to do for a call whose guard it has not seen; None where it was done."""
-        values: list[Any] = list(call.values)
+        values: list[Any] = call.values
         for i in self._tensors:
             values[i] = None if values[i] is None else Memory._make(values[i])
         named = self.named(values)

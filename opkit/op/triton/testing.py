@@ -170,5 +170,5 @@ def _outputs(
 def _seen(value: Any) -> Any:
     """A value as the launcher shows it, of a tensor whose memory is aligned as torch allocates it."""
     if isinstance(value, torch.Tensor):
-        return Memory(0, p.DTYPES[value.dtype], 0, tuple(value.shape), tuple(value.stride()))
+        return Memory(0, p.DTYPES[value.dtype], 0, tuple(value.shape), tuple(value.stride()), False)
     return value

@@ -23,7 +23,6 @@ from opkit.op.triton.machine import Machine
 if TYPE_CHECKING:
     from opkit import _core
 
-_MOST_INDEXED = 2**31 - 1
 _ALIGNMENT = 16
 
 
@@ -58,19 +57,22 @@ class Variants:
 
     def _key(self, values: Sequence[Any], named: Mapping[str, Any], device: int, chunked: bool) -> tuple[Any, ...]:
         """What of the values decides which variant it is."""
-        classes: list[Any] = [self.machine.target(device), chunked, self._wide(values)]
+        classes: list[Any] = [device, chunked]
         for i in self._given:
             value = values[i]
-            classes.append((value[1], value[0] % _ALIGNMENT == 0) if type(value) is Memory else _class(value))
+            if type(value) is Memory:
+                classes += [value.dtype, value.address % _ALIGNMENT == 0, value.large]
+            else:
+                classes.append(_class(value))
         classes += [named.get(name) for name in self._constexprs]
         classes += [_class(named[name]) for name in self._computed]
-        for name in self.bound.descriptors:
+        for name in self.bound.descriptors:  # their tensors' sizes are in the launcher's guard
             classes += [values[source_of(self.bound, name)].dtype, tuple(named.get(f"{name}.block", ()))]
         return tuple(classes)
 
     def _wide(self, values: Sequence[Any]) -> bool:
         """Whether 32 bits are too few for the offsets within some tensor."""
-        return any(values[i] is not None and values[i].extent > _MOST_INDEXED for i in self._tensors)
+        return any(values[i] is not None and values[i].large for i in self._tensors)
 
     # ---- compiling -------------------------------------------------------------------------------------------------
 
