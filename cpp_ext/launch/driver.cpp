@@ -28,8 +28,12 @@ bool parse(const std::string& kind) {
 
 // The driver that the process has loaded, without opkit having opened it.
 IsCapturing find_capturing() {
-    static constexpr const char* kDrivers[][2] = {{"libcuda.so.1", "cuStreamIsCapturing"},
-                                                  {"libamdhip64.so", "hipStreamIsCapturing"}};
+    static constexpr const char* kDrivers[][2] = {
+        {"libcuda.so.1", "cuStreamIsCapturing"},
+        {"libamdhip64.so.7", "hipStreamIsCapturing"},
+        {"libamdhip64.so.6", "hipStreamIsCapturing"},
+        {"libamdhip64.so", "hipStreamIsCapturing"},
+    };
     for (const auto& [file, name] : kDrivers)
         if (void* library = dlopen(file, RTLD_NOLOAD | RTLD_NOW))
             if (void* found = dlsym(library, name)) return reinterpret_cast<IsCapturing>(found);

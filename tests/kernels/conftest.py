@@ -120,9 +120,10 @@ class Launched:
 
     def register(self) -> Launched:
         library = torch.library.Library(NAMESPACE, "FRAGMENT")
+        key = "CUDA" if self.kernel.cuda else "CPU"
         head, _, returns = str(self.schema).removeprefix(f"{NAMESPACE}::").rpartition(" -> ")
         library.define(f"{head[:-1]}, *, int[]? opk_layout=None) -> {returns}")
-        self._kept = [library, self.library.register(f"{NAMESPACE}::{self.name}", "CPU", True)]
+        self._kept = [library, self.library.register(f"{NAMESPACE}::{self.name}", key, True)]
         return self
 
     def __call__(self, *args: Any, layout: Sequence[int] | None = None) -> Any:
@@ -245,6 +246,12 @@ def fake_hip(fake_libraries) -> Iterator[Fake]:
     made = Fake(fake_libraries["hip"], "hip")
     yield made
     made.library.fake_reset()
+
+
+@pytest.fixture
+def launched() -> Callable[..., Launched]:
+    """Makes operators that no fake driver runs: schema, rows of sources, miss, cuda."""
+    return lambda *args, **options: Launched(*args, **options).register()
 
 
 @pytest.fixture

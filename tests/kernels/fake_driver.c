@@ -30,7 +30,8 @@ static int failing_with;
 #ifndef HIP
 static int most_shared = 232448;
 #endif
-static int capturing, driver_version = 13020, quiet, mode;
+static int capturing, driver_version = 13020, quiet;
+static _Thread_local int mode;
 static _Thread_local void* context = (void*)1;
 static float took = 0.25f;
 static int launches;
