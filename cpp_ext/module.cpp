@@ -9,6 +9,9 @@ namespace py = pybind11;
 namespace opkit {
 void bind_runtime(py::module_& m);
 }
+namespace opkit::launch {
+void bind(py::module_& m);
+}
 
 static py::dict cpu_features() {
     py::dict features;
@@ -22,5 +25,6 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
     m.def("cpu_features", &cpu_features,
           "Which instruction sets this processor has and its operating system lets a program use, by name.");
     opkit::bind_runtime(m);
+    opkit::launch::bind(m);
     opkit::isa::bind(m);
 }

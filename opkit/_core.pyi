@@ -1,5 +1,8 @@
 """The compiled core (``cpp_ext/``). It holds no torch code, so one build serves every torch release."""
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 from typing_extensions import Buffer
 
 def cpu_features() -> dict[str, bool]:
@@ -27,6 +30,170 @@ class KernelLibrary:
 
 def runtime_address() -> int:
     """The address of the functions that every kernel is given (opk_runtime in opkit.h)."""
+
+# How Triton kernels are launched (cpp_ext/launch).
+
+_Tensor = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
+"""Address, dtype (torch's number), device index (-1: the CPU), sizes, strides."""
+
+class Driver:
+    """The GPU's driver: ``kind`` "cuda" (libcuda.so.1) or "hip" (libamdhip64.so).
+
+    Raises:
+        RuntimeError: the library cannot be opened, or lacks a function, which is named.
+    """
+
+    def __init__(self, path: str, kind: str) -> None: ...
+
+class Binary:
+    """One compiled kernel; its function is loaded once for each device, at its first launch there.
+
+    ``image`` is a cubin or a code object, ``name`` its function, ``shared`` bytes of dynamic shared memory; ``scratch`` and
+    ``profile_scratch`` are bytes for each program (and each block of a cluster), their alignments powers of two.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        image: bytes,
+        name: str,
+        *,
+        threads: int,
+        shared: int,
+        cluster: tuple[int, int, int] = (1, 1, 1),
+        cooperative: bool = False,
+        pdl: bool = False,
+        scratch: int = 0,
+        scratch_align: int = 1,
+        profile_scratch: int = 0,
+        profile_scratch_align: int = 1,
+    ) -> None: ...
+    def attributes(self, device: int) -> dict[str, int]:
+        """``registers`` and ``local_bytes`` of a thread, ``shared_bytes`` (static and dynamic), ``max_threads`` of a block.
+
+        Raises:
+            RuntimeError: the driver does not load the kernel.
+        """
+
+class Entry:
+    """How calls of one kind are launched.
+
+    ``grid`` counts programs (clusters); a grid larger than ``chunk`` is launched in pieces of at most that. ``params``
+    are those of the compiled function in order, each (kind, source, detail):
+
+    ==================================  ==================================================================================
+    ptr                                 the address of a tensor; null for None
+    i1 i8 i16 i32 i64 u1 .. u64         a number or bool, as so many bits
+    fp16 bf16 fp32 fp64                 a number, rounded to nearest
+    const                               ``detail`` itself, for a parameter of up to 8 bytes
+    size32 size64 stride32 stride64     of a tensor, in elements; ``detail`` is the dimension, from the end if negative;
+                                        0 for None
+    map                                 ``source`` counts ``maps``
+    scratch profile_scratch             memory that lives as long as the launch
+    offset offset64                     where the piece begins on the axis ``detail``
+    total total64                       the size of the whole grid on the axis ``detail``
+    ==================================  ==================================================================================
+
+    Each of ``maps`` is {"source", "swizzle", "elem_size", "elem_type", "block"} and perhaps {"padding_nan", "tf32",
+    "fp4_padded"}: a tensor descriptor, encoded once and given another address while sizes and strides stay the same.
+    ``elem_type`` and ``swizzle`` are CUtensorMapDataType and CUtensorMapSwizzle of cuda.h. The tensors ``zero`` are set to zero
+    before each launch.
+
+    Raises:
+        ValueError: the parts do not fit each other, or the grid is larger than a GPU takes.
+    """
+
+    def __init__(
+        self,
+        binary: Binary,
+        grid: tuple[int, int, int],
+        params: Sequence[tuple[str, int, int]],
+        *,
+        maps: Sequence[dict[str, Any]] = ...,
+        zero: Sequence[int] = ...,
+        chunk: tuple[int, int, int] | None = None,
+    ) -> None: ...
+
+class Call:
+    """A call for which a launcher has no entry yet. Once the launcher was answered, everything raises a RuntimeError."""
+
+    @property
+    def values(self) -> list[_Tensor | int | float | bool | str | tuple[int, ...] | None]:
+        """One for each source."""
+    @property
+    def device(self) -> int:
+        """The device's index; -1: the CPU."""
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+    def launch(self, entry: Entry) -> None:
+        """Launch on this call's values and stream, without remembering the entry.
+
+        Raises:
+            RuntimeError: with the driver's message.
+            ValueError: the entry asks a source for what it has not.
+        """
+    def time(self, entry: Entry, *, warmup_ms: float = 5, run_ms: float = 20, written: Sequence[int] = ...) -> float:
+        """The median milliseconds of a launch, with cold caches; setting ``zero`` to zero is not counted.
+
+        The memory of the tensors ``written`` is as before afterwards; another stream must not write to it meanwhile.
+
+        Raises:
+            RuntimeError: with the driver's message; or the stream is being captured.
+            ValueError: the entry asks a source for what it has not.
+        """
+
+class Launcher:
+    """What runs a kernel's calls: it has a table of entries, and calls ``miss`` for a call that none of them serves.
+
+    ``miss`` gives the entry, which then serves all calls of this kind, or None where it has done the work itself. What of a
+    source's value makes a kind is said by its role, one for each source; the device's index always does:
+
+    =============  =======================================================================================================
+    tensor         dtype, whether the address is divisible by 16, whether it is None
+    tensor_any     dtype, whether it is None
+    info           dtype, whether the address is divisible by 16, whether it is None, sizes and strides
+    int            whether it is 1, whether it is divisible by 16, whether it fits in int32
+    int_noalign    whether it is 1, whether it fits in int32
+    int_width      whether it fits in int32
+    exact          the value of an int, bool or dtype
+    float          nothing
+    float_exact    the bits of the value
+    bool           nothing
+    text           the bytes
+    ints           all values
+    =============  =======================================================================================================
+
+    Whether an optional scalar (source SCALAR_POINTER) is None always makes a kind.
+
+    Raises:
+        ValueError: a role is none.
+    """
+
+    def __init__(
+        self, operator: str, kernel: str, roles: Sequence[str], miss: Callable[[Call], Entry | None], *, cuda: bool
+    ) -> None: ...
+    def clear(self) -> None:
+        """Forget all entries; so does the 4,097th one."""
+    @property
+    def entries(self) -> int:
+        """How many there are."""
+
+def launch_kernel(description: Mapping[str, Any], launcher: Launcher) -> KernelLibrary:
+    """The kernel whose calls a launcher runs, ready to be registered; a process can have 1,024 of these.
+
+    ``description``: "operator", "kernel", "schema", "cuda"; "arguments", each {"name", "kind" (of
+    ``opkit.kernels.facts.KINDS``), "optional", "written", "shape": None or {"before", "variadic", "after"}}; "outputs", each
+    {"name", "alias"}; "size_names"; "sources", each (end of the name of an ``opk_source``, argument, detail, dtype, constant).
+    A tensor is a TENSOR or CONTIGUOUS_TENSOR, an optional scalar a SCALAR_POINTER.
+
+    Raises:
+        ValueError: the description and the launcher do not fit each other.
+        RuntimeError: there are 1,024 already.
+    """
 
 # The kernels of cpp_ext/isa, by instruction set (ISA): None is the widest that runs here, within the environment's OPKIT_ISA.
 # Matrices are contiguous buffers of any rank, stored by rows that lie ld* elements apart; bf16 values travel as uint16.

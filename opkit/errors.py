@@ -97,6 +97,10 @@ class SanitizerError(KernelError):
     """A kernel built with ``debug=True`` read or wrote memory that is not its own, or did something undefined."""
 
 
+class InterpreterError(KernelError):
+    """A Triton kernel failed in the interpreter, or the interpreter's process did."""
+
+
 class PackageError(OpkitError, RuntimeError):
     """A kernel built ahead of time is missing from its package, was changed, or was made for another opkit."""
 
@@ -143,3 +147,7 @@ class BuildCacheWarning(UserWarning):
 
 class NoCompilerWarning(UserWarning):
     """A kernel could not be built because the machine has no compiler for it; the operator's reference runs instead."""
+
+
+class TuningWarning(UserWarning):
+    """A Triton kernel runs with a configuration that was not measured for its shapes, or what was measured cannot be kept."""

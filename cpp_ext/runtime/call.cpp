@@ -21,9 +21,11 @@ int64_t count_tensors(const opk_kernel& kernel, const opk_input* inputs) {
     return count;
 }
 
-bool points(int32_t source) { return source == OPK_FROM_DATA || source == OPK_FROM_DATA_LIST; }
+bool points(int32_t source) {
+    return source == OPK_FROM_DATA || source == OPK_FROM_DATA_LIST || source == OPK_FROM_CONTIGUOUS_TENSOR;
+}
 
-bool takes_tensor(int32_t source) { return source <= OPK_FROM_TENSOR_LIST; }
+bool takes_tensor(int32_t source) { return source <= OPK_FROM_TENSOR_LIST || source == OPK_FROM_CONTIGUOUS_TENSOR; }
 
 bool same_layout(const View& a, const View& b) {
     return a.rank == b.rank && a.dtype == b.dtype && std::equal(a.sizes, a.sizes + a.rank, b.sizes) &&

@@ -37,7 +37,7 @@ struct Operand {
     bool shared = false;  // the copy is that of an operand before it
     opk_tensor described;
     bool written = false;
-    bool pointed = false;  // a parameter takes a plain pointer to it, so it must be contiguous
+    bool pointed = false;  // a parameter takes its elements one after another, so it must be contiguous
 };
 
 class Call {

@@ -18,6 +18,7 @@ opk_value Call::value(const opk_parameter& parameter) {
     switch (parameter.source) {
         case OPK_FROM_DATA:
         case OPK_FROM_TENSOR:
+        case OPK_FROM_CONTIGUOUS_TENSOR:
         case OPK_FROM_NUMEL:
         case OPK_FROM_RANK:
         case OPK_FROM_SIZE:
@@ -54,7 +55,7 @@ opk_value Call::tensor_value(const opk_parameter& parameter) {
     opk_value result;
     if (parameter.source == OPK_FROM_DATA)
         result.p = view.handle == nullptr ? nullptr : pointer(tensor);
-    else if (parameter.source == OPK_FROM_TENSOR)
+    else if (parameter.source == OPK_FROM_TENSOR || parameter.source == OPK_FROM_CONTIGUOUS_TENSOR)
         result.p = const_cast<opk_tensor*>(describe(tensor));
     else
         result.i = view.handle == nullptr ? 0 : dimension(parameter, view);

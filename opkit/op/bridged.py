@@ -20,7 +20,7 @@ from opkit.op.selection import forced_kernels
 from opkit.op.torch_paths import torch_paths
 
 if TYPE_CHECKING:
-    from opkit.op.native import NativeFunction
+    from opkit.op.compiled import CompiledFunction
 
 _lock = threading.RLock()
 _CHECKED_IN_C = ("name", "number", "any", "many")
@@ -97,7 +97,7 @@ class Bridged:
             self.installed.clear()
 
 
-def offer(function: NativeFunction) -> None:
+def offer(function: CompiledFunction) -> None:
     """Let a kernel take its operator's calls over, if it is the one that Python would choose, and there is the bridge."""
     operator = function.operator
     with _lock:
@@ -109,13 +109,13 @@ def offer(function: NativeFunction) -> None:
             operator.refreshed()
 
 
-def _may_take(operator: Operator, function: NativeFunction) -> bool:
+def _may_take(operator: Operator, function: CompiledFunction) -> bool:
     return not operator.bridged.retired and _first_choice(operator, function) and _checked_in_c(operator)
 
 
-def _put(found: bridge.Bridge, operator: Operator, function: NativeFunction) -> bool:
+def _put(found: bridge.Bridge, operator: Operator, function: CompiledFunction) -> bool:
     """Install or enable the kernel; whether that changed anything."""
-    device, bridged = function.native.device, operator.bridged
+    device, bridged = function.device, operator.bridged
     holder, installed = bridged.installed.get(device, (None, None))
     if installed is not None and holder is function:
         changed = not installed.enabled
@@ -134,8 +134,8 @@ def _put(found: bridge.Bridge, operator: Operator, function: NativeFunction) -> 
     return True
 
 
-def _first_choice(operator: Operator, function: NativeFunction) -> bool:
-    device, kernels = function.native.device, operator.kernels
+def _first_choice(operator: Operator, function: CompiledFunction) -> bool:
+    device, kernels = function.device, operator.kernels
     if forced_kernels.get().get(operator.name) is not None or kernels.disabled or operator.forced:
         return False
     first = next((kernel for kernel in kernels.kernels if kernel.device in (None, device)), None)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
@@ -14,16 +15,15 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from opkit.errors import DeviceArgumentError, KernelError, RuleError
-from opkit.kernels.native import NativeKernel
-from opkit.op import identity, planning
+from opkit.op import identity, kernel_kinds, planning
 from opkit.op import torch_private as private
 from opkit.op.bridged import Bridged
 from opkit.op.core import Operator
 from opkit.op.description import Description, describe
 from opkit.op.dispatcher import Dispatcher
-from opkit.op.native import NativeFunction, check_device
 from opkit.op.rules.autograd import GivenRule
 from opkit.op.selection import Kernel, Selection, predicate_names
+from opkit.op.triton.graph import functional_rule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -118,6 +118,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         priority: int = 0,
         name: str | None = None,
         autotune: bool = False,
+        traceable: bool = False,
     ) -> Callable[[F], F]: ...
 
     @overload
@@ -132,6 +133,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         priority: int = 0,
         name: str | None = None,
         autotune: bool = False,
+        traceable: bool = False,
     ) -> F: ...
 
     def register_kernel(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -145,19 +147,22 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         priority: int = 0,
         name: str | None = None,
         autotune: bool = False,
+        traceable: bool = False,
     ) -> Any:
         """Register a kernel; usable as a decorator.
 
         Args:
             device_types: "cpu", "cuda", ..., a sequence of them, or None for every device.
             fn: takes the operator's arguments and returns what the reference returns; or what :func:`opkit.c_kernel`,
-                :func:`opkit.cpp_kernel` or :func:`opkit.cuda_kernel` made.
+                :func:`opkit.cpp_kernel`, :func:`opkit.cuda_kernel` or :func:`opkit.triton_kernel` made.
             when: a predicate over the operator's arguments, by name; the kernel takes only calls for which it is true. It
                 may ask sizes, strides, dtypes and scalars, not the values in tensors: it is asked once a set of shapes.
             dtypes: the kernel takes only calls whose floating tensors have these dtypes.
             priority: kernels of higher priority are tried first, later registrations before earlier ones.
             name: for :func:`opkit.use_kernel` and messages; the function's name by default.
             autotune: time the eligible kernels registered so once per shape bucket, and remember across processes.
+            traceable: torch.compile is to see what ``fn`` does, which is torch operations and launches of
+                :func:`opkit.triton_kernel` alone, in place of the operator.
 
         Raises:
             KernelError: the name is taken, a device type is unknown, or ``when`` asks for an unknown argument.
@@ -165,10 +170,15 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
         def register(function: Any) -> Any:
             devices = self._checked_devices(device_types)
-            if not callable(function) and not isinstance(function, NativeKernel):
-                raise KernelError(f"{self._qualname}: a kernel must be callable, got {function!r}")
             allowed = None if dtypes is None else frozenset(dtypes)
-            made = [self._kernel(function, device, when, allowed, priority, name, autotune) for device in devices]
+            names = predicate_names(when, [p.name for p in self._operator.signature.parameters], self._qualname)
+            made = [
+                dataclasses.replace(
+                    kernel_kinds.make(self._operator, function, device, name), when=when, dtypes=allowed, priority=priority,
+                    autotune=autotune, predicate_names=names, traceable=traceable,
+                )
+                for device in devices
+            ]  # fmt: skip
             for kernel in made:  # all or none of them
                 self._operator.kernels.check_free(kernel)
             for kernel in made:
@@ -196,36 +206,20 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             self._register_backend_select_dispatcher(index)
         return devices
 
-    def _kernel(
-        self,
-        function: Any,
-        device: str | None,
-        when: Callable[..., Any] | None,
-        dtypes: frozenset[torch.dtype] | None,
-        priority: int,
-        name: str | None,
-        autotune: bool,
-    ) -> Kernel:
-        operator = self._operator
-        names = predicate_names(when, [p.name for p in operator.signature.parameters], operator.name)
-        native = isinstance(function, NativeKernel)
-        if native:
-            check_device(operator, function, device)
-            chosen = name or function.name
-            run: Callable[..., Any] = NativeFunction(operator, function, chosen)
-        else:
-            chosen = name or operator.kernels.free_name(getattr(function, "__name__", ""), device)
-            run = operator.flat(function)
-        return Kernel(chosen, device, run, when, dtypes, priority, autotune, 0, names, native)
-
     def _add_kernel(self, kernel: Kernel, function: Any) -> None:
         operator, device = self._operator, kernel.device
         operator.kernels.add(kernel)
         function = kernel.function if kernel.native else function
+        if kernel.traceable or hasattr(kernel.function, "visible"):
+            self._show_to_compilers()
         if device not in self._backend_fns:
             self._backend_fns[device] = function
             if not (operator.device_types is None and device is not None):
                 self._dispatcher.register_backend(device)
+
+    def _show_to_compilers(self) -> None:
+        if private.FunctionalTensorMode not in self._torch_dispatch_fns:
+            self.register_torch_dispatch(private.FunctionalTensorMode, functional_rule(self._operator))
 
     @contextlib.contextmanager
     def set_kernel_enabled(self, device_type: str, enabled: bool = True) -> Generator[None]:  # pyright: ignore

@@ -38,6 +38,7 @@ class Kernel:
     order: int = 0
     predicate_names: tuple[str, ...] = ()
     native: bool = False
+    traceable: bool = False
 
     @property
     def unconditional(self) -> bool:

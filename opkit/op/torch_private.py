@@ -21,6 +21,8 @@ from torch import _C
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch._library import custom_ops as custom_ops
 from torch._library import utils as library_utils
+from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch.autograd import forward_ad as forward_ad
 from torch.autograd import function as autograd_function
 
@@ -263,3 +265,13 @@ def guards_left_out() -> str:
 
     names = ("backed_size_oblivious", "aggressive_guard_free_semantics")
     return next((name for name in names if getattr(_config, name, False)), "")
+
+
+def without_functional_wrapper(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that functionalisation wraps; any other one as it is."""
+    return torch._from_functional_tensor(tensor.elem) if isinstance(tensor, FunctionalTensor) else tensor
+
+
+def fake_mode_of(args: Any, kwargs: Any) -> Any:
+    """The fake mode of the fake tensors in a call, or the one in force."""
+    return torch._guards.detect_fake_mode(torch.utils._pytree.tree_leaves((args, kwargs)))

@@ -1,0 +1,54 @@
+// An opk_kernel that no compiler made: the description of a kernel whose calls a launcher runs.
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "../runtime/library.hpp"
+#include "launcher.hpp"
+
+namespace opkit::launch {
+
+struct GivenShape {
+    std::vector<int32_t> before, after;
+    int32_t variadic;
+};
+
+struct GivenArgument {
+    std::string name;
+    int32_t kind;
+    bool optional, written;
+    std::optional<GivenShape> shape;
+};
+
+struct GivenOutput {
+    std::string name;
+    int32_t alias;
+};
+
+struct GivenSource {
+    int32_t source, argument, detail, dtype;
+    opk_value constant;
+};
+
+struct Description {
+    std::string operator_name, kernel_name, schema;
+    bool cuda;
+    std::vector<GivenArgument> arguments;
+    std::vector<GivenOutput> outputs;
+    std::vector<std::string> size_names;
+    std::vector<GivenSource> sources;
+};
+
+// The kernel, ready to be registered. It and the launcher stay as long as the process lives, as the functions of a loaded
+// library do. Throws std::invalid_argument where description and launcher do not fit each other, and std::runtime_error
+// where the process has used up the functions that there are for such kernels.
+KernelLibrary launch_kernel(Description description, std::shared_ptr<Launcher> launcher);
+
+// The next function of the pool, for the dispatcher: it serves calls of this kernel from now on.
+struct BoxedPair {
+    BoxedKernel plain, with_layout;
+};
+BoxedPair take_boxed(const opk_kernel* kernel);
+
+}  // namespace opkit::launch

@@ -1,0 +1,1 @@
+"""Triton kernels, without torch: compiled for any architecture, timed, and their results kept."""

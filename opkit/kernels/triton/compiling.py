@@ -1,0 +1,226 @@
+"""From a Triton function and the class of a call to machine code for one architecture; no GPU is needed.
+
+binary = build(Request(function, {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, {"BLOCK": 128}, target="sm_90"))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import linecache
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from opkit.errors import CompileError, KernelError, OpkitError
+from opkit.kernels.triton import layout, sources, targets
+from opkit.kernels.triton.binaries import Binary as Binary
+from opkit.kernels.triton.binaries import Param as Param
+from opkit.kernels.triton.signatures import pointer_type as pointer_type
+
+_COMMAND = re.compile(r"^Repro command: (.*)$", re.MULTILINE)
+_ONE_OF_EACH = ("sm_90", "gfx942")
+_NOT_OPTIONS = ("arch", "backend_name", "warp_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One Triton function for one class of arguments.
+
+    ``signature`` has every parameter, in order: "*bf16", "i32", "i64", "u1", "fp32", "constexpr",
+    "tensordesc<bf16[128, 64]>". ``divisible`` are those that 16 divides; ``constexprs`` the values of the constants.
+    """
+
+    function: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    divisible: frozenset[str] = frozenset()
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    target: str = "sm_90"
+    wide: bool = False
+    offsets: bool = False
+
+
+def build(request: Request) -> Binary:
+    """Compile, or take the result from Triton's cache.
+
+    Raises:
+        ArgumentError: the target is none of Triton's.
+        KernelError: the function is none of Triton's; an option has a name or value that Triton does not know.
+        CompileError: Triton, LLVM or ptxas refused the kernel. Its ``log`` is all that they say; its ``command`` is
+            that of ptxas, where it was that.
+    """
+    _check(request)
+    target = targets.parse(request.target)
+    options = _options(request, target)
+    source = _source(request, _backend(target))
+    return _binary(request, _compiled(request, source, target, options))
+
+
+def identity(request: Request) -> str:
+    """sha256 over everything that decides the result: source with callees and globals, types, options, Triton's release."""
+    import triton
+
+    _check(request)
+    parts = [
+        triton.__version__,
+        request.function.cache_key,
+        sorted(request.signature.items()),
+        sorted((name, _text(value)) for name, value in request.constexprs.items()),
+        sorted(request.divisible),
+        sorted((name, str(value)) for name, value in request.options.items()),
+        targets.canonical(request.target),
+        (request.wide, request.offsets),
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _text(value: Any) -> str:
+    key = getattr(value, "cache_key", None)
+    return str(key) if isinstance(key, str) else f"{type(value).__name__} {value}"
+
+
+# ---- what is asked for -----------------------------------------------------------------------------------------------
+
+
+def name_of(function: Any) -> str:
+    """How errors name a Triton function."""
+    return str(getattr(function, "__name__", None) or repr(function))
+
+
+def _check(request: Request) -> None:
+    from triton.runtime.jit import JITFunction
+
+    function, name = request.function, name_of(request.function)
+    if not isinstance(function, JITFunction):
+        raise KernelError(f"{name} is a {type(function).__name__}; expected what @triton.jit or @gluon.jit gives.")
+    if list(request.signature) != function.arg_names:
+        given, expected = ", ".join(request.signature), ", ".join(function.arg_names)
+        raise KernelError(f"{name}: the signature has the parameters {given}; the function has {expected}.")
+    constants = {parameter for parameter, kind in request.signature.items() if kind == "constexpr"}
+    if constants != set(request.constexprs):
+        odd = ", ".join(sorted(constants ^ set(request.constexprs)))
+        raise KernelError(f"{name}: its constants and the values given for them differ in {odd}.")
+
+
+@functools.cache
+def _backend(target: Any) -> Any:
+    from triton.compiler.compiler import make_backend
+
+    return make_backend(target)
+
+
+@functools.cache
+def option_names() -> frozenset[str]:
+    """The compile options that Triton has for one backend or another, such as num_warps, maxnreg, waves_per_eu."""
+    names = set[str]()
+    for target in _ONE_OF_EACH:
+        names |= set(vars(_backend(targets.parse(target)).parse_options({})))
+    return frozenset(names.difference(_NOT_OPTIONS))
+
+
+def _options(request: Request, target: Any) -> dict[str, Any]:
+    """Triton's options, with its defaults; what another backend alone has, such as waves_per_eu, is left out."""
+    unknown = sorted(set(request.options) - option_names())
+    if unknown:
+        raise KernelError(f"{name_of(request.function)}: {_unknown(unknown[0], request)}")
+    try:
+        return vars(_backend(target).parse_options(_defaults(request.function) | dict(request.options)))
+    except (AssertionError, TypeError, ValueError) as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in request.options.items())
+        raise KernelError(
+            f"{name_of(request.function)}: Triton refuses {given} for {request.target}: {error}"
+        ) from None
+
+
+def _unknown(option: str, request: Request) -> str:
+    known = [*request.signature, *option_names()]
+    near = difflib.get_close_matches(option, known, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"its parameters are {', '.join(request.signature)}."
+    return f"{option} is neither one of its parameters nor an option of Triton's compiler: {hint}"
+
+
+def _defaults(function: Any) -> dict[str, Any]:
+    from triton import knobs
+
+    debug = bool(function.debug or knobs.runtime.debug)
+    return {"debug": debug, "instrumentation_mode": knobs.compilation.instrumentation_mode}
+
+
+# ---- what is made of it ----------------------------------------------------------------------------------------------
+
+
+def _source(request: Request, backend: Any) -> Any:
+    names = request.function.arg_names
+    attributes = {(names.index(name),): backend.parse_attr("D") for name in request.divisible}
+    source = sources.source(request.function, dict(request.signature), dict(request.constexprs), attributes)
+    source.wide, source.offsets = request.wide, request.offsets
+    return source
+
+
+def _compiled(request: Request, source: Any, target: Any, options: dict[str, Any]) -> Any:
+    from triton.compiler.compiler import compile as compile_source
+
+    try:
+        return compile_source(source, target=target, options=options)
+    except OpkitError:
+        raise
+    except Exception as error:
+        raise _refused(request, source.place, error) from error
+
+
+def _refused(request: Request, place: sources.Place | None, error: Exception) -> CompileError:
+    """The error for the author: where, which of their lines, and what Triton says of it."""
+    kernel = f"Triton kernel {name_of(request.function)}"
+    where = place or sources.Place(*_defined(request.function))
+    line = linecache.getline(*where).strip() if place else ""
+    variant = ", with 64-bit indexing," if request.wide else ""
+    shown = f"\n    {line}" if line else ""
+    message = f"{kernel} could not be compiled{variant} for {request.target}: {where.file}:{where.line}: {_said(error)}"
+    made = CompileError(message + shown)
+    made.log = "\n".join(str(cause) for cause in _chain(error))
+    command = _COMMAND.search(made.log)
+    made.command = tuple(shlex.split(command[1])) if command else ()
+    return made
+
+
+def _defined(function: Any) -> tuple[str, int]:
+    code = function.fn.__code__
+    return code.co_filename, code.co_firstlineno
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    return [error, *(_chain(error.__cause__) if error.__cause__ is not None else [])]
+
+
+def _said(error: Exception) -> str:
+    """What the innermost of the errors says, without the listing that Triton puts before it."""
+    inner = _chain(error)[-1]
+    message = getattr(inner, "error_message", None) or getattr(inner, "message", None) or str(inner)
+    return f"{message}".strip() or type(inner).__name__
+
+
+def _binary(request: Request, compiled: Any) -> Binary:
+    about = compiled.metadata._asdict()
+    described = about.get("tensordesc_meta") or ()
+    descriptors = [name for name, kind in request.signature.items() if kind.startswith("tensordesc")]
+    return Binary(
+        image=compiled.kernel,
+        form="cubin" if about["target"].backend == "cuda" else "hsaco",
+        name=about["name"],
+        threads=about["num_warps"] * about["warp_size"],
+        shared=about["shared"] or 0,
+        cluster=(about["num_ctas"], 1, 1),
+        cooperative=bool(about.get("launch_cooperative_grid")),
+        pdl=bool(about.get("launch_pdl")),
+        scratch=about.get("global_scratch_size") or 0,
+        scratch_align=about.get("global_scratch_align") or 1,
+        profile_scratch=about.get("profile_scratch_size") or 0,
+        profile_scratch_align=about.get("profile_scratch_align") or 1,
+        params=layout.params(request.signature, described, request.offsets),
+        maps=layout.maps(descriptors, described) if described else (),
+        target=targets.canonical(request.target),
+    )

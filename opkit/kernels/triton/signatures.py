@@ -1,0 +1,177 @@
+"""What Triton's own launcher would make of a call's arguments: each parameter's type, the constants, the attributes.
+
+Triton compiles a kernel anew for each class of arguments: an int that is 1 becomes a constant, one that 16 divides says
+so, an int of more than 32 bits gets a wider type. Which class an argument is in, is decided here as it is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from opkit.errors import KernelError
+
+_INT32 = range(-(2**31), 2**31)
+_INT64 = range(-(2**63), 2**63)
+_UINT64 = range(2**64)
+_DIVISOR = 16
+
+# By torch's ScalarType; the first fifteen have the numbers of opkit.kernels.dtypes.
+_ELEMENTS = {
+    0: "u8",
+    1: "i8",
+    2: "i16",
+    3: "i32",
+    4: "i64",
+    5: "fp16",
+    6: "fp32",
+    7: "fp64",
+    11: "u1",
+    15: "bf16",
+    23: "fp8e5",
+    24: "fp8e4nv",
+    25: "fp8e5b16",
+    26: "fp8e4b8",
+    27: "u16",
+    28: "u32",
+    29: "u64",
+}
+
+
+def element_type(scalar_type: int) -> str:
+    """Triton's name of an element type, by its number in torch's ``ScalarType``.
+
+    Raises:
+        KernelError: Triton has no such type.
+    """
+    if scalar_type not in _ELEMENTS:
+        raise KernelError(f"Triton has no pointers to torch's element type {scalar_type}; view it as one that it has.")
+    return _ELEMENTS[scalar_type]
+
+
+def pointer_type(scalar_type: int, const: bool = False) -> str:
+    """The type of a pointer to elements of a dtype, by its number in torch's ``ScalarType``.
+
+    Raises:
+        KernelError: Triton has no such type.
+
+    >>> pointer_type(15), pointer_type(11), pointer_type(6, const=True)
+    ('*bf16', '*u1', '*kfp32')
+    """
+    return ("*k" if const else "*") + element_type(scalar_type)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter of a Triton function. ``annotation`` is the type that the author gave it, or ""."""
+
+    name: str
+    annotation: str = ""
+    constexpr: bool = False
+    const: bool = False
+    specialize: bool = True
+    align: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Pointer:
+    """What is told of a tensor: its dtype's number, and whether 16 divides its address."""
+
+    scalar_type: int
+    aligned: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """An argument whose type was worked out already: a tensor descriptor."""
+
+    type: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Specialised:
+    """The class of a call: the parts of :class:`~opkit.kernels.triton.compiling.Request` that depend on arguments."""
+
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    divisible: frozenset[str]
+
+
+def parameters(function: Any) -> tuple[Parameter, ...]:
+    """The parameters of a Triton function, in order."""
+    return tuple(
+        Parameter(
+            param.name,
+            param.annotation_type,
+            param.is_constexpr,
+            param.is_const,
+            not param.do_not_specialize,
+            not param.do_not_specialize_on_alignment,
+        )
+        for param in function.params
+    )
+
+
+def specialise(listed: tuple[Parameter, ...], values: Mapping[str, Any]) -> Specialised:
+    """The class of a call that gives these values: a :class:`Pointer` for a tensor, else the value itself.
+
+    The method is that of Triton's ``native_specialize_impl`` and of the binder that ``JITFunction`` generates.
+
+    Raises:
+        KernelError: a parameter has no value, or one of a class that Triton has no type for.
+
+    >>> row = Parameter("x"), Parameter("n"), Parameter("scale"), Parameter("BLOCK", constexpr=True)
+    >>> call = specialise(row, {"x": Pointer(15), "n": 4096, "scale": 0.5, "BLOCK": 1024})
+    >>> call.signature
+    {'x': '*bf16', 'n': 'i32', 'scale': 'fp32', 'BLOCK': 'constexpr'}
+    >>> call.constexprs, sorted(call.divisible)
+    ({'BLOCK': 1024}, ['n', 'x'])
+    """
+    types: dict[str, str] = {}
+    divisible = set[str]()
+    for parameter in listed:
+        if parameter.name not in values:
+            raise KernelError(f"the Triton parameter {parameter.name} is given no value.")
+        value = values[parameter.name]
+        types[parameter.name] = _type(parameter, value)
+        if types[parameter.name] != "constexpr" and _divides(parameter, value):
+            divisible.add(parameter.name)
+    constexprs = {name: values[name] for name, kind in types.items() if kind == "constexpr"}
+    return Specialised(types, constexprs, frozenset(divisible))
+
+
+def _type(parameter: Parameter, value: Any) -> str:
+    if parameter.constexpr:
+        return "constexpr"
+    if parameter.annotation:
+        return parameter.annotation
+    if value is None or (parameter.specialize and type(value) is int and value == 1):
+        return "constexpr"
+    if isinstance(value, Pointer):
+        return pointer_type(value.scalar_type, parameter.const)
+    return _scalar_type(parameter, value)
+
+
+def _scalar_type(parameter: Parameter, value: Any) -> str:
+    if isinstance(value, Typed):
+        return value.type
+    if isinstance(value, bool):
+        return "u1"
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, int) and (value in _INT64 or value in _UINT64):
+        return "i32" if value in _INT32 else "i64" if value in _INT64 else "u64"
+    raise KernelError(
+        f"the Triton parameter {parameter.name} is given {value!r}, a {type(value).__name__}: Triton takes tensors, "
+        "ints of 64 bits, floats and bools, and anything in a parameter annotated with tl.constexpr."
+    )
+
+
+def _divides(parameter: Parameter, value: Any) -> bool:
+    """Whether the compiler is told that 16 divides the value or address; an annotated float or bool is never asked."""
+    if not (parameter.specialize and parameter.align) or parameter.annotation[:2] in ("u1", "fp", "bf"):
+        return False
+    if isinstance(value, Pointer):
+        return value.aligned
+    return type(value) is int and value % _DIVISOR == 0

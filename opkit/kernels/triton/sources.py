@@ -1,0 +1,83 @@
+"""What is given to ``triton.compile``: its own sources, which can be compiled otherwise and say where they failed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from opkit.kernels.triton import offsets, wide
+
+_VERSION = 1  # of what the variants are: Triton's cache is asked for another entry when it changes
+
+
+class Place(NamedTuple):
+    """A line of an author's."""
+
+    file: str
+    line: int
+
+
+class Variant:
+    """Goes before Triton's ``ASTSource`` among the bases of a class."""
+
+    wide = False
+    offsets = False
+    place: Place | None = None
+    fn: Any
+    name: str
+
+    def hash(self) -> str:
+        parent: Any = super()
+        plain = parent.hash()
+        if not (self.wide or self.offsets):
+            return plain
+        return hashlib.sha256(f"{plain} {self.wide} {self.offsets} {_VERSION}".encode()).hexdigest()
+
+    def make_ir(self, target: Any, options: Any, codegen_fns: Any, module_map: Any, context: Any) -> Any:
+        parent: Any = super()
+        make = functools.partial(wide.make_ir, self) if self.wide else parent.make_ir
+        try:
+            module = make(target, options, codegen_fns, module_map, context)
+        except Exception as error:
+            self.place = place_of(error)
+            raise
+        return offsets.shifted(module, context, self.name, self.fn.is_gluon()) if self.offsets else module
+
+
+def source(function: Any, signature: Any, constexprs: Any, attributes: Any) -> Any:
+    """A source of the function's kind: Triton's or Gluon's."""
+    return _class(function.is_gluon())(function, signature, constexprs, attributes)
+
+
+@functools.cache
+def _class(gluon: bool) -> Any:
+    if gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource as base
+    else:
+        from triton.compiler.compiler import ASTSource as base
+    return type("Source", (Variant, base), {})
+
+
+def place_of(error: BaseException) -> Place | None:
+    """The innermost line of the author's that Triton's code generator was at; None if it was at none."""
+    import triton
+
+    own = str(Path(triton.__file__).parent)
+    found = [place for place in _places(error) if not place.file.startswith(own)]
+    return found[-1] if found else None
+
+
+def _places(error: BaseException) -> Iterator[Place]:
+    """Every line that a code generator was at, outermost first: each caller's generator runs its callee's."""
+    trace = error.__traceback__
+    while trace is not None:
+        generator = trace.tb_frame.f_locals.get("self")
+        node = getattr(generator, "cur_node", None)
+        if hasattr(node, "lineno") and hasattr(generator, "begin_line"):
+            yield Place(str(generator.file_name), generator.begin_line + node.lineno)
+        trace = trace.tb_next
+    if error.__cause__ is not None:
+        yield from _places(error.__cause__)

@@ -1,0 +1,75 @@
+"""Architectures: from the names that people write, and that devices report, to the targets of Triton's backends."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from opkit.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
+
+_CUDA = re.compile(r"sm_?([1-9]\d{1,2})[af]?")
+_HIP = re.compile(r"(gfx(\d{1,2})[0-9a-f]{2})(:.*)?")
+_OLDEST = 75  # Triton's oldest
+_WIDE_WAVE = 9  # gfx9 and older run 64 threads a wave, gfx10 and newer 32
+_EXAMPLES = "sm_80, sm_90, sm_100, sm_120, gfx942, gfx950, gfx1100"
+
+
+def parse(name: str) -> GPUTarget:
+    """The target of Triton's that an architecture's name stands for; "sm_90a" is "sm_90", which Triton means by it.
+
+    Raises:
+        ArgumentError: no such architecture.
+
+    >>> parse("sm_90a").arch, parse("gfx942:sramecc+").warp_size
+    (90, 64)
+    """
+    from triton.backends.compiler import GPUTarget
+
+    cuda, hip = _CUDA.fullmatch(name), _HIP.fullmatch(name)
+    if cuda and int(cuda[1]) >= _OLDEST:
+        return GPUTarget("cuda", int(cuda[1]), 32)
+    if hip:
+        return GPUTarget("hip", hip[1], 64 if int(hip[2]) <= _WIDE_WAVE else 32)
+    raise ArgumentError(f"{name!r} is no architecture that Triton compiles for. Write it as one of these: {_EXAMPLES}.")
+
+
+def name_of(target: GPUTarget) -> str:
+    """The name of a target; ``parse`` gives the target back.
+
+    >>> name_of(parse("sm_90a"))
+    'sm_90'
+    """
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+def canonical(name: str) -> str:
+    """One spelling of an architecture that may be spelled in many ways.
+
+    Raises:
+        ArgumentError: no such architecture.
+
+    >>> canonical("sm90a"), canonical("gfx90a:xnack-")
+    ('sm_90', 'gfx90a')
+    """
+    return name_of(parse(name))
+
+
+def of_device(major: int, minor: int) -> str:
+    """The architecture of a CUDA device, by its compute capability.
+
+    >>> of_device(9, 0), of_device(10, 3)
+    ('sm_90', 'sm_103')
+    """
+    return f"sm_{major}{minor}"
+
+
+def of_architecture(name: str) -> str:
+    """The architecture of a HIP device, by the name that the driver gives it (``gcnArchName``).
+
+    >>> of_architecture("gfx942:sramecc+:xnack-")
+    'gfx942'
+    """
+    return name.split(":")[0]

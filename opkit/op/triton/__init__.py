@@ -1,0 +1,1 @@
+"""Triton kernels of operators: declared, bound by name, launched from C, and seen by torch.compile."""

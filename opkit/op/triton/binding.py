@@ -1,0 +1,258 @@
+"""What each parameter of a Triton function is given: names matched to an operator's arguments, outputs and sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from opkit.errors import DeclarationError
+from opkit.kernels.facts import Facts
+from opkit.op.triton.evaluation import EVERYTHING, Formula, formula, ordered
+from opkit.op.triton.kernel import Descriptor, TritonKernel
+from opkit.op.triton.names import Names, Source
+from opkit.op.triton.parameters import Parameter
+
+_LISTS = dict.fromkeys(("ints", "floats", "bools"), "ints")
+_ROLES = {"int": "int", "float": "float", "bool": "bool", "dtype": "exact", "str": "text", **_LISTS}
+_READ_ROLES = {"tensor": "info", "int": "exact", "float": "float_exact", "bool": "exact"}
+_GRID = "grid"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A Triton function whose every parameter is accounted for.
+
+    Attributes:
+        kernel: what the author declared.
+        facts: the operator that it serves.
+        name: the kernel's name among those of its operator.
+        sources: the values of a call that matter.
+        roles: what of each of them decides which compiled kernel runs; as ``opkit._core.Launcher`` has them.
+        given: the source of each parameter that the call decides at run time.
+        constants: parameters and options whose values never change.
+        formulas: the other ones, in the order of their evaluation, the grid among them.
+        descriptors: the parameters that are tensor descriptors.
+    """
+
+    kernel: TritonKernel
+    facts: Facts
+    name: str
+    sources: tuple[Source, ...]
+    roles: tuple[str, ...]
+    given: Mapping[str, int]
+    constants: Mapping[str, Any]
+    formulas: tuple[Formula, ...]
+    descriptors: Mapping[str, Descriptor]
+
+    @property
+    def where(self) -> str:
+        """What an error begins with."""
+        return f"{self.facts.operator}, kernel {self.name!r}"
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The options of the compiler that the author, or a config, sets."""
+        names = {name for config in self.kernel.configs for name in config_values(config)}
+        return frozenset({*self.kernel.options, *names} - {parameter.name for parameter in self.kernel.parameters})
+
+    @property
+    def strided(self) -> dict[int, tuple[int, ...]]:
+        """The tensors whose strides the kernel is told, and for which dimensions."""
+        told: dict[int, tuple[int, ...]] = {}
+        for source in self.sources:
+            if source.origin == "STRIDE":
+                told[source.argument] = (*told.get(source.argument, ()), source.detail)
+        return told
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The sources that are arguments which the operator writes to."""
+        arguments = self.facts.arguments
+        return tuple(
+            i for i, s in enumerate(self.sources)
+            if s.kind == "tensor" and s.argument < len(arguments) and arguments[s.argument].written
+        )  # fmt: skip
+
+
+class _Binder:
+    def __init__(self, kernel: TritonKernel, facts: Facts, name: str, absent: Mapping[str, Any]) -> None:
+        self.kernel, self.facts, self.name, self.absent = kernel, facts, name, absent
+        if len(kernel.outputs) > len(facts.outputs):
+            raise self.error(
+                f"outputs= has {len(kernel.outputs)} names, and the operator has {len(facts.outputs)} outputs."
+            )
+        self.names = Names(facts, kernel.outputs)
+        self.parameters = kernel.parameters
+        self.config_names = {key for config in kernel.configs for key in config_values(config)}
+        self.sources: dict[Source, None] = {}
+        self.read: set[Source] = set()  # by formulas, so that their exact values count
+
+    def error(self, message: str) -> DeclarationError:
+        return DeclarationError(f"{self.facts.operator}, kernel {self.name!r}: {message}")
+
+    def bind(self) -> Bound:
+        given: dict[str, Source] = {}
+        constants: dict[str, Any] = {}
+        formulas: list[Formula] = []
+        descriptors: dict[str, Descriptor] = {}
+        for name, value in {
+            **self.absent,
+            **self.kernel.options,
+            **self.kernel.values,
+            _GRID: self.kernel.grid,
+        }.items():
+            self._settle(name, value, constants, formulas, descriptors)
+        for parameter in self.parameters:
+            if not {parameter.name} & ({*constants, *descriptors, *self.config_names} | {f.name for f in formulas}):
+                self._take(parameter, given, constants, formulas)
+        for f in formulas:
+            self._read_inputs(f, formulas, constants)
+        self._check_outputs([*given.values(), *self.read])
+        return self._bound(given, constants, formulas, descriptors)
+
+    def _settle(
+        self,
+        name: str,
+        value: Any,
+        constants: dict[str, Any],
+        formulas: list[Formula],
+        descriptors: dict[str, Descriptor],
+    ) -> None:
+        """A value that the author gave: a constant, a function, or a descriptor of a tensor."""
+        if isinstance(value, Descriptor):
+            descriptors[name] = value
+            self.read.add(self._tensor(name, value.tensor))
+            for part in ("block", "shape"):
+                if callable(chosen := getattr(value, part)):
+                    formulas.append(formula(f"{name}.{part}", chosen))
+        elif callable(value) and not _is_triton(value):
+            formulas.append(formula(name, value))
+        else:
+            constants[name] = value
+
+    def _tensor(self, parameter: str, name: str) -> Source:
+        source = self.names.find(name)
+        if source is None or source.kind != "tensor":
+            raise self.error(
+                f"{parameter}=tensor_descriptor({name!r}): the tensors are {', '.join(self.names.tensors())}."
+            )
+        return source
+
+    def _take(
+        self, parameter: Parameter, given: dict[str, Source], constants: dict[str, Any], formulas: list[Formula]
+    ) -> None:
+        """A parameter that is found by its name."""
+        name = self.kernel.bind.get(parameter.name, parameter.name)
+        source = self.names.find(name)
+        if source is None and parameter.has_default:
+            constants[parameter.name] = parameter.default
+        elif source is None:
+            raise self._unknown(parameter, name)
+        elif parameter.constexpr and source.kind == "tensor":
+            raise self.error(f"the parameter {parameter.name} is a constexpr, and {name} is a tensor.")
+        elif parameter.constexpr or source.kind in ("str", "ints", "floats", "bools", "dtype"):
+            formulas.append(Formula(parameter.name, lambda value: value, (name,)))
+        else:
+            self._check_scalar(parameter, source)
+            given[parameter.name] = source
+
+    def _check_scalar(self, parameter: Parameter, source: Source) -> None:
+        if source.origin == "SCALAR" and self.facts.arguments[source.argument].optional:
+            raise self.error(
+                f"the parameter {parameter.name} is given {source.name}, which may be None. Give the operator's argument a "
+                f"number as its default, or the parameter a value: {parameter.name}=..."
+            )
+
+    def _unknown(self, parameter: Parameter, name: str) -> DeclarationError:
+        known = self.names.known()
+        tensors = ", ".join(self.names.tensors())
+        derived = [
+            f"{t}_{what}" for t in self.names.tensors() for what in ("numel", "rank", "size_0", "stride_0", "ptr")
+        ]
+        near = difflib.get_close_matches(name, [*known, *derived], 3)
+        hint = f" Nearest: {', '.join(near)}." if near else ""
+        return self.error(
+            f"{name!r} stands for nothing that the operator has. It could be {', '.join(known)}, or _numel, _rank, _size_<k> "
+            f"and _stride_<k> of {tensors}.{hint} Rename the parameter, give it a value ({parameter.name}=...), or say what it "
+            f"is given: bind={{{parameter.name!r}: ...}}."
+        )
+
+    def _read_inputs(self, f: Formula, formulas: Iterable[Formula], constants: Mapping[str, Any]) -> None:
+        computed = {other.name for other in formulas} | {*constants} | self.config_names
+        for name in f.inputs:
+            if name in EVERYTHING:
+                self._read_everything()
+            elif name not in computed or name == f.name:
+                source = self.names.find(self.kernel.bind.get(name, name))
+                if source is None:
+                    raise self.error(
+                        f"the function for {f.name} asks for {name!r}, which stands for nothing. It could be "
+                        f"{', '.join([*self.names.known(), *sorted(computed - {f.name, _GRID})])}."
+                    )
+                self.read.add(dataclasses.replace(source, name=name))
+
+    def _read_everything(self) -> None:
+        for name in self.names.known():
+            source = self.names.find(name)
+            if source is not None:
+                self.read.add(source)
+
+    def _check_outputs(self, sources: Iterable[Source]) -> None:
+        reached = {source.argument for source in sources if source.kind == "tensor"}
+        for number, output in enumerate(self.facts.outputs):
+            if output.alias is None and len(self.facts.arguments) + number not in reached:
+                name = self.kernel.outputs[number] if number < len(self.kernel.outputs) else output.name
+                raise self.error(f"no parameter receives the output {name}, which would be left unwritten. Add {name}.")
+
+    def _bound(
+        self, given: Mapping[str, Source], constants: dict[str, Any], formulas: list[Formula],
+        descriptors: Mapping[str, Descriptor],
+    ) -> Bound:  # fmt: skip
+        if self.kernel.configs:  # the choice is by shapes, so these count
+            self._read_everything()
+        sources = tuple(dict.fromkeys([*given.values(), *sorted(self.read, key=lambda s: s.name)]))
+        by_name = {p.name: p for p in self.parameters}
+        users = {source: by_name[name] for name, source in given.items()}
+        roles = tuple(_role(source, source in self.read, users.get(source)) for source in sources)
+        numbers = {source: i for i, source in enumerate(sources)}
+        return Bound(
+            self.kernel, self.facts, self.name, sources, roles, {name: numbers[s] for name, s in given.items()}, constants,
+            ordered(formulas), descriptors,
+        )  # fmt: skip
+
+
+def _role(source: Source, read: bool, user: Parameter | None) -> str:
+    if read:
+        return _READ_ROLES.get(source.kind, _ROLES.get(source.kind, "exact"))
+    if source.kind == "tensor":
+        return "tensor" if user is None or (user.specialised and user.aligned) else "tensor_any"
+    if source.kind == "int" and user is not None and not user.specialised:
+        return "int_width"
+    if source.kind == "int" and user is not None and not user.aligned:
+        return "int_noalign"
+    return _ROLES[source.kind]
+
+
+def config_values(config: Any) -> dict[str, Any]:
+    """The parameters and options that a config decides: a dict of them, or a ``triton.Config``."""
+    if isinstance(config, Mapping):
+        return dict(config)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def _is_triton(value: Callable[..., Any]) -> bool:
+    """Whether a value is of Triton's own: a function that the kernel calls, or an element type."""
+    return type(value).__module__.startswith("triton")
+
+
+def bind(kernel: TritonKernel, facts: Facts, name: str = "", absent: Mapping[str, Any] | None = None) -> Bound:
+    """What each parameter of a kernel is given when it serves the operator of ``facts``.
+
+    ``absent`` are values of parameters of which nothing is said elsewhere.
+
+    Raises:
+        DeclarationError: a parameter, or something that a function asks for, stands for nothing that there is.
+    """
+    return _Binder(kernel, facts, name or kernel.name, absent or {}).bind()

@@ -1,0 +1,116 @@
+"""Grids, constexprs and options: what the functions that an author gave yield for one call."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from opkit.errors import DeclarationError, KernelError
+
+EVERYTHING = ("meta", "META")
+"""The parameter by which a function asks for all that is known, as Triton's grid functions do."""
+
+
+class TensorInfo(NamedTuple):
+    """A tensor, as functions of named values see it.
+
+    >>> TensorInfo("bfloat16", (4, 8), (8, 1)).numel
+    32
+    """
+
+    dtype: str
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
+
+    @property
+    def numel(self) -> Any:
+        """The number of elements."""
+        count: Any = 1
+        for size in self.shape:
+            count = count * size
+        return count
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """A function of named values. ``inputs`` are its parameters."""
+
+    name: str
+    function: Callable[..., Any]
+    inputs: tuple[str, ...]
+
+    def __call__(self, named: Mapping[str, Any]) -> Any:
+        return self.function(*[named if name in EVERYTHING else named[name] for name in self.inputs])
+
+
+def formula(name: str, function: Callable[..., Any]) -> Formula:
+    """Read a function's parameters.
+
+    Raises:
+        DeclarationError: it takes others than named ones.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        raise DeclarationError(f"the function for {name} takes *args or **kwargs. It must name what it asks for.")
+    return Formula(
+        name, function, tuple(p.name for p in parameters if p.default is p.empty or not p.name.startswith("_"))
+    )
+
+
+def ordered(formulas: Sequence[Formula]) -> tuple[Formula, ...]:
+    """Formulas in an order in which each comes after those whose values it asks for; ``meta`` comes last.
+
+    Raises:
+        DeclarationError: some ask for each other.
+    """
+    left, done = {f.name: f for f in formulas}, list[Formula]()
+    while left:
+        free = [f for f in left.values() if not any(name in left for name in f.inputs)]
+        ready = [f for f in free if not any(name in EVERYTHING for name in f.inputs)] or free
+        if not ready:
+            raise DeclarationError(f"the functions for {', '.join(left)} ask for each other's values.")
+        for f in ready:
+            done.append(left.pop(f.name))
+    return tuple(done)
+
+
+def evaluate(where: str, formulas: Sequence[Formula], named: dict[str, Any]) -> dict[str, Any]:
+    """Add each formula's value to ``named``, in order.
+
+    Raises:
+        KernelError: one of the functions raised; it says which, and on what.
+    """
+    for f in formulas:
+        try:
+            named[f.name] = f(named)
+        except Exception as error:
+            raise KernelError(f"{where}: {_blamed(f, named)} {type(error).__name__}: {error}") from error
+    return named
+
+
+def _blamed(f: Formula, named: Mapping[str, Any]) -> str:
+    code = getattr(f.function, "__code__", None)
+    at = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    given = ", ".join(f"{name}={named.get(name)!r}" for name in f.inputs if name not in EVERYTHING)
+    return f"the function for {f.name}{at} failed on {given or 'no values'}:"
+
+
+def as_grid(where: str, value: Any) -> tuple[Any, Any, Any]:
+    """A grid's three sizes.
+
+    Raises:
+        KernelError: it is no grid.
+    """
+    sizes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if not 1 <= len(sizes) <= 3 or not all(hasattr(size, "__index__") or _symbolic(size) for size in sizes):
+        raise KernelError(f"{where}: grid gave {value!r}. It must be one, two or three integers.")
+    if any(not _symbolic(size) and size < 0 for size in sizes):
+        raise KernelError(f"{where}: grid gave {value!r}. A number of programs cannot be negative.")
+    whole: Any = (*sizes, 1, 1)[:3]
+    return whole
+
+
+def _symbolic(size: Any) -> bool:
+    return type(size).__name__ == "SymInt"

@@ -1,0 +1,71 @@
+"""A Triton kernel of an operator: launched from C, through a table that Python fills."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opkit.kernels.facts import Facts
+from opkit.op.compiled import CompiledFunction
+from opkit.op.core import Operator
+from opkit.op.facts import facts_of
+from opkit.op.triton import graph
+from opkit.op.triton.binding import Bound, bind
+from opkit.op.triton.kernel import TritonKernel
+from opkit.op.triton.launching import Launching
+from opkit.op.triton.machine import Machine
+
+if TYPE_CHECKING:
+    from opkit import _core
+
+
+class TritonFunction(CompiledFunction):
+    """A Triton kernel as the function of a :class:`opkit.op.selection.Kernel`."""
+
+    def __init__(self, operator: Operator, kernel: TritonKernel, name: str, machine: Machine) -> None:
+        super().__init__(operator, name)
+        self.kernel = kernel
+        self.machine = machine
+        self.bound: Bound = bind(kernel, facts_of(operator), name)
+        self.launching = Launching(self.bound, machine)
+
+    @property
+    def device(self) -> str:
+        """The device type that it runs on."""
+        return self.machine.device
+
+    @property
+    def facts(self) -> Facts:
+        """The operator as the kernel sees it."""
+        return self.bound.facts
+
+    @property
+    def visible(self) -> Bound | None:
+        """The kernel, if torch.compile can see its launch."""
+        return None if graph.refusal(self.bound) else self.bound
+
+    def contract_parts(self) -> list[tuple[str, Any]]:
+        """What decides what the kernel computes."""
+        return self.kernel.contract_parts()
+
+    def refusal(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        """Why the kernel does not take a call; empty where it does."""
+        for name, tensor in self.operator.named_tensors(args, kwargs):
+            if tensor.layout is not torch.strided:
+                return f"{name} is {tensor.layout}; it takes dense tensors"
+            if tensor.is_complex():
+                return f"{name} has {tensor.dtype}, which Triton does not have"
+        return ""
+
+    def ready(self) -> bool:
+        """Put the kernel into the dispatcher."""
+        self.load()
+        return True
+
+    def open(self) -> _core.KernelLibrary:
+        """The kernel as the runtime has it: a description, and the launcher."""
+        return self.launching.library()

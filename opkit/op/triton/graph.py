@@ -1,0 +1,133 @@
+"""What torch.compile sees of a Triton kernel: the launch itself, as ``torch.library.wrap_triton`` shows it.
+
+A rule for AOTAutograd's functionalisation puts an allocation for each output and the launch into the program in place of
+the operator, so that Inductor autotunes the kernel, compiles it ahead of time and reuses memory around it. Kernels that
+torch cannot represent stay units: the program calls the operator.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from opkit.op import torch_private as private
+from opkit.op.core import Operator
+from opkit.op.planning import choose
+from opkit.op.triton.arguments import Values, launch_of
+from opkit.op.triton.binding import Bound, config_values
+from opkit.op.triton.python import checked, run
+
+_MOST_ELEMENTS = 2**31 - 1
+_REPRESENTED = {"num_warps", "num_stages"}
+"""The options that torch records with a launch."""
+
+
+def refusal(bound: Bound) -> str:
+    """Why torch cannot represent a kernel's launch; empty where it can."""
+    kernel = bound.kernel
+    if kernel.gluon:
+        return "it is in Gluon"
+    if kernel.hooked or kernel.reset_to_zero:
+        return "something runs before its launch"
+    if bound.descriptors:
+        return "it takes tensor descriptors"
+    other = sorted(bound.options - _REPRESENTED)
+    return f"its option {other[0]} is not recorded by torch" if other else ""
+
+
+def functional_rule(operator: Operator) -> Callable[..., Any]:
+    """The rule of ``operator`` for ``FunctionalTensorMode``."""
+
+    def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        visible = _visible(operator, args, kwargs or {}) if private.compiling() else None
+        if visible is None:
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with mode:
+            return visible(*args, **(kwargs or {}))
+
+    return rule
+
+
+def _visible(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """The chosen kernel of a call as a function to trace; None where the call stays a unit."""
+    if operator.forced or any(kernel.autotune for kernel in operator.kernels.kernels):
+        return None
+    kernel, _ = choose(operator, args, kwargs)
+    if kernel is None:
+        return None
+    if kernel.traceable:
+        return kernel.function
+    bound: Any = getattr(kernel.function, "visible", None)
+    return None if bound is None or _large(args, kwargs) else _traced(operator, bound)
+
+
+def _large(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether some tensor has more elements than 32 bits count, for which opkit compiles its kernels otherwise."""
+    leaves = pytree.tree_leaves((tuple(args), kwargs))
+    return any(isinstance(leaf, torch.Tensor) and bool(leaf.numel() > _MOST_ELEMENTS) for leaf in leaves)
+
+
+def _traced(operator: Operator, bound: Bound) -> Callable[..., Any]:
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        shapes = _fake_outputs(operator, args, kwargs)
+        new = [torch.empty_strided(s.shape, s.stride(), dtype=s.dtype, device=s.device) for s in shapes]
+        return run(operator, bound, args, kwargs, new, wrapped)
+
+    return traced
+
+
+def _fake_outputs(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The new outputs' sizes and strides, symbolic ones too; what finds them leaves no trace in the program."""
+    fake_args, fake_kwargs = pytree.tree_map_only(
+        torch.Tensor, private.without_functional_wrapper, (tuple(args), kwargs)
+    )
+    mode = private.fake_mode_of(fake_args, fake_kwargs)
+    with private.no_modes(), mode, torch.no_grad():
+        returned = operator.overload(*fake_args, **fake_kwargs)
+    outputs = [returned] if isinstance(returned, torch.Tensor) else list(returned or ())
+    return [output for output, item in zip(outputs, operator.schema.returns, strict=True) if item.alias_info is None]
+
+
+def wrapped(values: Values) -> None:
+    """Record a launch in the program that is being traced."""
+    from torch.library import wrap_triton
+
+    kernel = values.bound.kernel
+    if kernel.configs:
+        function, grid, arguments = _with_configs(values)
+        wrap_triton(function)[grid](**arguments)
+        return
+    launch = checked(values, launch_of(values))
+    wrap_triton(kernel.function)[launch.grid](**launch.arguments, **launch.options)
+
+
+def _with_configs(values: Values) -> tuple[Any, Callable[[Any], Any], dict[str, Any]]:
+    """A kernel with its configs as ``triton.autotune`` has them: what differs between launches is the config's."""
+    import triton
+
+    kernel = values.bound.kernel
+    launches = [launch_of(values, config_values(config)) for config in kernel.configs]
+    constexprs = [p.name for p in kernel.parameters if p.constexpr and p.name in launches[0].arguments]
+    fixed = [{name: _specialised(launch.arguments[name]) for name in constexprs} for launch in launches]
+    varying = [name for name in constexprs if len({values[name] for values in fixed}) > 1]
+    configs = [
+        triton.Config({name: values[name] for name in varying}, **launch.options)
+        for values, launch in zip(fixed, launches, strict=True)
+    ]
+    grids = {tuple(c.kwargs.values()): launch.grid for c, launch in zip(configs, launches, strict=True)}
+    common = {name: value for name, value in launches[0].arguments.items() if name not in varying}
+    return (
+        triton.autotune(configs, key=[])(kernel.function),
+        lambda meta: grids[tuple(meta[n] for n in varying)],
+        common,
+    )
+
+
+def _specialised(value: Any) -> Any:
+    """A constexpr's value; the program is for this value alone where it was symbolic."""
+    return int(value) if isinstance(value, torch.SymInt) else value

@@ -1,0 +1,128 @@
+"""Launches by hand: a kernel called on tensors and numbers by name, by Python kernels that launch several.
+
+Each combination of kinds of values becomes a hidden operator ``opkit_launch::...`` whose kernel is the launcher, so such a
+launch costs what a call through torch's dispatcher does. While a program is traced it is recorded in place of that.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from opkit.errors import ArgumentTypeError, KernelError
+from opkit.kernels.facts import Argument, Facts
+from opkit.op import torch_private as private
+from opkit.op.triton.arguments import Values
+from opkit.op.triton.binding import bind
+from opkit.op.triton.graph import wrapped
+from opkit.op.triton.kernel import TritonKernel
+from opkit.op.triton.launching import Launching
+from opkit.op.triton.machine import MACHINES, machine_of
+from opkit.op.triton.python import launched_by_triton
+
+_NAMESPACE = "opkit_launch"
+_TYPES = {"tensor": "Tensor(a{}!)", "int": "int", "float": "float", "bool": "bool"}
+_KINDS: dict[type, str] = {bool: "bool", int: "int", float: "float", torch.SymInt: "int", torch.SymFloat: "float"}
+_count = itertools.count()
+_lock = threading.Lock()
+_forms: weakref.WeakKeyDictionary[TritonKernel, dict[Any, Form]] = weakref.WeakKeyDictionary()
+
+
+class Form:
+    """A kernel for values of some kinds."""
+
+    def __init__(self, kernel: TritonKernel, kinds: Mapping[str, str]) -> None:
+        arguments = tuple(
+            Argument(name, kind, written=kind == "tensor") for name, kind in kinds.items() if kind != "none"
+        )
+        schema = ", ".join(f"{_TYPES[a.kind].format(i)} {a.name}" for i, a in enumerate(arguments))
+        name = f"{_NAMESPACE}::{kernel.name}__{next(_count)}"
+        self.schema = f"{name}({schema}) -> ()"
+        absent = {name: None for name, kind in kinds.items() if kind == "none"}
+        self.bound = bind(kernel, Facts(kernel.name, self.schema, arguments, ()), absent=absent)
+        self.names = tuple(argument.name for argument in arguments)
+        self._overloads: dict[str, Callable[..., Any]] = {}
+        self._kept: list[Any] = []
+
+    def run(self, values: Mapping[str, Any]) -> None:
+        """Launch the kernel."""
+        given = [values[name] for name in self.names]
+        if self.bound.kernel.interpreted or self.bound.kernel.hooked:
+            launched_by_triton(Values(self.bound, given, ()))
+        elif private.dispatch_modes():
+            wrapped(Values(self.bound, given, ()))
+        else:
+            self._overload(_device(self.bound.kernel, given))(*given)
+
+    def _overload(self, device: str) -> Callable[..., Any]:
+        found = self._overloads.get(device)
+        if found is None:
+            with _lock:
+                found = self._overloads.get(device) or self._registered(device)
+        return found
+
+    def _registered(self, device: str) -> Callable[..., Any]:
+        machine = machine_of(device)
+        if machine is None:
+            raise KernelError(
+                f"{self.bound.kernel.name}: it was launched on {device} tensors. A Triton kernel runs on cuda tensors, and in "
+                "the interpreter on the CPU's (opkit.testing.interpret)."
+            )
+        library = Launching(self.bound, machine).library(packed=False)
+        name, _, schema = self.schema.partition("::")[2].partition("(")
+        fragment = torch.library.Library(_NAMESPACE, "FRAGMENT")
+        if not self._overloads:
+            fragment.define(f"{name}({schema}")
+            fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
+            fragment.impl(name, torch.library.fallthrough_kernel, "ADInplaceOrView")
+        key = private.dispatch_key_of(device)
+        self._kept += [fragment, library.register(f"{_NAMESPACE}::{name}", key, False)]
+        overload = private.builtin(private.library_utils.lookup_op(f"{_NAMESPACE}::{name}"))
+        self._overloads[device] = overload
+        return overload
+
+
+def _device(kernel: TritonKernel, given: list[Any]) -> str:
+    for value in given:
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    raise ArgumentTypeError(
+        f"{kernel.name}: it was launched without a tensor, so that there is no device to run it on."
+    )
+
+
+def launch(kernel: TritonKernel, values: Mapping[str, Any]) -> None:
+    """Launch a kernel on values by name.
+
+    Raises:
+        ArgumentTypeError: a value is no tensor, number or None.
+        DeclarationError: a parameter is left without a value.
+    """
+    kinds = tuple((name, _kind(kernel, name, value)) for name, value in values.items())
+    forms = _forms.setdefault(kernel, {})
+    form = forms.get(kinds)
+    if form is None:
+        form = forms[kinds] = Form(kernel, dict(kinds))
+    form.run(values)
+
+
+def _kind(kernel: TritonKernel, name: str, value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    kind = "none" if value is None else _KINDS.get(type(value))
+    if kind is None:
+        raise ArgumentTypeError(
+            f"{kernel.name}: the value {value!r} for {name} is {type(value).__name__}. A launch takes tensors, numbers and None; "
+            "give triton_kernel() what never changes."
+        )
+    return kind
+
+
+__all__ = ["MACHINES", "Form", "launch"]

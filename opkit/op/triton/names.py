@@ -1,0 +1,89 @@
+"""What a name means to a Triton kernel: an argument, an output, a named size, or a measure of a tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+from opkit.kernels.facts import Facts
+
+_MEASURE = re.compile(r"(?P<of>\w+?)_(?:(?P<what>len|numel|rank|ndim)|(?P<dim>size|stride)_(?P<minus>m?)(?P<k>\d+))\Z")
+_MEASURES = {"numel": "NUMEL", "rank": "RANK", "ndim": "RANK", "size": "SIZE", "stride": "STRIDE", "len": "LENGTH"}
+_SCALARS = {"int": "SCALAR", "float": "SCALAR", "bool": "SCALAR", "dtype": "SCALAR", "str": "STRING"}
+_LISTS = ("ints", "floats", "bools")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a value of a call comes from.
+
+    Attributes:
+        name: as the kernel calls it.
+        origin: the end of an ``opk_source``'s name: "TENSOR", "SCALAR", "NAMED_SIZE", "STRIDE", ...
+        kind: "tensor", "int", "float", "bool", "dtype", "str" or "ints".
+        argument: an argument's number, or the number of arguments plus an output's.
+        detail: a dimension, or the number of a named size.
+    """
+
+    name: str
+    origin: str
+    kind: str
+    argument: int = 0
+    detail: int = 0
+
+
+class Names:
+    """The names that an operator gives its kernels."""
+
+    def __init__(self, facts: Facts, outputs: Sequence[str] = ()) -> None:
+        self.facts = facts
+        self.sizes = facts.sizes
+        self._targets = _targets(facts, outputs)
+
+    def find(self, name: str) -> Source | None:
+        """What ``name`` means; None where nothing has it."""
+        return self._target(name) or self._size(name) or self._measure(name) or self._pointer(name)
+
+    def known(self) -> list[str]:
+        """What can be asked for, measures apart."""
+        return [*self._targets, *self.sizes]
+
+    def tensors(self) -> dict[str, int]:
+        """The numbers of the tensors among arguments and outputs."""
+        return {name: number for name, (number, kind) in self._targets.items() if kind == "tensor"}
+
+    def _target(self, name: str) -> Source | None:
+        number, kind = self._targets.get(name, (0, ""))
+        if kind == "tensor":
+            return Source(name, "TENSOR", "tensor", number)
+        if kind in _SCALARS:
+            return Source(name, _SCALARS[kind], kind, number)
+        return Source(name, "VALUES", kind, number) if kind in _LISTS else None
+
+    def _size(self, name: str) -> Source | None:
+        return Source(name, "NAMED_SIZE", "int", 0, self.sizes.index(name)) if name in self.sizes else None
+
+    def _measure(self, name: str) -> Source | None:
+        match = _MEASURE.match(name)
+        number, kind = self._targets.get(match["of"], (0, "")) if match else (0, "")
+        what = "" if match is None else match["what"] or match["dim"]
+        if match is None or (kind != "tensor") != (what == "len"):
+            return None
+        return Source(name, _MEASURES[what], "int", number, int(match["k"] or 0) * (-1 if match["minus"] else 1))
+
+    def _pointer(self, name: str) -> Source | None:
+        bare = name.removesuffix("_ptr")
+        found = self._target(bare) if bare != name else None
+        return found if found is not None and found.kind == "tensor" else None
+
+
+def _targets(facts: Facts, names: Sequence[str]) -> Mapping[str, tuple[int, str]]:
+    arguments = {argument.name: (number, argument.kind) for number, argument in enumerate(facts.arguments)}
+    common = ["out"] if len(facts.outputs) == 1 else [f"out{number}" for number in range(len(facts.outputs))]
+    found: dict[str, tuple[int, str]] = {}
+    for listed in (common, names):
+        for number, name in enumerate(listed):
+            alias = facts.outputs[number].alias
+            found[name] = (len(facts.arguments) + number if alias is None else alias, "tensor")
+    return {**arguments, **{name: target for name, target in found.items() if name not in arguments}}

@@ -1,0 +1,91 @@
+"""What a Triton function says of itself: its parameters, its dialect, and where it stands.
+
+Read from the function's signature alone, so that ``triton.jit``, Gluon's ``jit`` and the interpreter's stand-in for them
+are one thing here, and Triton need not be imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from opkit.errors import DeclarationError
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter of a Triton function.
+
+    Attributes:
+        name: as it is written.
+        constexpr: it is known when the kernel is compiled.
+        annotation: its annotation as text ("*bf16", "tl.int64"), or "".
+        default: what it is given where nothing stands for its name; ``inspect.Parameter.empty`` where there is none.
+        specialised: whether a value of 1, or one that 16 divides, may be compiled in.
+        aligned: whether divisibility by 16 may be.
+    """
+
+    name: str
+    constexpr: bool
+    annotation: str
+    default: Any
+    specialised: bool = True
+    aligned: bool = True
+
+    @property
+    def has_default(self) -> bool:
+        """Whether it may be left out."""
+        return self.default is not inspect.Parameter.empty
+
+
+def unwrapped(function: Any) -> Any:
+    """The function of a ``triton.jit`` object, as Python has it.
+
+    Raises:
+        DeclarationError: it is no such object.
+    """
+    inner = getattr(function, "fn", None)
+    if not inspect.isfunction(inner):
+        raise DeclarationError(
+            f"opkit.triton_kernel takes a function decorated with @triton.jit (or Gluon's @gluon.jit), got {function!r}."
+        )
+    return inner
+
+
+def parameters_of(function: Any) -> tuple[Parameter, ...]:
+    """The parameters of a ``triton.jit`` object, in order."""
+    known = {p.name: p for p in getattr(function, "params", ())}
+    return tuple(_parameter(p, known.get(p.name)) for p in inspect.signature(unwrapped(function)).parameters.values())
+
+
+def _parameter(parameter: inspect.Parameter, known: Any) -> Parameter:
+    annotation = "" if parameter.annotation is inspect.Parameter.empty else _text(parameter.annotation)
+    return Parameter(
+        parameter.name,
+        "constexpr" in annotation,
+        annotation,
+        parameter.default,
+        specialised=not getattr(known, "do_not_specialize", False),
+        aligned=not getattr(known, "do_not_specialize_on_alignment", False),
+    )
+
+
+def _text(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+
+
+def is_interpreted(function: Any) -> bool:
+    """Whether ``TRITON_INTERPRET=1`` was set when the function was decorated, so that it runs on CPU tensors."""
+    return type(function).__name__ == "InterpretedFunction"
+
+
+def is_gluon(function: Any) -> bool:
+    """Whether the function is in Gluon."""
+    return bool(getattr(function, "is_gluon", bool)())
+
+
+def location(function: Any) -> tuple[str, int]:
+    """The file and line at which the function stands."""
+    code = unwrapped(function).__code__
+    return code.co_filename, code.co_firstlineno

@@ -1,0 +1,152 @@
+"""Launches through Python: in Triton's interpreter, by Triton's own launcher, or into a program that is being traced."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from opkit.errors import KernelError
+from opkit.op import layout
+from opkit.op import layout_program as p
+from opkit.op.core import Operator
+from opkit.op.facts import facts_of
+from opkit.op.triton.arguments import Launch, Values, launch_of
+from opkit.op.triton.binding import Bound, bind, config_values
+from opkit.op.triton.kernel import TritonKernel
+
+Launcher = Callable[[Values], None]
+"""What launches a kernel on values."""
+
+
+class PythonLaunch:
+    """A Triton kernel as a Python kernel of its operator: outputs are allocated here, and ``launcher`` runs it."""
+
+    def __init__(self, operator: Operator, kernel: TritonKernel, name: str, launcher: Launcher | None = None) -> None:
+        self.operator = operator
+        self.bound = bind(kernel, facts_of(operator), name)
+        self.launcher = launcher or launched_by_triton
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = allocated(self.operator, layout.layout_of(self.operator, args, kwargs), args, kwargs)
+        return run(self.operator, self.bound, args, kwargs, outputs, self.launcher)
+
+    def contract_parts(self) -> list[tuple[str, Any]]:
+        """What decides what the kernel computes."""
+        return self.bound.kernel.contract_parts()
+
+
+def run(
+    operator: Operator,
+    bound: Bound,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    new: Sequence[torch.Tensor],
+    launcher: Launcher,
+) -> Any:
+    """Launch a kernel with ``new`` as the outputs that are no arguments; the operator's result."""
+    operands = layout.operands(operator, args, kwargs)
+    fresh = iter(new)
+    outputs = [next(fresh) if o.alias is None else operands[o.alias] for o in bound.facts.outputs]
+    if not _nothing_to_write(bound, operands, outputs):
+        dense, copies = _dense(bound, [*operands, *outputs])
+        launcher(Values(bound, dense[: len(operands)], dense[len(operands) :]))
+        for tensor, copy in copies:
+            tensor.copy_(copy)
+    return outputs[0] if len(outputs) == 1 else tuple(outputs) if outputs else None
+
+
+def allocated(
+    operator: Operator, words: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    """New tensors as a layout (see ``opkit.h``) says."""
+    device = next((tensor.device for _, tensor in operator.named_tensors(args, kwargs)), None)
+    dtypes = {number: dtype for dtype, number in p.DTYPES.items()}
+    made: list[torch.Tensor] = []
+    at = 0
+    while at < len(words):
+        rank = words[at + 1]
+        sizes, strides = words[at + 2 : at + 2 + rank], words[at + 2 + rank : at + 2 + 2 * rank]
+        made.append(torch.empty_strided(sizes, strides, dtype=dtypes[words[at]], device=device))
+        at += 2 + 2 * rank
+    return made
+
+
+def launched_by_triton(values: Values) -> None:
+    """Launch a kernel as its author would: zero what is to be zero, call the hooks, and ``function[grid](...)``."""
+    kernel = values.bound.kernel
+    config = config_values(kernel.configs[0]) if kernel.configs else {}
+    launch = checked(values, launch_of(values, config))
+    for name in kernel.reset_to_zero:
+        launch.arguments[name].zero_()
+    if kernel.pre_hook is not None:
+        kernel.pre_hook(launch.arguments)
+    if all(launch.grid):
+        with _device_of(launch):
+            kernel.function[launch.grid](**launch.arguments, **launch.options)
+
+
+def _device_of(launch: Launch) -> Any:
+    tensors = (value for value in launch.arguments.values() if isinstance(value, torch.Tensor) and value.is_cuda)
+    return next((torch.cuda.device(tensor.device) for tensor in tensors), contextlib.nullcontext())
+
+
+def checked(values: Values, launch: Launch) -> Launch:
+    """The launch, unless it would leave an output unwritten.
+
+    Raises:
+        KernelError: its grid is empty.
+    """
+    empty = any(not isinstance(size, torch.SymInt) and size == 0 for size in launch.grid)
+    if empty and any(output.numel() for output in values.outputs):
+        raise KernelError(
+            f"{values.bound.where}: its grid {launch.grid} is empty, so that its output would be left unwritten. Let the grid "
+            "have a program at least, or register the kernel with when= for calls that it can serve."
+        )
+    return launch
+
+
+def packed(tensor: torch.Tensor, told: Sequence[int]) -> bool:
+    """Whether a tensor's strides follow from its sizes and the strides that the kernel is told.
+
+    ``told`` are the dimensions of those; every other one must lie around the one after it without gaps.
+    """
+    sizes, strides = tensor.shape, tensor.stride()
+    free = {d % len(sizes) for d in told if -len(sizes) <= d < len(sizes)} if len(sizes) else set[int]()
+    expected: Any = 1
+    for d in reversed(range(len(sizes))):
+        if d not in free and sizes[d] != 1 and strides[d] != expected:
+            return False
+        expected = sizes[d] * (strides[d] if d in free or sizes[d] != 1 else expected)
+    return True
+
+
+def _dense(bound: Bound, tensors: Sequence[Any]) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The tensors as the kernel may be given them, and those that are to be copied back."""
+    told, facts, count = bound.strided, bound.facts, len(bound.facts.arguments)
+    used = {source.argument for source in bound.sources if source.kind == "tensor"}
+    given, back = list(tensors), list[tuple[torch.Tensor, torch.Tensor]]()
+    for i, tensor in enumerate(tensors):
+        number = i if i < count or facts.outputs[i - count].alias is None else facts.outputs[i - count].alias
+        if i not in used or not isinstance(tensor, torch.Tensor) or packed(tensor, told.get(i, ())):
+            continue
+        if number != i:
+            given[i] = given[number]  # an argument that is returned
+            continue
+        given[i] = tensor.contiguous()
+        if i >= count or facts.arguments[i].written:
+            back.append((tensor, given[i]))
+    return given, back
+
+
+def _nothing_to_write(bound: Bound, operands: Sequence[Any], outputs: Sequence[Any]) -> bool:
+    written = [
+        *outputs,
+        *(v for v, a in zip(operands, bound.facts.arguments, strict=True) if a.written and v is not None),
+    ]
+    return bool(written) and all(tensor.numel() == 0 for tensor in written)
