@@ -2,10 +2,10 @@
 
 Forward: ``total = x + residual``, and ``total * rsqrt(mean(total**2) + eps) * weight``. The sum is rounded to its dtype once
 and normalised as it was stored, so that the gradients fit it. 4 elements of memory traffic for each of ``x`` (two read, two
-written), 8 bytes in bfloat16; an addition and a norm one after the other take 5.
+written), 8 bytes in bfloat16: 250 us for 32768 rows of 4096 at 4.3 TB/s. An addition and a norm in turn take 5.
 
 Backward: the gradient of ``x`` and that of ``residual`` are the same, that of the norm (see ``rms_norm.py``) and that of the
-sum added. 4 elements of memory traffic for each of ``x``::
+sum added. 4 elements of memory traffic for each of ``x`` again::
 
     python examples/kernels/add_rms_norm.py
 
@@ -75,14 +75,18 @@ def add_rms_norm_backward(
 
 
 @triton.jit
-def _add_rms_norm(x, residual, weight, total, out, batch, d, eps, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _add_rms_norm(
+    x, residual, weight, total, out, x_stride_m2, residual_stride_m2, batch, d, eps, BLOCK: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     at = row[:, None] * d + column[None, :]
     inside = (row < batch)[:, None] & (column < d)[None, :]
-    a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    b = tl.load(residual + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    at_x = row[:, None] * x_stride_m2 + column[None, :]
+    at_residual = row[:, None] * residual_stride_m2 + column[None, :]
+    a = tl.load(x + at_x, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    b = tl.load(residual + at_residual, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     w = tl.load(weight + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
     stored = (a + b).to(total.dtype.element_ty)
     tl.store(total + at, stored, mask=inside)
@@ -133,14 +137,15 @@ add_rms_norm.register_kernel(
         _add_rms_norm,
         grid=lambda batch, BLOCK, TILE: triton.cdiv(batch, max(TILE // BLOCK, 1)),
         outputs=("total", "out"),
-        BLOCK=lambda d: triton.next_power_of_2(d),
+        BLOCK=lambda d: triton.next_power_of_2(max(d, 1)),
         configs=rows.TILES,
         prune=lambda configs, d: rows.fitting(configs, d, 1024, 4096),
         examples=[
-            {"x": f"bf16[{n}, {d}]", "residual": f"bf16[{n}, {d}]", "weight": f"bf16[{d}]", "eps": 1e-6} for n, d in SHAPES
+            {**dict.fromkeys(("x", "residual"), f"bf16[{n}, {d}]"), "weight": f"bf16[{d}]", "eps": 1e-6}
+            for n, d in SHAPES
         ],
     ),
-    when=lambda x: x.shape[-1] <= LONGEST,
+    when=lambda x: x.dim() > 1 and x.shape[-1] <= LONGEST,
     dtypes=rows.LOW,
 )
 
@@ -150,7 +155,7 @@ add_rms_norm_backward.register_kernel(
         _add_rms_norm_backward,
         grid=lambda programs: programs,
         outputs=("dx", "partial"),
-        BLOCK=lambda d: triton.next_power_of_2(d),
+        BLOCK=lambda d: triton.next_power_of_2(max(d, 1)),
         configs=rows.PERSISTENT,
         prune=lambda configs, d: rows.fitting(configs, d, 4096, 8192),
         examples=[

@@ -1,9 +1,10 @@
 """Dropout in Triton whose mask is a function of a seed: nothing is stored for the gradient, which is dropout again.
 
 Each element is dropped with probability ``p`` and otherwise divided by ``1 - p``. 2 elements of memory traffic for each of
-``x``, 4 bytes in bfloat16, in either direction; a stored mask would add a byte. Random numbers are the other limit: one call
-of Philox gives 128 bits for about 40 instructions, which one for each element, or for each four, would make the longest part
-of the kernel. 16 bits decide here, so a call serves eight elements, and ``p`` counts in steps of 1 / 65536.
+``x``, 4 bytes in bfloat16, in either direction (125 us for 2**27 elements at 4.3 TB/s); a stored mask would add a byte.
+Random numbers are the other limit: one call of Philox gives 128 bits for about 80 instructions, which one for each element,
+or for each four, would make the longest part of the kernel. 16 bits decide here, so a call serves eight elements, and ``p``
+counts in steps of 1 / 65536.
 
 The reference computes the same bits in torch, so that kernel and reference agree in every element::
 
@@ -91,12 +92,8 @@ dropout.register_kernel(
         grid=lambda x_numel, BLOCK: triton.cdiv(x_numel, BLOCK),
         threshold=lambda p: p * 65536,
         scale=_scale,
-        configs=[
-            {"BLOCK": 2048, "num_warps": 4},
-            {"BLOCK": 1024, "num_warps": 4},
-            {"BLOCK": 4096, "num_warps": 4},
-            {"BLOCK": 4096, "num_warps": 8},
-        ],
+        BLOCK=2048,
+        num_warps=4,
         examples=[{"x": "bf16[16384, 4096]", "p": 0.1, "seed": 2**40 + 1}],
     ),
     dtypes=rows.LOW,

@@ -1,13 +1,14 @@
 """Layer norm and its gradients in Triton: each row is read once and written once.
 
 Forward: ``(x - mean) * rstd * weight + bias`` over the last dimension, with the variance as the mean square of what is left
-after the mean is taken off, both in registers. 2 elements of memory traffic for each of ``x``, 4 bytes in bfloat16.
+after the mean is taken off, both in registers. 2 elements of memory traffic for each of ``x``, 4 bytes in bfloat16: 125 us
+for 32768 rows of 4096 at 4.3 TB/s.
 
 Backward: with ``n = (x - mean) * rstd`` and ``h = grad * weight``, the gradient of ``x`` is
 ``(h - mean(h) - n * mean(n * h)) * rstd``, that of ``weight`` the sum of ``grad * n`` over rows and that of ``bias`` the sum of
 ``grad``. All four sums over a row come from one reduction, for which each row is first shifted by its first element: without
 a shift, ``mean(x**2) - mean(x)**2`` would lose what is small beside the mean. 3 elements of memory traffic for each of ``x``, 6
-bytes in bfloat16, and the partial sums of two gradients (see ``rows.py``)::
+bytes in bfloat16 (187 us), and the partial sums of two gradients (see ``rows.py``)::
 
     python examples/kernels/layer_norm.py
 
@@ -73,18 +74,19 @@ def layer_norm_backward(
 
 
 @triton.jit
-def _layer_norm(x, weight, bias, out, batch, d, eps, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _layer_norm(x, weight, bias, out, x_stride_m2, batch, d, eps, BLOCK: tl.constexpr, TILE: tl.constexpr):
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    at = row[:, None] * d + column[None, :]
+    at = row[:, None] * x_stride_m2 + column[None, :]
     inside = (row < batch)[:, None] & (column < d)[None, :]
     a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     w = tl.load(weight + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
     b = tl.load(bias + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
     centred = tl.where((column < d)[None, :], a - (tl.sum(a, 1) / d)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 1) / d + eps)
-    tl.store(out + at, centred * scale[:, None] * w[None, :] + b[None, :], mask=inside)
+    normal = centred * scale[:, None] * w[None, :] + b[None, :]
+    tl.store(out + row[:, None] * d + column[None, :], normal, mask=inside)
 
 
 @triton.jit
@@ -142,14 +144,14 @@ layer_norm.register_kernel(
     opkit.triton_kernel(
         _layer_norm,
         grid=lambda batch, BLOCK, TILE: triton.cdiv(batch, max(TILE // BLOCK, 1)),
-        BLOCK=lambda d: triton.next_power_of_2(d),
+        BLOCK=lambda d: triton.next_power_of_2(max(d, 1)),
         configs=rows.TILES,
         prune=lambda configs, d: rows.fitting(configs, d, 1024, 4096),
         examples=[
             {"x": f"bf16[{n}, {d}]", "weight": f"bf16[{d}]", "bias": f"bf16[{d}]", "eps": 1e-5} for n, d in SHAPES
         ],
     ),
-    when=lambda x: x.shape[-1] <= LONGEST,
+    when=lambda x: x.dim() > 1 and x.shape[-1] <= LONGEST,
     dtypes=rows.LOW,
 )
 
@@ -159,7 +161,7 @@ layer_norm_backward.register_kernel(
         _layer_norm_backward,
         grid=lambda programs: programs,
         outputs=("dx", "partial"),
-        BLOCK=lambda d: triton.next_power_of_2(d),
+        BLOCK=lambda d: triton.next_power_of_2(max(d, 1)),
         configs=rows.PERSISTENT,
         prune=lambda configs, d: rows.fitting(configs, d, 4096, 8192),
         examples=[

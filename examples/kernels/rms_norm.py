@@ -1,13 +1,13 @@
 """RMS norm and its gradients in Triton: each row is read once and written once.
 
 Forward: ``x * rsqrt(mean(x**2) + eps) * weight`` over the last dimension. A program keeps a tile of whole rows in registers
-between the reduction and the result, so the time is that of copying: 2 elements of memory traffic for each of ``x``, 4
-bytes in bfloat16 (0.27 s for 2**38 of them at 4 TB/s).
+between the reduction and the result, so the time is that of copying ``x``: 2 elements of memory traffic for each of its
+own, 4 bytes in bfloat16, which makes 125 us for 32768 rows of 4096 at 4.3 TB/s.
 
 Backward: with ``n = x * rstd`` and ``h = grad * weight``, the gradient of ``x`` is ``(h - n * mean(n * h)) * rstd`` and
 that of ``weight`` the sum of ``grad * n`` over rows. ``rstd`` is computed again: both means come from one reduction over a row
 that is read anyway, which is cheaper than to keep it. Memory traffic is 3 elements for each of ``x``, 6 bytes in
-bfloat16, and the partial sums of ``weight``'s gradient (see ``rows.py``)::
+bfloat16 (187 us), and the partial sums of ``weight``'s gradient (see ``rows.py``), which are 1% of that::
 
     python examples/kernels/rms_norm.py
 
@@ -67,16 +67,16 @@ def rms_norm_backward(
 
 
 @triton.jit
-def _rms_norm(x, weight, out, batch, d, eps, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _rms_norm(x, weight, out, x_stride_m2, batch, d, eps, BLOCK: tl.constexpr, TILE: tl.constexpr):
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    at = row[:, None] * d + column[None, :]
+    at = row[:, None] * x_stride_m2 + column[None, :]
     inside = (row < batch)[:, None] & (column < d)[None, :]
     a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     w = tl.load(weight + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
     scale = tl.rsqrt(tl.sum(a * a, 1) / d + eps)
-    tl.store(out + at, a * scale[:, None] * w[None, :], mask=inside)
+    tl.store(out + row[:, None] * d + column[None, :], a * scale[:, None] * w[None, :], mask=inside)
 
 
 # tl.join puts two terms side by side, so that one reduction across warps makes both sums. STAGES - 1 tiles of both inputs
@@ -120,12 +120,12 @@ rms_norm.register_kernel(
     opkit.triton_kernel(
         _rms_norm,
         grid=lambda batch, BLOCK, TILE: triton.cdiv(batch, max(TILE // BLOCK, 1)),
-        BLOCK=lambda d: triton.next_power_of_2(d),
+        BLOCK=lambda d: triton.next_power_of_2(max(d, 1)),
         configs=rows.TILES,
         prune=lambda configs, d: rows.fitting(configs, d, 1024, 4096),
         examples=[{"x": f"bf16[{n}, {d}]", "weight": f"bf16[{d}]", "eps": 1e-6} for n, d in SHAPES],
     ),
-    when=lambda x: x.shape[-1] <= LONGEST,
+    when=lambda x: x.dim() > 1 and x.shape[-1] <= LONGEST,
     dtypes=rows.LOW,
 )
 
@@ -135,7 +135,7 @@ rms_norm_backward.register_kernel(
         _rms_norm_backward,
         grid=lambda programs: programs,
         outputs=("dx", "partial"),
-        BLOCK=lambda d: triton.next_power_of_2(d),
+        BLOCK=lambda d: triton.next_power_of_2(max(d, 1)),
         configs=rows.PERSISTENT,
         prune=lambda configs, d: rows.fitting(configs, d, 4096, 8192),
         examples=[
@@ -170,7 +170,9 @@ def main() -> None:
     ours, theirs = rms_norm(x, weight), torch.nn.functional.rms_norm(x, [1000], weight, 1e-6)
     torch.testing.assert_close(ours, theirs)
     grad = torch.randn_like(x)
-    torch.testing.assert_close(torch.autograd.grad(ours, given, grad), torch.autograd.grad(theirs, given, grad), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, given, grad), torch.autograd.grad(theirs, given, grad), rtol=1e-4, atol=1e-4
+    )
     print(rms_norm.select(x, weight))
 
 

@@ -1,9 +1,10 @@
 """Softmax over the last dimension and its gradient in Triton: short rows once over memory, long rows online.
 
 Forward: ``exp(x - max) / sum(exp(x - max))``. A row of at most 32768 elements stays in registers: 2 elements of memory traffic
-for each of ``x``, 4 bytes in bfloat16. A longer row is gone over twice: first for the maximum and the sum together, where
-the sum is scaled down each time that the maximum grows, then, from its end to its beginning, for the result. What was read
-last is read first the second time, from the cache; memory traffic is between 2 and 3 elements for each of ``x``.
+for each of ``x``, 4 bytes in bfloat16, which makes 125 us for 32768 rows of 4096 at 4.3 TB/s. A longer row is gone over twice:
+first for the maximum and the sum together, where the sum is scaled down each time that the maximum grows, then, from its
+end to its beginning, for the result. What was read last is read first the second time, from the cache; memory traffic is
+between 2 and 3 elements for each of ``x``.
 
 Backward, from the result ``y``: ``(grad - sum(grad * y)) * y``. 3 elements of memory traffic for each of ``x`` where rows have at
 most 16384 elements, and up to 5 where they are longer::
@@ -62,15 +63,15 @@ def softmax_backward(grad: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d
 
 
 @triton.jit
-def _softmax(x, out, batch, d, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _softmax(x, out, x_stride_m2, batch, d, BLOCK: tl.constexpr, TILE: tl.constexpr):
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    at = row[:, None] * d + column[None, :]
     inside = (row < batch)[:, None] & (column < d)[None, :]
+    at = row[:, None] * x_stride_m2 + column[None, :]
     a = tl.load(x + at, mask=inside, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
     powers = tl.exp(a - tl.max(a, 1)[:, None])
-    tl.store(out + at, powers * (1.0 / tl.sum(powers, 1))[:, None], mask=inside)
+    tl.store(out + row[:, None] * d + column[None, :], powers * (1.0 / tl.sum(powers, 1))[:, None], mask=inside)
 
 
 @triton.jit
@@ -81,7 +82,8 @@ def _softmax_long(x, out, d, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, d, BLOCK, num_stages=STAGES):
         column = start + at
-        a = tl.load(x + begin + column, mask=column < d, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+        a = tl.load(x + begin + column, mask=column < d, other=-float("inf"), eviction_policy="evict_last")
+        a = a.to(tl.float32)
         larger = tl.maximum(largest, tl.max(a, 0))
         base = tl.where(larger == -float("inf"), 0.0, larger)  # -inf less -inf would be NaN
         total = total * tl.exp(largest - base) + tl.exp(a - base)
@@ -129,7 +131,7 @@ def _short(function, names):
     return opkit.triton_kernel(
         function,
         grid=lambda batch, BLOCK, TILE: triton.cdiv(batch, max(TILE // BLOCK, 1)),
-        BLOCK=lambda d: triton.next_power_of_2(d),
+        BLOCK=lambda d: triton.next_power_of_2(max(d, 1)),
         configs=rows.TILES,
         prune=lambda configs, d: rows.fitting(configs, d, 1024, 4096),
         examples=[dict.fromkeys(names, f"bf16[{n}, {d}]") for n, d in SHAPES],
@@ -145,7 +147,7 @@ def _long(function, names):
 # Kernels that were registered later are asked first.
 softmax.register_kernel("cuda", _long(_softmax_long, ["x"]), dtypes=rows.LOW)
 softmax.register_kernel(
-    "cuda", _short(_softmax, ["x"]), when=lambda x: x.shape[-1] <= LONGEST, dtypes=rows.LOW
+    "cuda", _short(_softmax, ["x"]), when=lambda x: x.dim() > 1 and x.shape[-1] <= LONGEST, dtypes=rows.LOW
 )
 softmax_backward.register_kernel("cuda", _long(_softmax_backward_long, ["grad", "y"]), dtypes=rows.LOW)
 softmax_backward.register_kernel(
