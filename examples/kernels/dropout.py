@@ -93,7 +93,7 @@ dropout.register_kernel(
         threshold=lambda p: p * 65536,
         scale=_scale,
         BLOCK=2048,
-        num_warps=4,
+        num_warps=128 // rows.LANES,
         examples=[{"x": "bf16[16384, 4096]", "p": 0.1, "seed": 2**40 + 1}],
     ),
     dtypes=rows.LOW,

@@ -17,6 +17,8 @@ import opkit
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 """The dtypes of the kernels, which compute in float32."""
+LANES, MOST_THREADS = (32 if torch.version.hip is None else 64), 1024
+"""Threads of a warp, and of a program."""
 
 
 def wide(x: Tensor) -> Tensor:
@@ -27,8 +29,9 @@ def wide(x: Tensor) -> Tensor:
 def tiles(shares: tuple[int, ...], largest: int = 32768, **constants: int) -> list[dict[str, int]]:
     """Configs for tiles of 1024 elements and more, of which a thread has one of ``shares``."""
     sizes = [1024 << power for power in range(6)]
-    pairs = [(tile, tile // (32 * share)) for tile in sizes if tile <= largest for share in shares]
-    return [{"TILE": tile, "num_warps": warps, **constants} for tile, warps in pairs if 1 <= warps <= 32]
+    pairs = [(tile, tile // share) for tile in sizes if tile <= largest for share in shares]
+    fit = [(tile, threads // LANES) for tile, threads in pairs if LANES <= threads <= MOST_THREADS]
+    return [{"TILE": tile, "num_warps": warps, **constants} for tile, warps in fit]
 
 
 TILES = tiles((16, 32, 8))
@@ -36,7 +39,7 @@ TILES = tiles((16, 32, 8))
 PERSISTENT = [
     *tiles((16, 8), largest=8192, STAGES=2),
     *tiles((16,), largest=8192, STAGES=3),
-    {"TILE": 16384, "num_warps": 16, "STAGES": 1},
+    {"TILE": 16384, "num_warps": 512 // LANES, "STAGES": 1},
 ]
 """For kernels in which a program goes from tile to tile."""
 
@@ -95,7 +98,7 @@ column_sums.register_kernel(
         grid=lambda batch, d, COLUMNS: (triton.cdiv(d, COLUMNS), batch),
         ROWS=128,
         COLUMNS=32,
-        num_warps=8,
+        num_warps=256 // LANES,
         examples=[{"partial": f"fp32[264, {d}]", "dtype": "bf16"} for d in (1024, 4096, 8192)],
     ),
     dtypes=[torch.float32],

@@ -27,10 +27,8 @@ LONGEST, LONGEST_BACKWARD = 32768, 16384
 SHAPES = [(32768, 1024), (16384, 4096), (8192, 8192)]
 LONG = [(1024, 131072)]
 CHUNKS = [
-    {"BLOCK": 8192, "STAGES": 3, "num_warps": 16},
-    {"BLOCK": 16384, "STAGES": 2, "num_warps": 32},
-    {"BLOCK": 4096, "STAGES": 3, "num_warps": 8},
-    {"BLOCK": 16384, "STAGES": 1, "num_warps": 16},
+    {"BLOCK": block, "STAGES": stages, "num_warps": threads // rows.LANES}
+    for block, stages, threads in ((8192, 3, 512), (16384, 2, 1024), (4096, 3, 256), (16384, 1, 512))
 ]
 
 

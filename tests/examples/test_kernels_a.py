@@ -238,7 +238,7 @@ def test_numbers_on_a_gpu(name, dtype):
         arguments = [a.cuda() if isinstance(a, torch.Tensor) else a for a in case.arguments(shape, dtype)]
         assert shape[-1] > 16384 or case.op.select(*arguments).kernel != "reference"
         for result, expected in zip(k.tensors(case.op(*arguments)), k.exact(case, tuple(arguments)), strict=True):
-            k.check(result, expected, bits=2, scale=case.scale)
+            k.check(result, expected, bits=4, scale=case.scale)
 
 
 @pytest.mark.gpu
@@ -252,7 +252,7 @@ def test_gradients_on_a_gpu(name, dtype):
     wanted = [a for a in ours if isinstance(a, torch.Tensor)]
     gradients, again = (torch.autograd.grad(k.tensors(case.op(*ours)), wanted, cotangents) for _ in range(2))
     assert all(itertools.starmap(torch.equal, zip(gradients, again, strict=True)))
-    expected = k.exact_gradients(case, tuple(wanted) + tuple(a for a in ours if a not in wanted), cotangents)
+    expected = k.exact_gradients(case, ours, cotangents)
     for gradient, exact in zip(gradients, expected, strict=True):
         k.check(gradient, exact, bits=4, scale=case.scale)
 
