@@ -312,7 +312,7 @@ def make(spec: Any, device: str | torch.device = "cpu", seed: int = 0) -> Any:
 
     Floating and complex tensors are normally distributed, bool ones are even odds, 8-bit integers are any. Wider integers
     are from 0 up to the smallest size of the floating tensors, so that they can index any dimension of those; without any
-    they are below 128.
+    they are below 128. On the device "meta" they have no numbers.
 
     >>> make("fp32[2, 3]").shape, make([TensorSpec(torch.int64, (4,)), 7])[1]
     (torch.Size([2, 3]), 7)
@@ -327,7 +327,8 @@ def make_all(arguments: Mapping[str, Any], device: str | torch.device = "cpu", s
         ArgumentError: one cannot be made, for want of memory or because torch makes none of its dtype there.
     """
     specs = parse_arguments(arguments, "an argument")
-    generator = torch.Generator(device).manual_seed(seed)
+    meta = torch.device(device).type == "meta"
+    generator = None if meta else torch.Generator(device).manual_seed(seed)
     bound = _bound(pytree.tree_leaves(specs))
 
     def each(name: str, value: Any) -> Any:
@@ -354,7 +355,14 @@ def _floating(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _tensor(spec: TensorSpec, generator: torch.Generator, bound: int) -> torch.Tensor:
+def _tensor(spec: TensorSpec, generator: torch.Generator | None, bound: int) -> torch.Tensor:
+    if generator is None:
+        made = torch.empty(spec.sizes, dtype=spec.dtype, device="meta")
+        return (
+            made
+            if spec.strides is None
+            else torch.empty_strided(spec.sizes, spec.strides, dtype=spec.dtype, device="meta")
+        )
     memory = _values(spec.dtype, spec.elements, generator, bound)
     if spec.strides is None:
         return memory.view(spec.sizes)

@@ -28,6 +28,7 @@ Measure = Callable[[Config], float]
 _NO_MEMORY = "out of memory"
 _SKIPPED = {
     "OutOfResources": "out of resources",
+    "ResourceError": "out of resources",
     "OutOfMemoryError": _NO_MEMORY,
     "MemoryError": _NO_MEMORY,
     "PTXASError": "ptxas refused it",
