@@ -1,9 +1,6 @@
 """examples/kernels: norms, softmax and dropout. Numbers in the interpreter and on a GPU, code for four architectures."""
 
-import inspect
 import itertools
-import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,9 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import row_kernels as k
 
+from opkit.kernels.triton import compiling, configs, resources
+from opkit.op import typical_calls
+from opkit.op.triton import testing
 from opkit.testing import Interpreter
 
-TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 SHAPES = [(1, 1), (3, 5), (2, 3, 64), (7, 1000), (0, 8), (5, 0), (2, 0, 3), (3, 4100)]
 LONG = [(2, 16400), (1, 40000)]
 DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in k.DTYPES]
@@ -152,70 +151,27 @@ def test_every_row_length_has_configs(d):
 
 # ---- code for architectures that are not there -----------------------------------------------------------------------
 
-_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
-
-def launches(case: k.Case, d: int) -> list[tuple[Any, Any]]:
-    """Each kernel that takes a call on rows of ``d``, with its first config's launch."""
-    from opkit.op.triton.arguments import Values, launch_of
-
-    meta = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in case.arguments((64, d), torch.bfloat16)]
-    outputs = k.tensors(case.op.reference(*meta))
+def first_choices(op: Any, target: str) -> list[tuple[str, Any]]:
+    """Each kernel of an operator, compiled with the first config that each of its examples leaves."""
     found = []
-    for kernel in case.op._operator.kernels.kernels:
-        given = getattr(kernel.function, "kernel", None)
-        if given is not None and (kernel.when is None or kernel.when(*_asked(case, kernel.when, meta))):
-            values = Values(kernel.function.bound, meta, outputs)
-            prune = given.prune or (lambda configs, d: configs)
-            config = prune(list(given.configs), d=d)[0] if given.configs else {}
-            found.append((given, launch_of(values, config)))
+    for kernel in op._operator.kernels.kernels:
+        bound = getattr(kernel.function, "bound", None)
+        for call in typical_calls.given(op._operator, bound.kernel.examples) if bound else ():
+            d = next(iter(call.arguments.values())).sizes[-1]
+            left = configs.prune(bound.kernel.configs, bound.kernel.prune, {"d": d}) or [None]
+            request = testing.request_of(op._operator, bound, call, left[0], target)
+            found.append((f"{kernel.name} {call} {left[0]}", resources.of(compiling.build(request))))
     return found
 
 
-def _asked(case: k.Case, function: Any, meta: list[Any]) -> list[Any]:
-    names = [p.name for p in case.op._operator.signature.parameters]
-    return [meta[names.index(name)] for name in inspect.signature(function).parameters]
-
-
-def compiled(kernel: Any, launch: Any, target: str) -> Any:
-    """The kernel as ``triton.compile`` makes it for a launch."""
-    import triton
-    from triton.compiler import ASTSource
-
-    from opkit.kernels.triton import targets
-
-    signature, constants, divisible = {}, {}, {}
-    for number, parameter in enumerate(kernel.parameters):
-        value = launch.arguments[parameter.name]
-        kind = _TYPES[value.dtype] if isinstance(value, torch.Tensor) else "fp32" if isinstance(value, float) else "i32"
-        signature[parameter.name] = "constexpr" if parameter.constexpr else kind
-        if parameter.constexpr:
-            constants[number,] = value
-        elif kind.startswith("*") or (kind == "i32" and value % 16 == 0):
-            divisible[number,] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel.function, signature, constants, divisible)
-    return triton.compile(source, target=targets.parse(target), options=launch.options)
-
-
-def spilled(made: Any, folder: Path) -> int:
-    """Bytes of local memory of a thread."""
-    if "amdgcn" in made.asm:
-        return sum(int(count) for count in re.findall(r"\.[vs]gpr_spill_count:\s*(\d+)", made.asm["amdgcn"]))
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    file = folder / "kernel.cubin"
-    file.write_bytes(made.asm["cubin"])
-    said = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
-    return sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", said))
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", k.CASES)
-def test_compiles_without_spills(tmp_path, name, target):
-    for d in (1024, 8192):
-        for kernel, launch in launches(k.CASES[name], d):
-            assert spilled(compiled(kernel, launch, target), tmp_path) == 0, (kernel, d)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("name", [*k.CASES, "dropout", "column_sums"])
+def test_compiles_without_spills(name, target):
+    others = {"dropout": k.dropout.dropout, "column_sums": k.rows.column_sums}
+    found = first_choices(others.get(name) or k.CASES[name].op, target)
+    assert found
+    assert not [(what, each) for what, each in found if each.spills]
 
 
 # ---- as scripts, and on a GPU ----------------------------------------------------------------------------------------
