@@ -21,7 +21,7 @@ def test_a_call_is_launched_and_later_ones_ask_python_no_more(fake):
     assert add.launcher.entries == 1
     addresses = [value[0] for value in add.missed[0][:3]]
     assert addresses[:2] == [x.data_ptr(), y.data_ptr()]
-    assert add.missed[0][0][1:] == (6, -1, (40, 8), (8, 1))
+    assert add.missed[0][0][1:] == (6, -1, (40, 8), (8, 1), False)
     function, name, grid, block, shared, stream, attributes, parameters = fake.launches[0]
     assert (function, name, grid, block, shared) == ("cuLaunchKernel", "add 8 8 8 4", "3,1,1", "128,1,1", "0")
     assert (stream, attributes) == ("(nil)", "")
@@ -40,7 +40,7 @@ def test_a_tensor_without_strides_is_made_contiguous(fake):
     add = fake.add()
     x, y = torch.randn(8, 40).t(), torch.randn(40, 16)[:, ::2]
     assert torch.equal(add(x, y), x + y)
-    assert [value[3:] for value in add.missed[0][:2]] == [((40, 8), (8, 1))] * 2
+    assert [value[3:5] for value in add.missed[0][:2]] == [((40, 8), (8, 1))] * 2
 
 
 def test_a_written_tensor_is_copied_back(fake):

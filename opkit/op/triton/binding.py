@@ -176,7 +176,7 @@ class _Binder:
         computed = {other.name for other in formulas} | {*constants} | self.config_names
         for name in f.inputs:
             if name in EVERYTHING:
-                self._read_everything()
+                self.read.update(self._everything())
             elif name not in computed or name == f.name:
                 source = self.names.find(self.kernel.bind.get(name, name))
                 if source is None:
@@ -186,11 +186,9 @@ class _Binder:
                     )
                 self.read.add(dataclasses.replace(source, name=name))
 
-    def _read_everything(self) -> None:
-        for name in self.names.known():
-            source = self.names.find(name)
-            if source is not None:
-                self.read.add(source)
+    def _everything(self) -> list[Source]:
+        found = (self.names.find(name) for name in self.names.known())
+        return [source for source in found if source is not None]
 
     def _check_outputs(self, sources: Iterable[Source]) -> None:
         reached = {source.argument for source in sources if source.kind == "tensor"}
@@ -204,7 +202,7 @@ class _Binder:
         descriptors: Mapping[str, Descriptor],
     ) -> Bound:  # fmt: skip
         if self.kernel.configs:  # the choice is by shapes, so these count
-            self._read_everything()
+            self.read.update(source for source in self._everything() if source.origin in ("TENSOR", "NAMED_SIZE"))
         sources = tuple(dict.fromkeys([*given.values(), *sorted(self.read, key=lambda s: s.name)]))
         by_name = {p.name: p for p in self.parameters}
         users = {source: by_name[name] for name, source in given.items()}

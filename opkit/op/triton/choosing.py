@@ -43,16 +43,25 @@ class Chooser:
         self, named: Mapping[str, Any], device: int, measure: Callable[[Config], float], capturing: bool
     ) -> Choice:
         """The config for a call with these values."""
-        kernel = self.bound.kernel
-        configs = prune(kernel.configs, kernel.prune, named)
+        configs = self.candidates(named)
         model = self.machine.model(device)
         return tuning.decide(self.identity, configs, model, self.bucket(named), measure, capturing, self.folders)
 
+    def candidates(self, named: Mapping[str, Any]) -> list[Config]:
+        """The configs that the author's ``prune`` leaves for a call."""
+        return prune(self.bound.kernel.configs, self.bound.kernel.prune, named)
+
+    def recorded(self, named: Mapping[str, Any], device: int) -> Config | None:
+        """The config that was found to be the fastest for such a call, if that is known."""
+        model, configs = self.machine.model(device), self.candidates(named)
+        return records.lookup(self.identity, configs, model, self.bucket(named), self.folders).config
+
     def bucket(self, named: Mapping[str, Any]) -> str:
-        """The bucket of a call: by its named sizes and integers; by the tensors' sizes where none have names."""
+        """The bucket of a call: by its named sizes, or the tensors' where none have names, and integers that formulas ask for."""
         tensors = [s for s in self.bound.sources if s.kind == "tensor" and s.argument < len(self.bound.facts.arguments)]
         infos = {s.name: named[s.name] for s in tensors if isinstance(named[s.name], TensorInfo)}
-        integers = {s.name: named[s.name] for s in self.bound.sources if s.origin in ("NAMED_SIZE", "SCALAR")}
+        counted = zip(self.bound.sources, self.bound.roles, strict=True)
+        integers = {s.name: named[s.name] for s, role in counted if s.kind == "int" and role == "exact"}
         sizes = {name: value for name, value in integers.items() if type(value) is int}
         if not self.bound.facts.sizes:
             sizes |= {f"{name}_{d}": size for name, info in infos.items() for d, size in enumerate(info.shape)}

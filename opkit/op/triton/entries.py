@@ -40,7 +40,9 @@ class Variant:
         self.built = built
         self._chunk = MOST_PROGRAMS if chunked else None
         self._zero = [source_of(bound, name) for name in bound.kernel.reset_to_zero]
-        self._computed = [(i, p.kind, p.name) for i, p in enumerate(built.params) if p.name and p.name not in bound.given]
+        self._computed = [
+            (i, p.kind, p.name) for i, p in enumerate(built.params) if p.name and p.name not in bound.given
+        ]
         self._described = bool(bound.descriptors)
         self._made: _core.Entry | None = None
         self._binary = _core.Binary(

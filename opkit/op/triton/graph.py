@@ -16,11 +16,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from opkit.kernels.triton.configs import Config, prune
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.planning import choose
 from opkit.op.triton.arguments import Values, launch_of
 from opkit.op.triton.binding import Bound
+from opkit.op.triton.choosing import Chooser
+from opkit.op.triton.machine import machine_of
+from opkit.op.triton.parameters import unwrapped
 from opkit.op.triton.python import checked, run
 
 _MOST_ELEMENTS = 2**31 - 1
@@ -118,7 +122,7 @@ def _with_configs(values: Values) -> tuple[Any, Callable[[Any], Any], dict[str, 
     import triton
 
     kernel = values.bound.kernel
-    launches = [launch_of(values, config.values) for config in kernel.configs]
+    launches = [launch_of(values, config.values) for config in _candidates(values)]
     constexprs = [p.name for p in kernel.parameters if p.constexpr and p.name in launches[0].arguments]
     fixed = [{name: _specialised(launch.arguments[name]) for name in constexprs} for launch in launches]
     varying = [name for name in constexprs if len({values[name] for values in fixed}) > 1]
@@ -133,6 +137,18 @@ def _with_configs(values: Values) -> tuple[Any, Callable[[Any], Any], dict[str, 
         lambda meta: grids[tuple(meta[n] for n in varying)],
         common,
     )
+
+
+def _candidates(values: Values) -> list[Config]:
+    """The configs for Inductor to choose from; one of them, where the sizes are numbers and it is known to be the fastest."""
+    bound, named = values.bound, {**values.named(), **values.bound.constants}
+    tensors = [value for value in values.operands if isinstance(value, torch.Tensor)]
+    machine = machine_of(tensors[0].device.type) if tensors else None
+    if machine is None or any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape):
+        return prune(bound.kernel.configs, bound.kernel.prune, named)
+    chooser = Chooser(bound, machine, unwrapped(bound.kernel.function).__module__)
+    found = chooser.recorded(named, tensors[0].device.index or 0)
+    return chooser.candidates(named) if found is None else [found]
 
 
 def _specialised(value: Any) -> Any:

@@ -77,7 +77,8 @@ class Form:
                 f"{self.bound.kernel.name}: it was launched on {device} tensors. A Triton kernel runs on cuda tensors, and in "
                 "the interpreter on the CPU's (opkit.testing.interpret)."
             )
-        library = Launching(self.bound, machine).library(packed=False)
+        launching = Launching(self.bound, machine)
+        library = launching.library(packed=False)
         name = self.hidden.partition("(")[0]
         fragment = torch.library.Library(_NAMESPACE, "FRAGMENT")
         if not self._overloads:
@@ -85,7 +86,7 @@ class Form:
             fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
             fragment.impl(name, torch.library.fallthrough_kernel, "ADInplaceOrView")
         key = private.dispatch_key_of(device)
-        self._kept += [fragment, library.register(f"{_NAMESPACE}::{name}", key, True)]
+        self._kept += [launching, fragment, library.register(f"{_NAMESPACE}::{name}", key, True)]
         overload = private.builtin(private.library_utils.lookup_op(f"{_NAMESPACE}::{name}"))
         self._overloads[device] = functools.partial(overload, opk_layout=[])  # it has no outputs
         return self._overloads[device]

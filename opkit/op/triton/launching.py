@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from opkit.errors import KernelError
 from opkit.kernels.triton.observation import add_launcher
 from opkit.op import layout_program as p
 from opkit.op.triton.binding import Bound
@@ -33,6 +35,12 @@ _SHOWN = {"tensor": _info, "dtype": _DTYPE_NAMES.get}
 """How formulas see values of some kinds."""
 
 
+def _served(miss: Callable[[_core.Call], _core.Entry | None] | None, call: _core.Call) -> _core.Entry | None:
+    if miss is None:
+        raise KernelError("the operator of this kernel was removed")
+    return miss(call)
+
+
 class Launching:
     """Fills the launcher's table. ``module`` is that of the operator, whose package may hold compiled kernels."""
 
@@ -55,7 +63,10 @@ class Launching:
         from opkit import _core
 
         bound, cuda = self.bound, self.machine.device == "cuda"
-        self.launcher = _core.Launcher(bound.facts.operator, bound.name, list(bound.roles), self.miss, cuda=cuda)
+        miss = weakref.WeakMethod(self.miss)  # the launcher lives as long as the process, what fills it as its operator
+        self.launcher = _core.Launcher(
+            bound.facts.operator, bound.name, list(bound.roles), lambda call: _served(miss(), call), cuda=cuda
+        )
         add_launcher(self.launcher)
         return _core.launch_kernel(description(bound, cuda, packed), self.launcher)
 

@@ -12,6 +12,7 @@ import torch
 
 from opkit.errors import ArgumentError, KernelError, OpkitError
 from opkit.kernels.triton import compiling, resources, targets
+from opkit.kernels.triton.configs import Config, prune
 from opkit.op import layout, typical_calls
 from opkit.op import layout_program as p
 from opkit.op.core import Operator
@@ -128,7 +129,7 @@ def _bound(function: Any) -> Bound | None:
 
 
 def _rows(operator: Operator, bound: Bound, call: CallSpec, architectures: Sequence[str]) -> Iterator[Compiled]:
-    for config in bound.kernel.configs or (None,):
+    for config in _configs(operator, bound, call):
         for target in architectures:
             label = "" if config is None else config.label
             row = Compiled(operator.name, bound.name, target, str(call), label)
@@ -137,6 +138,13 @@ def _rows(operator: Operator, bound: Bound, call: CallSpec, architectures: Seque
                 yield dataclasses.replace(row, skipped=f"the kernel is for {', '.join(only)}")
             else:
                 yield _compiled(operator, bound, call, config, row)
+
+
+def _configs(operator: Operator, bound: Bound, call: CallSpec) -> Sequence[Config | None]:
+    if not bound.kernel.configs:
+        return (None,)
+    _, named = _values(operator, bound, call)
+    return prune(bound.kernel.configs, bound.kernel.prune, named)
 
 
 def _compiled(operator: Operator, bound: Bound, call: CallSpec, config: Any, row: Compiled) -> Compiled:
@@ -151,13 +159,17 @@ def _compiled(operator: Operator, bound: Bound, call: CallSpec, config: Any, row
 
 def request_of(operator: Operator, bound: Bound, call: CallSpec, config: Any, target: str) -> compiling.Request:
     """What the compiler is asked for when the operator is called like an example."""
+    values, named = _values(operator, bound, call)
+    named = evaluate(bound.where, bound.formulas, {**named, **({} if config is None else config.values)})
+    seen = [_seen(values.of(source)) for source in bound.sources]
+    return Variants(bound, MACHINES["cuda"]).request(seen, named, target)
+
+
+def _values(operator: Operator, bound: Bound, call: CallSpec) -> tuple[Values, dict[str, Any]]:
     args, kwargs = typical_calls.arguments_of(operator, call, "meta")
     operands = layout.operands(operator, args, kwargs)
     values = Values(bound, operands, _outputs(operator, bound, args, kwargs, operands))
-    named = {**values.named(), **bound.constants, **({} if config is None else config.values)}
-    evaluate(bound.where, bound.formulas, named)
-    seen = [_seen(values.of(source)) for source in bound.sources]
-    return Variants(bound, MACHINES["cuda"]).request(seen, named, target)
+    return values, {**values.named(), **bound.constants}
 
 
 def _outputs(

@@ -133,7 +133,9 @@ def test_dynamic_shapes_compile_once(ops):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for rows in (5, 16, 33, 128):
             x = torch.randn(rows, 64, device="cuda")
-            torch.testing.assert_close(compiled(x, weight), ops.rms_norm.reference(x * 2, weight) + 1, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                compiled(x, weight), ops.rms_norm.reference(x * 2, weight) + 1, rtol=1e-4, atol=1e-4
+            )
 
 
 def test_configs_are_tuned_by_inductor_too(ops):
