@@ -15,7 +15,7 @@ from opkit.op.operator import use_kernel as use_kernel
 from opkit.op.registry import get as get
 from opkit.op.registry import operators as operators
 from opkit.op.registry import remove as remove
+from opkit.op.triton.declare import triton_kernel as triton_kernel
 from opkit.op.triton.kernel import tensor_descriptor as tensor_descriptor
-from opkit.op.triton.kernel import triton_kernel as triton_kernel
 
 __version__ = "0.1.0"

@@ -183,16 +183,19 @@ class Launcher:
         """How many there are."""
 
 def launch_kernel(description: Mapping[str, Any], launcher: Launcher) -> KernelLibrary:
-    """The kernel whose calls a launcher runs, ready to be registered; a process can have 1,024 of these.
+    """The kernel whose calls a launcher runs, ready to be registered.
+
+    A process can have 1,024 of these at a time. One that is collected, its registrations too, makes room for another; what
+    ``miss`` refers to lives as long as the process, so that it should refer to the library's owner weakly.
 
     ``description``: "operator", "kernel", "schema", "cuda"; "arguments", each {"name", "kind" (of
     ``opkit.kernels.facts.KINDS``), "optional", "written", "shape": None or {"before", "variadic", "after"}}; "outputs", each
     {"name", "alias"}; "size_names"; "sources", each (end of the name of an ``opk_source``, argument, detail, dtype, constant).
-    A tensor is a TENSOR or CONTIGUOUS_TENSOR, an optional scalar a SCALAR_POINTER.
+    A tensor is a TENSOR or PACKED_TENSOR, an optional scalar a SCALAR_POINTER.
 
     Raises:
         ValueError: the description and the launcher do not fit each other.
-        RuntimeError: there are 1,024 already.
+        RuntimeError: there are 1,024.
     """
 
 # The kernels of cpp_ext/isa, by instruction set (ISA): None is the widest that runs here, within the environment's OPKIT_ISA.

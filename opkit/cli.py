@@ -1,22 +1,19 @@
-"""The ``opkit`` command: ``demo``, ``doctor``, ``list``, ``describe``, ``build``, ``bridge`` and ``cache``."""
+"""The ``opkit`` command: ``demo``, ``doctor``, ``list``, ``describe``, ``build``, ``bridge``, ``tune`` and ``cache``."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from opkit import errors
+from opkit import errors, terminal
+from opkit.cli_tune import tune
 from opkit.kernels.progress import printable
 
 if TYPE_CHECKING:
@@ -35,9 +32,8 @@ app = typer.Typer(
 
 cache_app = typer.Typer(help="Look after the kernels that were built.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
+app.command()(tune)
 
-_BAD_INPUT = 2
-_PIPE_WIDTH = 160
 _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
 _KEY_SHOWN = 12
 _SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -64,7 +60,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="The folder that the loss curves are written to.")] = Path("opkit-demo"),
 ) -> None:
     """Train a small language model, made of opkit operators, on Python's own source; eager, then compiled."""
-    with _bad_input(errors.OpkitError):
+    with terminal.bad_input(errors.OpkitError):
         _check_device(device)
         _check_folder(out)
         from opkit import demo as program
@@ -78,7 +74,7 @@ def doctor() -> None:
     from opkit.doctor import examine
 
     findings = examine()
-    console = _console()
+    console = terminal.console()
     for section in dict.fromkeys(finding.section for finding in findings):
         console.print(_section(section, [finding for finding in findings if finding.section == section]))
     missing = [finding for finding in findings if finding.status == "missing"]
@@ -90,26 +86,30 @@ def doctor() -> None:
 @app.command("list")
 def list_operators(module: Modules = None) -> None:
     """List the operators that are registered."""
-    _import(module)
+    terminal.import_modules(module)
     import opkit
 
     operators = opkit.operators()
     if not operators:
-        _console().print("No operators are registered. Name the module that defines them: opkit list --module my_ops")
+        terminal.console().print(
+            "No operators are registered. Name the module that defines them: opkit list --module my_ops"
+        )
         return
-    _console().print(_table(("operator", "kernels", "schema"), [_row(op.describe()) for op in operators]))
+    terminal.console().print(
+        terminal.table(("operator", "kernels", "schema"), [_row(op.describe()) for op in operators])
+    )
 
 
 @app.command()
 def describe(name: Annotated[str, typer.Argument(help="namespace::operator")], module: Modules = None) -> None:
     """Print an operator's schema, its kernels, and where each of its rules comes from."""
-    _import(module)
+    terminal.import_modules(module)
     import opkit
 
-    with _bad_input(errors.UnknownOperatorError):
+    with terminal.bad_input(errors.UnknownOperatorError):
         op = opkit.get(name)
     for part in _describe(op.describe()):
-        _console().print(part)
+        terminal.console().print(part)
 
 
 @app.command()
@@ -127,17 +127,17 @@ def build(
     ] = False,
 ) -> None:
     """Compile every C, C++ and CUDA kernel of a package ahead of time, into the package."""
-    _import([module])
+    terminal.import_modules([module])
     from opkit.op import package
 
     try:
-        with _bad_input(errors.ArgumentError):
+        with terminal.bad_input(errors.ArgumentError):
             parts = [*_built(package.build(module, [name for name in isa.split(",") if name], output, jobs, programs))]
     except errors.PackageError as error:
         typer.echo(f"opkit: {error}", err=True)
         raise typer.Exit(1) from None
     for part in parts:
-        _console().print(part)
+        terminal.console().print(part)
 
 
 @app.command()
@@ -147,11 +147,13 @@ def bridge() -> None:
     from opkit.op.torch_paths import torch_paths
 
     paths = torch_paths()
-    with _bad_input(errors.OpkitError):
+    with terminal.bad_input(errors.OpkitError):
         path = bridges.build(paths)
     status = bridges.status(paths)
     took = "" if status.seconds is None else f", built in {status.seconds:.1f} s"
-    _console().print(escape(f"The bridge to torch {paths.version} is {path}{took}"), soft_wrap=True, highlight=False)
+    terminal.console().print(
+        escape(f"The bridge to torch {paths.version} is {path}{took}"), soft_wrap=True, highlight=False
+    )
 
 
 @cache_app.command("list")
@@ -162,8 +164,8 @@ def cache_list() -> None:
     entries = cache.entries()
     if entries:
         headings = ("kernel", "size", "age", "compiler", "key")
-        _console().print(_table(headings, [_entry(entry) for entry in entries]))
-    _console().print(f"{_amount(entries)} in {escape(printable(str(cache.root())))}")
+        terminal.console().print(terminal.table(headings, [_entry(entry) for entry in entries]))
+    terminal.console().print(f"{_amount(entries)} in {escape(printable(str(cache.root())))}")
 
 
 @cache_app.command("clear")
@@ -172,10 +174,10 @@ def cache_clear() -> None:
     from opkit.kernels import cache
 
     entries = cache.entries()
-    with _bad_input(errors.CacheError):
+    with terminal.bad_input(errors.CacheError):
         removed = cache.clear()
     damaged = f", and {removed - len(entries)} damaged" if removed > len(entries) else ""
-    _console().print(f"Removed {_amount(entries)}{damaged}, from {escape(printable(str(cache.root())))}")
+    terminal.console().print(f"Removed {_amount(entries)}{damaged}, from {escape(printable(str(cache.root())))}")
 
 
 @cache_app.command("verify")
@@ -188,11 +190,11 @@ def cache_verify() -> None:
         (entry.key[:_KEY_SHOWN], escape(printable(entry.label)), escape(printable(what))) for entry, what in damaged
     ]
     if rows:
-        _console().print(_table(("key", "kernel", "problem"), rows))
+        terminal.console().print(terminal.table(("key", "kernel", "problem"), rows))
     keys = {entry.key for entry, _ in damaged}
     sound = sum(entry.key not in keys for entry in cache.entries())
     mend = "; each is built again when it is needed" if rows else ""
-    _console().print(f"sound: {sound}, damaged: {len(rows)}{mend}")
+    terminal.console().print(f"sound: {sound}, damaged: {len(rows)}{mend}")
     raise typer.Exit(1 if rows else 0)
 
 
@@ -200,7 +202,7 @@ def _built(report: Report) -> Iterator[Table | str]:
     from opkit.kernels.package import runtime_library
 
     headings = ("kernel", "isa", "size", "output sizes", "file")
-    yield _table(headings, [_library(report, library) for library in report.libraries])
+    yield terminal.table(headings, [_library(report, library) for library in report.libraries])
     for reason in report.left_out:
         yield f"[yellow]left out:[/yellow] {escape(reason)}"
     for reason in report.python_only:
@@ -237,28 +239,6 @@ def _age(created: float) -> str:
     return f"{seconds // scale[0]:.0f} {scale[1]}"
 
 
-def _console() -> Console:
-    """A console as wide as the terminal, or wide enough for most lines where the output is not a terminal."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-
-
-def _refuse(message: str) -> NoReturn:
-    """Say what is wrong with the command line and end with the status that means so."""
-    typer.echo(f"opkit: {message}", err=True)
-    raise typer.Exit(_BAD_INPUT)
-
-
-@contextlib.contextmanager
-def _bad_input(*mistakes: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except mistakes as error:
-        hint = (
-            "\nName the module that defines it with --module." if isinstance(error, errors.UnknownOperatorError) else ""
-        )
-        _refuse(f"{error}{hint}")
-
-
 def _check_device(device: str | None) -> None:
     if device is None:
         return
@@ -269,48 +249,17 @@ def _check_device(device: str | None) -> None:
         torch.empty(1, device=parsed)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        _refuse(f"the device {device!r} cannot be used: {reason}\nUse --device cpu, or leave it out.")
+        terminal.refuse(f"the device {device!r} cannot be used: {reason}\nUse --device cpu, or leave it out.")
     if parsed.type == "meta":
-        _refuse("the device 'meta' holds no values. Use --device cpu, or leave it out.")
+        terminal.refuse("the device 'meta' holds no values. Use --device cpu, or leave it out.")
 
 
 def _check_folder(out: Path) -> None:
     existing = next(place for place in (out, *out.absolute().parents) if place.exists())
     if not existing.is_dir():
-        _refuse(f"--out {out}: {existing} is a file. Name a folder.")
+        terminal.refuse(f"--out {out}: {existing} is a file. Name a folder.")
     if not os.access(existing, os.W_OK | os.X_OK):
-        _refuse(f"--out {out}: {existing} cannot be written to. Name another folder.")
-
-
-def _import(modules: list[str] | None) -> None:
-    """Import each module, as ``python -m`` would find it: from the working directory too."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    for module in modules or ():
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # anything can go wrong in a module; the user wants the reason, not our frames
-            _refuse(f"the module {module!r} cannot be imported: {type(error).__name__}: {error}{_where(error)}")
-
-
-def _where(error: BaseException) -> str:
-    """The line of the user's module that the import failed at, if it got that far."""
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
-    outside = [f"{name}:{line}" for name, line in frames if "importlib" not in name and name != __file__]
-    return f"\n  at {outside[-1]}" if outside else ""
-
-
-def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+        terminal.refuse(f"--out {out}: {existing} cannot be written to. Name another folder.")
 
 
 def _row(description: Any) -> tuple[str, str, str]:
@@ -319,7 +268,7 @@ def _row(description: Any) -> tuple[str, str, str]:
 
 
 def _section(section: str, findings: list[Finding]) -> Table:
-    table = _table((section, "", ""), [])
+    table = terminal.table((section, "", ""), [])
     for finding in findings:
         mend = f"\n-> {finding.mend}" if finding.mend else ""
         mark = f"[{_STYLES[finding.status]}]{finding.status}"
@@ -338,11 +287,11 @@ def _describe(description: Any) -> Iterator[Table | str]:
         ("tags", ", ".join(description.tags) or "none"),
         ("contract", description.contract_hash),
     ]
-    yield _table(("fact", ""), [(name, escape(value)) for name, value in facts])
-    yield _table(
+    yield terminal.table(("fact", ""), [(name, escape(value)) for name, value in facts])
+    yield terminal.table(
         ("kernel", "device", "dtypes", "priority", "when", "enabled"), [_kernel(k) for k in description.kernels]
     )
-    yield _table(("rule", "origin", ""), [_rule(rule) for rule in description.rules])
+    yield terminal.table(("rule", "origin", ""), [_rule(rule) for rule in description.rules])
 
 
 def _kernel(kernel: Any) -> tuple[str, ...]:

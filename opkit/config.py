@@ -12,6 +12,7 @@ variable                default  meaning
 ``OPKIT_ISA``           (host)   the widest instruction set to build for and run: baseline, avx2, avx512, neon
 ``OPKIT_BUILD_TIMEOUT`` ``300``  seconds after which a compiler is stopped
 ``OPKIT_BRIDGE``        ``1``    build, once for each torch, what lets C kernels skip Python's autograd rules
+``OPKIT_TUNE``          ``on``   time the configurations of a Triton kernel at its first call with shapes of a new size
 ======================  =======  ====================================================================================
 """
 
@@ -41,6 +42,7 @@ class Config:
     isa: str | None = None
     build_timeout: float = 300.0
     bridge: bool = True
+    tune: bool = True
 
 
 def _switch(environment: Mapping[str, str], name: str, default: bool) -> bool:
@@ -97,6 +99,7 @@ def read(environment: Mapping[str, str]) -> Config:
         isa=_one_of(environment, "OPKIT_ISA", ("baseline", "avx2", "avx512", "neon")),
         build_timeout=_seconds(environment, "OPKIT_BUILD_TIMEOUT", 300.0),
         bridge=_switch(environment, "OPKIT_BRIDGE", True),
+        tune=_switch(environment, "OPKIT_TUNE", True),
     )
 
 

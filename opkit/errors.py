@@ -97,6 +97,10 @@ class SanitizerError(KernelError):
     """A kernel built with ``debug=True`` read or wrote memory that is not its own, or did something undefined."""
 
 
+class ResourceError(KernelError):
+    """A compiled kernel needs more of something than the GPU has, such as shared memory."""
+
+
 class InterpreterError(KernelError):
     """A Triton kernel failed in the interpreter, or the interpreter's process did."""
 
@@ -147,3 +151,7 @@ class BuildCacheWarning(UserWarning):
 
 class NoCompilerWarning(UserWarning):
     """A kernel could not be built because the machine has no compiler for it; the operator's reference runs instead."""
+
+
+class TuningWarning(UserWarning):
+    """A Triton kernel runs with a configuration that was not measured for its shapes, or what was measured cannot be kept."""

@@ -2,3 +2,5 @@
 
 from opkit.op.triton.interpreter import Interpreter as Interpreter
 from opkit.op.triton.interpreter import interpret as interpret
+from opkit.op.triton.testing import CompileReport as CompileReport
+from opkit.op.triton.testing import compile_for as compile_for

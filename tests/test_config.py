@@ -10,12 +10,12 @@ from opkit import config, errors
 
 def test_defaults():
     settings = config.read({})
-    assert (settings.check, settings.verify) == (True, True)
+    assert (settings.check, settings.verify, settings.tune) == (True, True, True)
     assert settings.cache_dir.name == "opkit"
 
 
 @pytest.mark.parametrize(("text", "value"), [("0", False), ("off", False), ("FALSE", False), ("1", True), ("On", True)])
-@pytest.mark.parametrize("name", ["check", "verify"])
+@pytest.mark.parametrize("name", ["check", "verify", "tune"])
 def test_switches(name, text, value):
     assert getattr(config.read({f"OPKIT_{name.upper()}": text}), name) is value
 

@@ -24,6 +24,8 @@ _ROWS = (
     ("opkit",),
     ("nn",),
     ("demo", "doctor"),
+    ("terminal",),
+    ("cli_tune",),
     ("cli",),
     ("__main__",),
 )

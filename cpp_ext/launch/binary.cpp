@@ -59,7 +59,8 @@ void* Binary::load_module(int32_t device, void*& module) const {
     driver(driver.find_function, &function, module, name_.c_str());
     if (driver.hip()) return function;
     if (properties_.shared > kSharedForAll) allow_shared(function, device);
-    if (properties_.blocks() > kPortableCluster) driver(driver.set_function_attribute, function, kNonPortableCluster, 1);
+    if (properties_.blocks() > kPortableCluster)
+        driver(driver.set_function_attribute, function, kNonPortableCluster, 1);
     return function;
 }
 

@@ -11,9 +11,11 @@ namespace opkit::launch {
 namespace {
 
 std::shared_ptr<Binary> make_binary(std::shared_ptr<Driver> driver, const py::bytes& image, const std::string& name,
-                                    int64_t threads, int64_t shared, Extent cluster, bool cooperative, bool pdl, int64_t scratch,
-                                    int64_t scratch_align, int64_t profile_scratch, int64_t profile_scratch_align) {
-    const Properties properties{threads, shared, cluster, cooperative, pdl, {scratch, scratch_align}, {profile_scratch, profile_scratch_align}};
+                                    int64_t threads, int64_t shared, Extent cluster, bool cooperative, bool pdl,
+                                    int64_t scratch, int64_t scratch_align, int64_t profile_scratch,
+                                    int64_t profile_scratch_align) {
+    const Properties properties{
+        threads, shared, cluster, cooperative, pdl, {scratch, scratch_align}, {profile_scratch, profile_scratch_align}};
     return std::make_shared<Binary>(std::move(driver), std::string(image), name, properties);
 }
 
@@ -37,13 +39,21 @@ T item(const py::dict& row, const char* name, T otherwise) {
 }
 
 MapLayout map_layout(const py::dict& row) {
-    return {row["source"].cast<int64_t>(), row["swizzle"].cast<int32_t>(), row["elem_type"].cast<int32_t>(),
-            row["elem_size"].cast<int64_t>(), row["block"].cast<std::vector<uint32_t>>(), item(row, "padding_nan", false),
-            item(row, "tf32", false), item(row, "fp4_padded", false)};
+    return {row["source"].cast<int64_t>(),
+            row["swizzle"].cast<int32_t>(),
+            row["elem_type"].cast<int32_t>(),
+            row["elem_size"].cast<int64_t>(),
+            row["block"].cast<std::vector<uint32_t>>(),
+            item(row, "padding_nan", false),
+            item(row, "tf32", false),
+            item(row, "fp4_padded", false),
+            item(row, "sizes", std::vector<int64_t>{}),
+            item(row, "strides", std::vector<int64_t>{})};
 }
 
-std::shared_ptr<Entry> make_entry(std::shared_ptr<Binary> binary, Extent grid, const std::vector<Entry::GivenParameter>& params,
-                                  const std::vector<py::dict>& maps, std::vector<int64_t> zero, std::optional<Extent> chunk) {
+std::shared_ptr<Entry> make_entry(std::shared_ptr<Binary> binary, Extent grid,
+                                  const std::vector<Entry::GivenParameter>& params, const std::vector<py::dict>& maps,
+                                  std::vector<int64_t> zero, std::optional<Extent> chunk) {
     std::vector<MapLayout> layouts;
     for (const py::dict& row : maps) layouts.push_back(map_layout(row));
     return std::make_shared<Entry>(std::move(binary), grid, params, std::move(layouts), std::move(zero), chunk);
@@ -53,13 +63,15 @@ void bind_entries(py::module_& m) {
     py::class_<Driver, std::shared_ptr<Driver>>(m, "Driver", "The GPU's driver.")
         .def(py::init<const std::string&, const std::string&>(), py::arg("path"), py::arg("kind"));
     py::class_<Binary, std::shared_ptr<Binary>>(m, "Binary", "One compiled kernel.")
-        .def(py::init(&make_binary), py::arg("driver"), py::arg("image"), py::arg("name"), py::kw_only(), py::arg("threads"),
-             py::arg("shared"), py::arg("cluster") = Extent{1, 1, 1}, py::arg("cooperative") = false, py::arg("pdl") = false,
-             py::arg("scratch") = 0, py::arg("scratch_align") = 1, py::arg("profile_scratch") = 0, py::arg("profile_scratch_align") = 1)
+        .def(py::init(&make_binary), py::arg("driver"), py::arg("image"), py::arg("name"), py::kw_only(),
+             py::arg("threads"), py::arg("shared"), py::arg("cluster") = Extent{1, 1, 1},
+             py::arg("cooperative") = false, py::arg("pdl") = false, py::arg("scratch") = 0,
+             py::arg("scratch_align") = 1, py::arg("profile_scratch") = 0, py::arg("profile_scratch_align") = 1)
         .def("attributes", &attributes, py::arg("device"));
     py::class_<Entry, std::shared_ptr<Entry>>(m, "Entry", "How calls of one kind are launched.")
         .def(py::init(&make_entry), py::arg("binary"), py::arg("grid"), py::arg("params"), py::kw_only(),
-             py::arg("maps") = std::vector<py::dict>(), py::arg("zero") = std::vector<int64_t>(), py::arg("chunk") = std::nullopt);
+             py::arg("maps") = std::vector<py::dict>(), py::arg("zero") = std::vector<int64_t>(),
+             py::arg("chunk") = std::nullopt);
 }
 
 void bind_launcher(py::module_& m) {
@@ -68,10 +80,11 @@ void bind_launcher(py::module_& m) {
         .def_property_readonly("device", &PythonCall::device)
         .def_property_readonly("capturing", &PythonCall::capturing)
         .def("launch", &PythonCall::launch, py::arg("entry"))
-        .def("time", &PythonCall::time, py::arg("entry"), py::kw_only(), py::arg("warmup_ms") = 5.0, py::arg("run_ms") = 20.0,
-             py::arg("written") = std::vector<int64_t>());
+        .def("time", &PythonCall::time, py::arg("entry"), py::kw_only(), py::arg("warmup_ms") = 5.0,
+             py::arg("run_ms") = 20.0, py::arg("written") = std::vector<int64_t>());
     py::class_<Launcher, std::shared_ptr<Launcher>>(m, "Launcher", "What runs a kernel's calls.")
-        .def(py::init([](const std::string& op, const std::string& kernel, const std::vector<std::string>& roles, py::object miss, bool cuda) {
+        .def(py::init([](const std::string& op, const std::string& kernel, const std::vector<std::string>& roles,
+                         py::object miss, bool cuda) {
                  return std::make_shared<Launcher>(op, kernel, roles, ask_python(std::move(miss)), cuda);
              }),
              py::arg("operator"), py::arg("kernel"), py::arg("roles"), py::arg("miss"), py::kw_only(), py::arg("cuda"))
@@ -86,9 +99,12 @@ Description read_description(const py::dict& given);  // description.cpp
 void bind(py::module_& m) {
     bind_entries(m);
     bind_launcher(m);
-    m.def("launch_kernel",
-          [](const py::dict& description, std::shared_ptr<Launcher> launcher) { return launch_kernel(read_description(description), std::move(launcher)); },
-          py::arg("description"), py::arg("launcher"), "The kernel whose calls a launcher runs, ready to be registered.");
+    m.def(
+        "launch_kernel",
+        [](const py::dict& description, std::shared_ptr<Launcher> launcher) {
+            return launch_kernel(read_description(description), std::move(launcher));
+        },
+        py::arg("description"), py::arg("launcher"), "The kernel whose calls a launcher runs, ready to be registered.");
 }
 
 }  // namespace opkit::launch

@@ -12,10 +12,12 @@ namespace opkit::launch {
 namespace {
 
 // The ends of the names of enumerations in opkit.h, by number.
-constexpr const char* kSources[] = {"DATA",        "TENSOR",  "DATA_LIST", "TENSOR_LIST",  "SCALAR",         "SCALAR_POINTER",
-                                    "STRING",      "VALUES",  "LENGTH",    "NAMED_SIZE",   "NUMEL",          "RANK",
-                                    "SIZE",        "STRIDE",  "STREAM",    "INT_CONSTANT", "FLOAT_CONSTANT", "CONTIGUOUS_TENSOR"};
-constexpr const char* kKinds[] = {"tensor", "tensors", "int", "float", "bool", "str", "dtype", "ints", "floats", "bools", "ignored"};
+constexpr const char* kSources[] = {
+    "DATA",   "TENSOR", "DATA_LIST", "TENSOR_LIST",  "SCALAR",         "SCALAR_POINTER",
+    "STRING", "VALUES", "LENGTH",    "NAMED_SIZE",   "NUMEL",          "RANK",
+    "SIZE",   "STRIDE", "STREAM",    "INT_CONSTANT", "FLOAT_CONSTANT", "PACKED_TENSOR"};
+constexpr const char* kKinds[] = {"tensor", "tensors", "int",    "float", "bool",   "str",
+                                  "dtype",  "ints",    "floats", "bools", "ignored"};
 
 template <size_t N>
 int32_t number_of(const std::string& name, const char* const (&names)[N], const char* what) {
@@ -37,12 +39,14 @@ GivenShape shape(const py::dict& given, const std::vector<std::string>& names) {
     for (const py::handle size : given["before"]) result.before.push_back(number(size));
     for (const py::handle size : given["after"]) result.after.push_back(number(size));
     const py::object variadic = given["variadic"];
-    if (!variadic.is_none()) result.variadic = variadic.cast<std::string>().empty() ? int32_t{OPK_UNNAMED} : number(variadic);
+    if (!variadic.is_none())
+        result.variadic = variadic.cast<std::string>().empty() ? int32_t{OPK_UNNAMED} : number(variadic);
     return result;
 }
 
 GivenArgument argument(const py::dict& given, const std::vector<std::string>& names) {
-    GivenArgument result{given["name"].cast<std::string>(), number_of(given["kind"].cast<std::string>(), kKinds, "kind of an argument"),
+    GivenArgument result{given["name"].cast<std::string>(),
+                         number_of(given["kind"].cast<std::string>(), kKinds, "kind of an argument"),
                          given["optional"].cast<bool>(), given["written"].cast<bool>(), std::nullopt};
     const py::object annotated = given["shape"];
     if (!annotated.is_none()) result.shape = shape(annotated, names);
@@ -55,8 +59,11 @@ GivenOutput output(const py::dict& given) {
 }
 
 GivenSource source(const py::sequence& given) {
-    GivenSource result{number_of(given[0].cast<std::string>(), kSources, "source"), given[1].cast<int32_t>(),
-                       given[2].cast<int32_t>(), given[3].cast<int32_t>(), {}};
+    GivenSource result{number_of(given[0].cast<std::string>(), kSources, "source"),
+                       given[1].cast<int32_t>(),
+                       given[2].cast<int32_t>(),
+                       given[3].cast<int32_t>(),
+                       {}};
     const py::object constant = given[4];
     result.constant.i = 0;
     if (py::isinstance<py::float_>(constant))
@@ -69,10 +76,16 @@ GivenSource source(const py::sequence& given) {
 }  // namespace
 
 Description read_description(const py::dict& given) {
-    Description result{given["operator"].cast<std::string>(), given["kernel"].cast<std::string>(),
-                       given["schema"].cast<std::string>(), given["cuda"].cast<bool>(), {}, {},
-                       given["size_names"].cast<std::vector<std::string>>(), {}};
-    for (const py::handle each : given["arguments"]) result.arguments.push_back(argument(each.cast<py::dict>(), result.size_names));
+    Description result{given["operator"].cast<std::string>(),
+                       given["kernel"].cast<std::string>(),
+                       given["schema"].cast<std::string>(),
+                       given["cuda"].cast<bool>(),
+                       {},
+                       {},
+                       given["size_names"].cast<std::vector<std::string>>(),
+                       {}};
+    for (const py::handle each : given["arguments"])
+        result.arguments.push_back(argument(each.cast<py::dict>(), result.size_names));
     for (const py::handle each : given["outputs"]) result.outputs.push_back(output(each.cast<py::dict>()));
     for (const py::handle each : given["sources"]) result.sources.push_back(source(each.cast<py::sequence>()));
     return result;

@@ -15,7 +15,8 @@ std::atomic<IsCapturing> is_capturing{nullptr};
 
 void* open(const std::string& path) {
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) throw std::runtime_error("opkit: the GPU's driver cannot be opened: " + std::string(dlerror()));
+    if (library == nullptr)
+        throw std::runtime_error("opkit: the GPU's driver cannot be opened: " + std::string(dlerror()));
     return library;
 }
 
@@ -52,7 +53,8 @@ Driver::Driver(const std::string& path, const std::string& kind) : path_(path), 
 #define OPKIT_FIND(member, cuda, hip, needed, parameters) find(cuda, hip, needed, member);
     OPKIT_DRIVER(OPKIT_FIND)
 #undef OPKIT_FIND
-    if (!missing.empty()) throw std::runtime_error("opkit: " + path + " lacks " + missing + "; a newer driver has them");
+    if (!missing.empty())
+        throw std::runtime_error("opkit: " + path + " lacks " + missing + "; a newer driver has them");
     is_capturing.store(capturing.pointer);
 }
 
@@ -73,7 +75,8 @@ void Driver::fail(const char* function, int32_t error) const {
     const char *name = nullptr, *text = nullptr;
     error_name.pointer(error, &name);
     error_text.pointer(error, &text);
-    throw std::runtime_error(std::string(function) + " failed with " + (name ? name : "error " + std::to_string(error)) +
+    throw std::runtime_error(std::string(function) + " failed with " +
+                             (name ? name : "error " + std::to_string(error)) +
                              (text ? " (" + std::string(text) + ")" : ""));
 }
 

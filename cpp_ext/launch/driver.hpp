@@ -28,54 +28,62 @@ struct LaunchConfig {
 };
 
 enum : uint32_t {  // of LaunchAttribute; HIP has the first two
-    kCooperative = 2, kClusterDimension = 4, kClusterScheduling = 5, kProgrammaticStreamSerialization = 6
+    kCooperative = 2,
+    kClusterDimension = 4,
+    kClusterScheduling = 5,
+    kProgrammaticStreamSerialization = 6
 };
 enum : int32_t {  // of functions, in CUDA and in HIP
-    kMaxThreads = 0, kSharedBytes = 1, kLocalBytes = 3, kRegisters = 4,
-    kMaxDynamicShared = 8, kNonPortableCluster = 14  // CUDA's alone
+    kMaxThreads = 0,
+    kSharedBytes = 1,
+    kLocalBytes = 3,
+    kRegisters = 4,
+    kMaxDynamicShared = 8,
+    kNonPortableCluster = 14  // CUDA's alone
 };
 constexpr int32_t kMaxSharedOptIn = 97;  // of CUDA's devices
 constexpr int32_t kRelaxedCapture = 2, kPreferShared = 1, kSpreadClusters = 1;
 
 // name here, in CUDA, in HIP ("": it has none), whether the library must have it, parameters
-#define OPKIT_DRIVER(X)                                                                                                \
-    X(initialize, "cuInit", "hipInit", true, (uint32_t))                                                               \
-    X(version, "cuDriverGetVersion", "hipDriverGetVersion", true, (int32_t*))                                          \
-    X(error_name, "cuGetErrorName", "hipDrvGetErrorName", true, (int32_t, const char**))                               \
-    X(error_text, "cuGetErrorString", "hipDrvGetErrorString", true, (int32_t, const char**))                           \
-    X(get_device, "", "hipGetDevice", true, (int32_t*))                                                                \
-    X(set_device, "", "hipSetDevice", true, (int32_t))                                                                 \
-    X(find_device, "cuDeviceGet", "", true, (int32_t*, int32_t))                                                       \
-    X(device_attribute, "cuDeviceGetAttribute", "", true, (int32_t*, int32_t, int32_t))                                \
-    X(retain_context, "cuDevicePrimaryCtxRetain", "", true, (void**, int32_t))                                         \
-    X(get_context, "cuCtxGetCurrent", "", true, (void**))                                                              \
-    X(set_context, "cuCtxSetCurrent", "", true, (void*))                                                               \
-    X(load_module, "cuModuleLoadData", "hipModuleLoadData", true, (void**, const void*))                               \
-    X(unload_module, "cuModuleUnload", "hipModuleUnload", true, (void*))                                               \
-    X(find_function, "cuModuleGetFunction", "hipModuleGetFunction", true, (void**, void*, const char*))                \
-    X(function_attribute, "cuFuncGetAttribute", "hipFuncGetAttribute", true, (int32_t*, int32_t, void*))               \
-    X(set_function_attribute, "cuFuncSetAttribute", "", true, (void*, int32_t, int32_t))                               \
-    X(set_cache_preference, "cuFuncSetCacheConfig", "", true, (void*, int32_t))                                        \
-    X(parameter_info, "cuFuncGetParamInfo", "", false, (void*, size_t, size_t*, size_t*))                              \
-    X(launch, "cuLaunchKernel", "hipModuleLaunchKernel", true,                                                         \
-      (void*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, void*, void**, void**))            \
-    X(launch_extended, "cuLaunchKernelEx", "hipDrvLaunchKernelEx", false,                                              \
-      (const LaunchConfig*, void*, void**, void**))                                                                    \
-    X(launch_cooperative, "cuLaunchCooperativeKernel", "hipModuleLaunchCooperativeKernel", false,                      \
-      (void*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, void*, void**))                    \
-    X(encode_map, "cuTensorMapEncodeTiled", "", false,                                                                 \
-      (void*, int32_t, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int32_t,   \
-       int32_t, int32_t, int32_t))                                                                                     \
-    X(replace_address, "cuTensorMapReplaceAddress", "", false, (void*, void*))                                         \
-    X(fill, "cuMemsetD8Async", "hipMemsetD8Async", true, (uint64_t, uint8_t, size_t, void*))                           \
-    X(copy, "cuMemcpyDtoDAsync_v2", "hipMemcpyDtoDAsync", true, (uint64_t, uint64_t, size_t, void*))                   \
-    X(make_event, "cuEventCreate", "hipEventCreateWithFlags", true, (void**, uint32_t))                                \
-    X(destroy_event, "cuEventDestroy_v2", "hipEventDestroy", true, (void*))                                            \
-    X(record_event, "cuEventRecord", "hipEventRecord", true, (void*, void*))                                           \
-    X(await_event, "cuEventSynchronize", "hipEventSynchronize", true, (void*))                                         \
-    X(elapsed, "cuEventElapsedTime", "hipEventElapsedTime", true, (float*, void*, void*))                              \
-    X(capturing, "cuStreamIsCapturing", "hipStreamIsCapturing", true, (void*, int32_t*))                               \
-    X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode", true, (int32_t*))
+#define OPKIT_DRIVER(X)                                                                                              \
+    X(initialize, "cuInit", "hipInit", true, (uint32_t))                                                             \
+    X(version, "cuDriverGetVersion", "hipDriverGetVersion", true, (int32_t*))                                        \
+    X(error_name, "cuGetErrorName", "hipDrvGetErrorName", true, (int32_t, const char**))                             \
+    X(error_text, "cuGetErrorString", "hipDrvGetErrorString", true, (int32_t, const char**))                         \
+    X(get_device, "", "hipGetDevice", true, (int32_t*))                                                              \
+    X(set_device, "", "hipSetDevice", true, (int32_t))                                                               \
+    X(find_device, "cuDeviceGet", "", true, (int32_t*, int32_t))                                                     \
+    X(device_attribute, "cuDeviceGetAttribute", "", true, (int32_t*, int32_t, int32_t))                              \
+    X(retain_context, "cuDevicePrimaryCtxRetain", "", true, (void**, int32_t))                                       \
+    X(get_context, "cuCtxGetCurrent", "", true, (void**))                                                            \
+    X(set_context, "cuCtxSetCurrent", "", true, (void*))                                                             \
+    X(load_module, "cuModuleLoadData", "hipModuleLoadData", true, (void**, const void*))                             \
+    X(unload_module, "cuModuleUnload", "hipModuleUnload", true, (void*))                                             \
+    X(find_function, "cuModuleGetFunction", "hipModuleGetFunction", true, (void**, void*, const char*))              \
+    X(function_attribute, "cuFuncGetAttribute", "hipFuncGetAttribute", true, (int32_t*, int32_t, void*))             \
+    X(set_function_attribute, "cuFuncSetAttribute", "", true, (void*, int32_t, int32_t))                             \
+    X(set_cache_preference, "cuFuncSetCacheConfig", "", true, (void*, int32_t))                                      \
+    X(parameter_info, "cuFuncGetParamInfo", "", false, (void*, size_t, size_t*, size_t*))                            \
+    X(launch, "cuLaunchKernel", "hipModuleLaunchKernel", true,                                                       \
+      (void*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, void*, void**, void**))          \
+    X(launch_extended, "cuLaunchKernelEx", "hipDrvLaunchKernelEx", false,                                            \
+      (const LaunchConfig*, void*, void**, void**))                                                                  \
+    X(launch_cooperative, "cuLaunchCooperativeKernel", "hipModuleLaunchCooperativeKernel", false,                    \
+      (void*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, void*, void**))                  \
+    X(encode_map, "cuTensorMapEncodeTiled", "", false,                                                               \
+      (void*, int32_t, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*, int32_t, \
+       int32_t, int32_t, int32_t))                                                                                   \
+    X(replace_address, "cuTensorMapReplaceAddress", "", false, (void*, void*))                                       \
+    X(fill, "cuMemsetD8Async", "hipMemsetD8Async", true, (uint64_t, uint8_t, size_t, void*))                         \
+    X(copy, "cuMemcpyDtoDAsync_v2", "hipMemcpyDtoDAsync", true, (uint64_t, uint64_t, size_t, void*))                 \
+    X(make_event, "cuEventCreate", "hipEventCreateWithFlags", true, (void**, uint32_t))                              \
+    X(destroy_event, "cuEventDestroy_v2", "hipEventDestroy", true, (void*))                                          \
+    X(record_event, "cuEventRecord", "hipEventRecord", true, (void*, void*))                                         \
+    X(await_event, "cuEventSynchronize", "hipEventSynchronize", true, (void*))                                       \
+    X(elapsed, "cuEventElapsedTime", "hipEventElapsedTime", true, (float*, void*, void*))                            \
+    X(capturing, "cuStreamIsCapturing", "hipStreamIsCapturing", true, (void*, int32_t*))                             \
+    X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode", true,        \
+      (int32_t*))
 
 template <class Signature>
 struct Function {

@@ -30,7 +30,8 @@ void check_grid(const Extent& grid, const Extent& piece, const Extent& cluster) 
 void check_parameter(const Parameter& parameter, const Extent& grid, size_t maps) {
     const std::string name = std::string("a parameter of the kind ") + parameter.name;
     if (parameter.kind == Kind::kMap)
-        require(parameter.source >= 0 && static_cast<size_t>(parameter.source) < maps, name + " asks for a map that is not there");
+        require(parameter.source >= 0 && static_cast<size_t>(parameter.source) < maps,
+                name + " asks for a map that is not there");
     if (!parameter.of_axis()) return;
     require(parameter.detail >= 0 && parameter.detail < 3, name + " has an axis from 0 to 2");
     require(parameter.bytes == 8 || grid[static_cast<size_t>(parameter.detail)] <= INT32_MAX,
@@ -38,7 +39,8 @@ void check_parameter(const Parameter& parameter, const Extent& grid, size_t maps
 }
 
 bool holds_elements(const opk_tensor* tensor) {
-    return tensor != nullptr && std::find(tensor->sizes, tensor->sizes + tensor->rank, 0) == tensor->sizes + tensor->rank;
+    return tensor != nullptr &&
+           std::find(tensor->sizes, tensor->sizes + tensor->rank, 0) == tensor->sizes + tensor->rank;
 }
 
 }  // namespace
@@ -100,9 +102,12 @@ void Entry::zero(const Frame& frame, size_t source) const {
     const opk_tensor* tensor = frame.tensor(source);
     if (!holds_elements(tensor)) return;
     if (!dense(*tensor))
-        throw std::runtime_error(frame.source(source).name + " is to be set to zero before the launch, but there are gaps between its elements; make it contiguous");
+        throw std::runtime_error(
+            frame.source(source).name +
+            " is to be set to zero before the launch, but there are gaps between its elements; make it contiguous");
     const Driver& driver = binary_->driver();
-    driver(driver.fill, reinterpret_cast<uint64_t>(tensor->data), uint8_t{0}, static_cast<size_t>(extent_bytes(*tensor)), frame.stream);
+    driver(driver.fill, reinterpret_cast<uint64_t>(tensor->data), uint8_t{0},
+           static_cast<size_t>(extent_bytes(*tensor)), frame.stream);
 }
 
 void Entry::run(const Frame& frame) const {
@@ -123,7 +128,8 @@ void Entry::check_written(const Frame& frame) const {
     for (size_t i = 0; i < frame.sources->size(); i++) {
         if (!frame.source(i).output || !holds_elements(frame.tensor(i))) continue;
         if (std::find(zeroed_.begin(), zeroed_.end(), i) == zeroed_.end())
-            throw std::runtime_error("its grid " + text_of(grid_) + " is empty, so " + frame.source(i).name + " would be left unwritten");
+            throw std::runtime_error("its grid " + text_of(grid_) + " is empty, so " + frame.source(i).name +
+                                     " would be left unwritten");
     }
 }
 
@@ -131,13 +137,15 @@ void Entry::check_parameters(const Frame& frame) const {
     const std::vector<size_t> sizes = binary_->parameter_sizes(frame.device);
     const size_t count = parameters_.size();
     if (!sizes.empty() && sizes.size() != count)
-        throw std::runtime_error("its compiled function takes " + std::to_string(sizes.size()) + " parameters, and " + std::to_string(count) + " are given");
+        throw std::runtime_error("its compiled function takes " + std::to_string(sizes.size()) + " parameters, and " +
+                                 std::to_string(count) + " are given");
     for (size_t i = 0; i < sizes.size(); i++) {
         const Parameter& parameter = parameters_[i];
         const size_t bytes = static_cast<size_t>(parameter.bytes);
         if (parameter.kind == Kind::kConstant ? sizes[i] > sizeof(uint64_t) : sizes[i] != bytes)
             throw std::runtime_error("parameter " + std::to_string(i) + " of its compiled function has " +
-                                     std::to_string(sizes[i]) + " bytes, and " + parameter.name + " has " + std::to_string(bytes));
+                                     std::to_string(sizes[i]) + " bytes, and " + parameter.name + " has " +
+                                     std::to_string(bytes));
     }
     checked_.store(true, std::memory_order_relaxed);
 }
@@ -168,17 +176,23 @@ void Entry::run_piece(const Frame& frame, const Extent& programs, Packed& packed
     const uint32_t x = static_cast<uint32_t>(programs[0] * properties.cluster[0]);
     const uint32_t y = static_cast<uint32_t>(programs[1] * properties.cluster[1]);
     const uint32_t z = static_cast<uint32_t>(programs[2] * properties.cluster[2]);
-    const uint32_t threads = static_cast<uint32_t>(properties.threads), shared = static_cast<uint32_t>(properties.shared);
+    const uint32_t threads = static_cast<uint32_t>(properties.threads),
+                   shared = static_cast<uint32_t>(properties.shared);
     void** const parameters = packed.pointers.data();
     try {
         if (!attributes_.empty()) {
-            const LaunchConfig config{{x, y, z}, {threads, 1, 1}, shared, frame.stream,
-                                      const_cast<LaunchAttribute*>(attributes_.data()), static_cast<uint32_t>(attributes_.size())};
+            const LaunchConfig config{{x, y, z},
+                                      {threads, 1, 1},
+                                      shared,
+                                      frame.stream,
+                                      const_cast<LaunchAttribute*>(attributes_.data()),
+                                      static_cast<uint32_t>(attributes_.size())};
             driver(driver.launch_extended, &config, function, parameters, static_cast<void**>(nullptr));
         } else if (properties.cooperative) {
             driver(driver.launch_cooperative, function, x, y, z, threads, 1u, 1u, shared, frame.stream, parameters);
         } else {
-            driver(driver.launch, function, x, y, z, threads, 1u, 1u, shared, frame.stream, parameters, static_cast<void**>(nullptr));
+            driver(driver.launch, function, x, y, z, threads, 1u, 1u, shared, frame.stream, parameters,
+                   static_cast<void**>(nullptr));
         }
     } catch (const std::runtime_error& error) {
         fail(programs, error.what());

@@ -17,6 +17,7 @@ public:
     const opk_kernel& kernel() const { return kernel_; }
 
 private:
+    void check_numbers(const GivenSource& source) const;
     void add_arguments();
     void add_sources();
     void add_lengths();
@@ -45,12 +46,16 @@ opk_value integer(int64_t number) {
     return value;
 }
 
-bool of_tensor(int32_t source) {
-    return source == OPK_FROM_TENSOR || source == OPK_FROM_CONTIGUOUS_TENSOR;
-}
+bool of_tensor(int32_t source) { return source == OPK_FROM_TENSOR || source == OPK_FROM_PACKED_TENSOR; }
 
 bool of_argument(int32_t source) {
-    return source != OPK_FROM_NAMED_SIZE && source != OPK_FROM_INT_CONSTANT && source != OPK_FROM_FLOAT_CONSTANT;
+    return source != OPK_FROM_NAMED_SIZE && source != OPK_FROM_STREAM && source != OPK_FROM_INT_CONSTANT &&
+           source != OPK_FROM_FLOAT_CONSTANT;
+}
+
+// Of an argument or an output; else of an argument alone.
+bool of_outputs(int32_t source) {
+    return of_tensor(source) || source == OPK_FROM_DATA || (source >= OPK_FROM_NUMEL && source <= OPK_FROM_STRIDE);
 }
 
 Described::Described(Description given, std::shared_ptr<Launcher> launcher)
@@ -60,6 +65,7 @@ Described::Described(Description given, std::shared_ptr<Launcher> launcher)
                 std::to_string(launcher_->sources.size()) + " roles");
     require(given_, launcher_->value_count == 0, "its launcher is that of another kernel already");
     require(given_, launcher_->cuda() == given_.cuda, "its launcher is for another device");
+    for (const GivenSource& source : given_.sources) check_numbers(source);
     add_arguments();
     opk_value itself;
     itself.p = launcher_.get();
@@ -70,6 +76,17 @@ Described::Described(Description given, std::shared_ptr<Launcher> launcher)
     finish();
 }
 
+void Described::check_numbers(const GivenSource& source) const {
+    const auto below = [](int32_t number, size_t count) { return number >= 0 && static_cast<size_t>(number) < count; };
+    if (source.source == OPK_FROM_NAMED_SIZE)
+        require(given_, below(source.detail, given_.size_names.size()), "a source asks for a size that has no name");
+    else if (of_argument(source.source))
+        require(
+            given_,
+            below(source.argument, given_.arguments.size() + (of_outputs(source.source) ? given_.outputs.size() : 0)),
+            "a source asks for the argument " + std::to_string(source.argument) + ", which is not there");
+}
+
 void Described::add_arguments() {
     dims_.reserve(given_.arguments.size());
     shapes_.reserve(given_.arguments.size());
@@ -78,8 +95,9 @@ void Described::add_arguments() {
         if (each.shape) {
             std::vector<int32_t>& dims = dims_.emplace_back(each.shape->before);
             dims.insert(dims.end(), each.shape->after.begin(), each.shape->after.end());
-            shape = &shapes_.emplace_back(opk_shape{static_cast<int32_t>(each.shape->before.size()), each.shape->variadic,
-                                                    static_cast<int32_t>(each.shape->after.size()), dims.data()});
+            shape =
+                &shapes_.emplace_back(opk_shape{static_cast<int32_t>(each.shape->before.size()), each.shape->variadic,
+                                                static_cast<int32_t>(each.shape->after.size()), dims.data()});
         }
         arguments_.push_back({each.name.c_str(), each.kind, each.optional, each.written, shape});
     }
@@ -113,15 +131,15 @@ void Described::add_lengths() {
 
 const std::string& Described::name_of(const GivenSource& source) const {
     static const std::string constant = "a constant";
-    if (source.source == OPK_FROM_NAMED_SIZE) return given_.size_names.at(static_cast<size_t>(source.detail));
+    if (source.source == OPK_FROM_NAMED_SIZE) return given_.size_names[static_cast<size_t>(source.detail)];
     if (!of_argument(source.source)) return constant;
     const size_t number = static_cast<size_t>(source.argument), count = given_.arguments.size();
-    return number < count ? given_.arguments[number].name : given_.outputs.at(number - count).name;
+    return number < count ? given_.arguments[number].name : given_.outputs[number - count].name;
 }
 
 bool Described::new_output(const GivenSource& source) const {
     const int64_t output = source.argument - static_cast<int64_t>(given_.arguments.size());
-    return output >= 0 && given_.outputs.at(static_cast<size_t>(output)).alias < 0;
+    return output >= 0 && given_.outputs[static_cast<size_t>(output)].alias < 0;
 }
 
 // What the launcher has to know of a source beside its role.
@@ -132,11 +150,12 @@ void Described::tell(const GivenSource& source, Source& told) const {
     told.output = told.tensor() && new_output(source);
     const size_t number = static_cast<size_t>(source.argument);
     const bool scalar = source.source == OPK_FROM_SCALAR || source.source == OPK_FROM_SCALAR_POINTER;
-    if (scalar) told.kind = given_.arguments.at(number).kind;
+    if (scalar) told.kind = given_.arguments[number].kind;
     if (source.source == OPK_FROM_SCALAR_POINTER) told.pointer = told.kind;
     if (source.source == OPK_FROM_FLOAT_CONSTANT) told.kind = OPK_KIND_FLOAT;
-    const bool list = source.source == OPK_FROM_VALUES && given_.arguments.at(number).kind == OPK_KIND_INTS;
-    require(given_, (told.role == Role::kInts) == (source.source == OPK_FROM_VALUES) && (list || told.role != Role::kInts),
+    const bool list = source.source == OPK_FROM_VALUES && given_.arguments[number].kind == OPK_KIND_INTS;
+    require(given_,
+            (told.role == Role::kInts) == (source.source == OPK_FROM_VALUES) && (list || told.role != Role::kInts),
             told.name + ": the role \"ints\" is for lists of ints");
     require(given_, (told.role == Role::kText) == (source.source == OPK_FROM_STRING),
             told.name + ": the role \"text\" is for strings");
@@ -165,8 +184,9 @@ void Described::finish() {
 
 KernelLibrary launch_kernel(Description description, std::shared_ptr<Launcher> launcher) {
     auto described = std::make_unique<Described>(std::move(description), std::move(launcher));
-    const BoxedPair boxed = take_boxed(&described->kernel());
-    return {&described.release()->kernel(), boxed.plain, boxed.with_layout};
+    KernelLibrary library = lend_functions(described->kernel());
+    (void)described.release();
+    return library;
 }
 
 }  // namespace opkit::launch

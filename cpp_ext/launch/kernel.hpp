@@ -40,15 +40,13 @@ struct Description {
     std::vector<GivenSource> sources;
 };
 
-// The kernel, ready to be registered. It and the launcher stay as long as the process lives, as the functions of a loaded
-// library do. Throws std::invalid_argument where description and launcher do not fit each other, and std::runtime_error
-// where the process has used up the functions that there are for such kernels.
+// The kernel, ready to be registered. It and the launcher stay as long as the process lives: a call may still be running.
+// Throws std::invalid_argument where description and launcher do not fit each other, and std::runtime_error where the
+// process has used up the functions that there are for such kernels.
 KernelLibrary launch_kernel(Description description, std::shared_ptr<Launcher> launcher);
 
-// The next function of the pool, for the dispatcher: it serves calls of this kernel from now on.
-struct BoxedPair {
-    BoxedKernel plain, with_layout;
-};
-BoxedPair take_boxed(const opk_kernel* kernel);
+// Functions of the pool that serve calls of this kernel. They serve another one once the library and its registrations
+// are gone. Throws std::runtime_error where all are lent.
+KernelLibrary lend_functions(const opk_kernel& kernel);
 
 }  // namespace opkit::launch

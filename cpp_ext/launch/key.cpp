@@ -11,6 +11,16 @@ uint64_t bits_of(double value) {
     return bits;
 }
 
+// Whether some element lies further from the first than an int32 counts.
+bool beyond_int32(const opk_tensor& tensor) {
+    int64_t last = 0;
+    for (int64_t d = 0; d < tensor.rank; d++) {
+        if (tensor.sizes[d] == 0) return false;
+        last += (tensor.sizes[d] - 1) * (tensor.strides[d] < 0 ? -tensor.strides[d] : tensor.strides[d]);
+    }
+    return last >= INT32_MAX;
+}
+
 // Bit 0: 1; bit 1: divisible by 16; bit 2: it fits in int32.
 uint64_t class_of(int64_t value) {
     return uint64_t{value == 1} | uint64_t{value % 16 == 0} << 1 | uint64_t{value == static_cast<int32_t>(value)} << 2;
@@ -50,7 +60,7 @@ void Key::add_source(const Frame& frame, size_t i) {
 void Key::add_tensor(const opk_tensor* tensor, Role role) {
     if (tensor == nullptr) return add(0);
     const bool aligned = role != Role::kAnyTensor && reinterpret_cast<uintptr_t>(tensor->data) % kAlignment == 0;
-    add(1 | uint64_t{aligned} << 1 | static_cast<uint64_t>(tensor->dtype) << 2 |
+    add(1 | uint64_t{aligned} << 1 | static_cast<uint64_t>(tensor->dtype) << 2 | uint64_t{beyond_int32(*tensor)} << 31 |
         (role == Role::kInfo ? static_cast<uint64_t>(tensor->rank) << 32 : 0));
     if (role != Role::kInfo) return;
     add_all(tensor->sizes, tensor->rank);

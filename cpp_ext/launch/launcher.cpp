@@ -6,7 +6,10 @@ namespace opkit::launch {
 
 Launcher::Launcher(std::string operator_name, std::string kernel_name, const std::vector<std::string>& roles, Miss miss,
                    bool cuda)
-    : operator_name_(std::move(operator_name)), kernel_name_(std::move(kernel_name)), miss_(std::move(miss)), cuda_(cuda) {
+    : operator_name_(std::move(operator_name)),
+      kernel_name_(std::move(kernel_name)),
+      miss_(std::move(miss)),
+      cuda_(cuda) {
     for (const std::string& role : roles) sources.push_back({parse_role(role), "", OPK_KIND_INT, kPlain, 0, false});
 }
 

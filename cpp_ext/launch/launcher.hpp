@@ -14,7 +14,8 @@ public:
     using Miss = std::function<std::shared_ptr<const Entry>(const Launcher&, const Frame&, const Key&)>;
 
     // Throws std::invalid_argument where a role is none.
-    Launcher(std::string operator_name, std::string kernel_name, const std::vector<std::string>& roles, Miss miss, bool cuda);
+    Launcher(std::string operator_name, std::string kernel_name, const std::vector<std::string>& roles, Miss miss,
+             bool cuda);
 
     // An opk_trampoline: values[0] is the launcher, then come the sources' values, the lists' lengths and the stream.
     static int32_t trampoline(const opk_value* values, const char** text);

@@ -53,15 +53,32 @@ uint64_t scalar(const Parameter& parameter, const Frame& frame) {
 
 Parameter parse_parameter(const std::string& kind, int64_t source, int64_t detail) {
     static constexpr Parameter kKinds[] = {
-        {"ptr", Kind::kPointer, 8, 0, 0},       {"i1", Kind::kInteger, 1, 0, 0},      {"i8", Kind::kInteger, 1, 0, 0},
-        {"i16", Kind::kInteger, 2, 0, 0},       {"i32", Kind::kInteger, 4, 0, 0},     {"i64", Kind::kInteger, 8, 0, 0},
-        {"u1", Kind::kInteger, 1, 0, 0},        {"u8", Kind::kInteger, 1, 0, 0},      {"u16", Kind::kInteger, 2, 0, 0},
-        {"u32", Kind::kInteger, 4, 0, 0},       {"u64", Kind::kInteger, 8, 0, 0},     {"fp16", Kind::kHalf, 2, 0, 0},
-        {"bf16", Kind::kBfloat16, 2, 0, 0},     {"fp32", Kind::kFloat, 4, 0, 0},      {"fp64", Kind::kDouble, 8, 0, 0},
-        {"const", Kind::kConstant, 0, 0, 0},    {"size32", Kind::kSize, 4, 0, 0},     {"size64", Kind::kSize, 8, 0, 0},
-        {"stride32", Kind::kStride, 4, 0, 0},   {"stride64", Kind::kStride, 8, 0, 0}, {"map", Kind::kMap, 128, 0, 0},
-        {"scratch", Kind::kScratch, 8, 0, 0},   {"profile_scratch", Kind::kProfileScratch, 8, 0, 0},
-        {"offset", Kind::kOffset, 4, 0, 0},     {"offset64", Kind::kOffset, 8, 0, 0}, {"total", Kind::kTotal, 4, 0, 0},
+        {"ptr", Kind::kPointer, 8, 0, 0},
+        {"i1", Kind::kInteger, 1, 0, 0},
+        {"i8", Kind::kInteger, 1, 0, 0},
+        {"i16", Kind::kInteger, 2, 0, 0},
+        {"i32", Kind::kInteger, 4, 0, 0},
+        {"i64", Kind::kInteger, 8, 0, 0},
+        {"u1", Kind::kInteger, 1, 0, 0},
+        {"u8", Kind::kInteger, 1, 0, 0},
+        {"u16", Kind::kInteger, 2, 0, 0},
+        {"u32", Kind::kInteger, 4, 0, 0},
+        {"u64", Kind::kInteger, 8, 0, 0},
+        {"fp16", Kind::kHalf, 2, 0, 0},
+        {"bf16", Kind::kBfloat16, 2, 0, 0},
+        {"fp32", Kind::kFloat, 4, 0, 0},
+        {"fp64", Kind::kDouble, 8, 0, 0},
+        {"const", Kind::kConstant, 0, 0, 0},
+        {"size32", Kind::kSize, 4, 0, 0},
+        {"size64", Kind::kSize, 8, 0, 0},
+        {"stride32", Kind::kStride, 4, 0, 0},
+        {"stride64", Kind::kStride, 8, 0, 0},
+        {"map", Kind::kMap, 128, 0, 0},
+        {"scratch", Kind::kScratch, 8, 0, 0},
+        {"profile_scratch", Kind::kProfileScratch, 8, 0, 0},
+        {"offset", Kind::kOffset, 4, 0, 0},
+        {"offset64", Kind::kOffset, 8, 0, 0},
+        {"total", Kind::kTotal, 4, 0, 0},
         {"total64", Kind::kTotal, 8, 0, 0},
     };
     std::string known;
@@ -116,8 +133,9 @@ uint16_t half_bits(double value) {
     if (std::isnan(value)) return 0x7E00;
     if (size >= 65520) return sign | 0x7C00;
     int exponent;
-    std::frexp(size, &exponent);                         // size < 2^exponent
-    exponent = size < std::ldexp(1.0, -14) ? -14 : exponent - 1;  // that of the leading bit; subnormals share the lowest
+    std::frexp(size, &exponent);  // size < 2^exponent
+    exponent =
+        size < std::ldexp(1.0, -14) ? -14 : exponent - 1;  // that of the leading bit; subnormals share the lowest
     const auto steps = static_cast<uint16_t>(std::nearbyint(std::ldexp(size, 10 - exponent)));
     return static_cast<uint16_t>(sign | (steps + ((exponent + 14) << 10)));
 }

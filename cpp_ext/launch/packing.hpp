@@ -9,8 +9,22 @@
 
 namespace opkit::launch {
 
-enum class Kind : uint8_t { kPointer, kInteger, kHalf, kBfloat16, kFloat, kDouble, kConstant, kSize, kStride, kMap,
-                            kScratch, kProfileScratch, kOffset, kTotal };
+enum class Kind : uint8_t {
+    kPointer,
+    kInteger,
+    kHalf,
+    kBfloat16,
+    kFloat,
+    kDouble,
+    kConstant,
+    kSize,
+    kStride,
+    kMap,
+    kScratch,
+    kProfileScratch,
+    kOffset,
+    kTotal
+};
 
 struct Parameter {
     const char* name;  // of the kind, as it was given

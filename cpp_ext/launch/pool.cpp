@@ -2,6 +2,8 @@
 // own; these are made when opkit is compiled.
 #include <array>
 #include <atomic>
+#include <mutex>
+#include <queue>
 #include <stdexcept>
 #include <utility>
 
@@ -13,31 +15,53 @@ namespace {
 
 constexpr size_t kFunctions = 1024;
 
-std::array<const opk_kernel*, kFunctions> kernels;
-std::atomic<size_t> taken{0};
+std::array<std::atomic<const opk_kernel*>, kFunctions> kernels;
 
 template <size_t N, int32_t HasLayout>
 void call(uint64_t* stack, uint64_t inputs, uint64_t outputs) {
-    boxed(kernels[N], stack, inputs, outputs, HasLayout);
+    boxed(kernels[N].load(std::memory_order_acquire), stack, inputs, outputs, HasLayout);
 }
 
+struct Pair {
+    BoxedKernel plain, with_layout;
+};
+
 template <size_t... N>
-constexpr std::array<BoxedPair, sizeof...(N)> make_pool(std::index_sequence<N...>) {
-    return {BoxedPair{call<N, 0>, call<N, 1>}...};
+constexpr std::array<Pair, sizeof...(N)> make_pool(std::index_sequence<N...>) {
+    return {Pair{call<N, 0>, call<N, 1>}...};
 }
 
 constexpr auto kPool = make_pool(std::make_index_sequence<kFunctions>());
 
-}  // namespace
+std::mutex lending;
+size_t taken = 0;
+std::queue<size_t> returned;  // the one that was returned first is lent first
 
-BoxedPair take_boxed(const opk_kernel* kernel) {
-    const size_t number = taken.fetch_add(1);
-    if (number >= kFunctions)
-        throw std::runtime_error(std::string("opkit: ") + kernel->operator_name + ", kernel " + kernel->kernel_name +
+// Throws std::runtime_error.
+size_t take(const opk_kernel& kernel) {
+    std::lock_guard<std::mutex> lock(lending);
+    if (taken < kFunctions) return taken++;
+    if (returned.empty())
+        throw std::runtime_error(std::string("opkit: ") + kernel.operator_name + ", kernel " + kernel.kernel_name +
                                  ": a process can have " + std::to_string(kFunctions) +
                                  " kernels that are launched, and they are used up");
-    kernels[number] = kernel;
-    return kPool[number];
+    const size_t number = returned.front();
+    returned.pop();
+    return number;
+}
+
+void give_back(size_t number) {
+    std::lock_guard<std::mutex> lock(lending);
+    returned.push(number);
+}
+
+}  // namespace
+
+KernelLibrary lend_functions(const opk_kernel& kernel) {
+    const size_t number = take(kernel);
+    kernels[number].store(&kernel, std::memory_order_release);
+    std::shared_ptr<void> lease(nullptr, [number](void*) { give_back(number); });
+    return {&kernel, kPool[number].plain, kPool[number].with_layout, std::move(lease)};
 }
 
 }  // namespace opkit::launch

@@ -11,6 +11,8 @@ namespace py = pybind11;
 namespace opkit::launch {
 namespace {
 
+constexpr size_t kMost = 700;  // characters of an exception's text, so that its line has room in an opk_message too
+
 py::tuple numbers(const int64_t* values, int64_t count) {
     py::tuple result(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; i++) result[static_cast<size_t>(i)] = values[i];
@@ -33,9 +35,12 @@ py::object object(const Frame& frame, size_t i) {
     const Source& source = frame.source(i);
     const opk_value value = frame.values[i];
     if (source.tensor()) return tensor(frame.tensor(i));
-    if (source.role == Role::kText) return value.p == nullptr ? py::none() : py::object(py::str(static_cast<const char*>(value.p)));
+    if (source.role == Role::kText)
+        return value.p == nullptr ? py::none() : py::object(py::str(static_cast<const char*>(value.p)));
     if (source.role == Role::kInts)
-        return value.p == nullptr ? py::none() : py::object(numbers(static_cast<const int64_t*>(value.p), frame.values[source.length].i));
+        return value.p == nullptr
+                   ? py::none()
+                   : py::object(numbers(static_cast<const int64_t*>(value.p), frame.values[source.length].i));
     return frame.absent(i) ? py::none() : scalar(source, frame.scalar(i));
 }
 
@@ -64,10 +69,13 @@ std::string line_of(const py::object& trace) {
 std::shared_ptr<const Entry> ask(const py::object& function, const std::shared_ptr<PythonCall>& call) {
     try {
         const py::object answer = function(call);
-        return answer.is_none() ? nullptr : answer.cast<std::shared_ptr<Entry>>();
+        if (answer.is_none()) return nullptr;
+        if (py::isinstance<Entry>(answer)) return answer.cast<std::shared_ptr<Entry>>();
+        throw std::runtime_error("an Entry was expected, not " + std::string(py::repr(answer)));
     } catch (py::error_already_set& error) {
-        if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
-        throw std::runtime_error(text_of(error));
+        const std::string text = text_of(error);
+        if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // torch makes a RuntimeError of this one
+        throw std::runtime_error(text);
     }
 }
 
@@ -75,8 +83,10 @@ std::shared_ptr<const Entry> ask(const py::object& function, const std::shared_p
 
 std::string text_of(const py::error_already_set& error) {
     try {
-        const std::string text = py::str(error.value());
-        return std::string(py::str(error.type().attr("__name__"))) + (text.empty() ? "" : ": ") + text + line_of(error.trace());
+        std::string text = py::str(error.value());
+        if (text.size() > kMost) text = text.substr(0, kMost) + "...";
+        return std::string(py::str(error.type().attr("__name__"))) + (text.empty() ? "" : ": ") + text +
+               line_of(error.trace());
     } catch (py::error_already_set&) {  // its text cannot be had
         return error.what();
     }
@@ -96,7 +106,9 @@ Launcher::Miss ask_python(py::object function) {
 }
 
 const Frame& PythonCall::frame() const {
-    if (frame_ == nullptr) throw std::runtime_error("this call has ended; it can be looked at in the function that was called with it alone");
+    if (frame_ == nullptr)
+        throw std::runtime_error(
+            "this call has ended; it can be looked at in the function that was called with it alone");
     return *frame_;
 }
 

@@ -9,10 +9,18 @@ Role parse_role(const std::string& name) {
         const char* name;
         Role role;
     } kRoles[] = {
-        {"tensor", Role::kTensor}, {"tensor_any", Role::kAnyTensor},   {"info", Role::kInfo},
-        {"int", Role::kInt},       {"int_noalign", Role::kUnalignedInt}, {"int_width", Role::kWidth},
-        {"exact", Role::kExact},   {"float", Role::kFloat},            {"float_exact", Role::kExactFloat},
-        {"bool", Role::kBool},     {"text", Role::kText},              {"ints", Role::kInts},
+        {"tensor", Role::kTensor},
+        {"tensor_any", Role::kAnyTensor},
+        {"info", Role::kInfo},
+        {"int", Role::kInt},
+        {"int_noalign", Role::kUnalignedInt},
+        {"int_width", Role::kWidth},
+        {"exact", Role::kExact},
+        {"float", Role::kFloat},
+        {"float_exact", Role::kExactFloat},
+        {"bool", Role::kBool},
+        {"text", Role::kText},
+        {"ints", Role::kInts},
     };
     std::string known;
     for (const auto& row : kRoles) {
@@ -37,22 +45,24 @@ opk_value Frame::pointed(int32_t kind, const void* value) {
 
 const Source& source_at(const Sources& sources, int64_t number) {
     if (number < 0 || static_cast<size_t>(number) >= sources.size())
-        throw std::invalid_argument("an entry asks for the source " + std::to_string(number) + " of " + std::to_string(sources.size()));
+        throw std::invalid_argument("an entry asks for the source " + std::to_string(number) + " of " +
+                                    std::to_string(sources.size()));
     return sources[static_cast<size_t>(number)];
 }
 
 void require_tensor(const Sources& sources, int64_t number, const char* what) {
     const Source& source = source_at(sources, number);
-    if (!source.tensor()) throw std::invalid_argument(std::string(what) + " asks for a tensor, and " + source.name + " is none");
+    if (!source.tensor())
+        throw std::invalid_argument(std::string(what) + " asks for a tensor, and " + source.name + " is none");
 }
 
 // By torch's numbers, as in c10/core/ScalarType.h of torch 2.13.
 int64_t element_bytes(int32_t dtype) {
     static constexpr int8_t kBytes[] = {
-        1, 1, 2, 4, 8, 2, 4, 8, 4, 8, 16, 1,             // uint8 to bool
-        1, 1, 4, 2, 1, 1, 1, 1, 1, 1, 2,                 // qint8 to bits16, bfloat16 among them
-        1, 1, 1, 1, 2, 4, 8,                             // float8_e5m2 to uint64
-        1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,  // uint1 to float4_e2m1fn_x2
+        1, 1, 2, 4, 8, 2, 4, 8, 4, 8, 16, 1,              // uint8 to bool
+        1, 1, 4, 2, 1, 1, 1, 1, 1, 1, 2,                  // qint8 to bits16, bfloat16 among them
+        1, 1, 1, 1, 2, 4, 8,                              // float8_e5m2 to uint64
+        1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,  1, 1, 1, 1, 1,  // uint1 to float4_e2m1fn_x2
     };
     static_assert(sizeof kBytes == 46);
     if (dtype < 0 || dtype >= static_cast<int32_t>(sizeof kBytes))

@@ -10,8 +10,20 @@
 namespace opkit::launch {
 
 // What of a source's value a launcher tells calls apart by; see Launcher in opkit/_core.pyi.
-enum class Role : uint8_t { kTensor, kAnyTensor, kInfo, kInt, kUnalignedInt, kWidth, kExact, kFloat, kExactFloat, kBool,
-                            kText, kInts };
+enum class Role : uint8_t {
+    kTensor,
+    kAnyTensor,
+    kInfo,
+    kInt,
+    kUnalignedInt,
+    kWidth,
+    kExact,
+    kFloat,
+    kExactFloat,
+    kBool,
+    kText,
+    kInts
+};
 
 // Throws std::invalid_argument where there is no such role.
 Role parse_role(const std::string& name);
@@ -20,11 +32,11 @@ constexpr int32_t kPlain = -1;
 
 struct Source {
     Role role;
-    std::string name;          // of the argument or output
+    std::string name;             // of the argument or output
     int32_t kind = OPK_KIND_INT;  // an opk_kind
-    int32_t pointer = kPlain;  // an opk_kind: the value is a pointer to one such, null for None
-    size_t length = 0;         // of a list: which value holds its length
-    bool output = false;       // a new tensor
+    int32_t pointer = kPlain;     // an opk_kind: the value is a pointer to one such, null for None
+    size_t length = 0;            // of a list: which value holds its length
+    bool output = false;          // a new tensor
 
     bool tensor() const { return role <= Role::kInfo; }
     bool real() const { return kind == OPK_KIND_FLOAT; }

@@ -37,7 +37,8 @@ void correct(const Driver& driver, const Geometry& geometry, const MapLayout& la
     if (driver.loaded_version() > 13010) return;
     uint64_t last = 0;
     for (int64_t d = 0; d < rank; d++)
-        last += (geometry.sizes[d] - 1) * (d == 0 ? static_cast<uint64_t>(layout.element_size) : geometry.strides[d - 1]);
+        last +=
+            (geometry.sizes[d] - 1) * (d == 0 ? static_cast<uint64_t>(layout.element_size) : geometry.strides[d - 1]);
     if (last + 1 < 128 * 1024) map.words[1] &= ~(uint64_t{1} << 21);
 }
 
@@ -46,6 +47,8 @@ void correct(const Driver& driver, const Geometry& geometry, const MapLayout& la
 TensorMap::TensorMap(MapLayout layout) : layout_(std::move(layout)) {
     if (layout_.block.empty() || layout_.block.size() > kMostDims)
         throw std::invalid_argument("a tensor descriptor has from 1 to 5 dimensions");
+    if (layout_.sizes.size() != layout_.strides.size())
+        throw std::invalid_argument("a tensor descriptor has as many strides as sizes");
     if (layout_.element_size <= 0) throw std::invalid_argument("a tensor descriptor needs the size of its elements");
 }
 
@@ -55,12 +58,18 @@ void TensorMap::write(const Driver& driver, const Frame& frame, EncodedMap& map)
         map = EncodedMap{};
         return;
     }
+    opk_tensor seen = *tensor;
+    if (!layout_.sizes.empty()) {
+        seen.sizes = layout_.sizes.data();
+        seen.strides = layout_.strides.data();
+        seen.rank = static_cast<int64_t>(layout_.sizes.size());
+    }
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!encodes(*tensor)) {
-        encode(driver, frame, *tensor);
-    } else if (address_ != tensor->data) {
-        driver(driver.replace_address, static_cast<void*>(&encoded_), tensor->data);
-        address_ = tensor->data;
+    if (!encodes(seen)) {
+        encode(driver, frame, seen);
+    } else if (address_ != seen.data) {
+        driver(driver.replace_address, static_cast<void*>(&encoded_), seen.data);
+        address_ = seen.data;
     }
     map = encoded_;
 }
@@ -99,12 +108,12 @@ void TensorMap::remember(const opk_tensor& tensor) {
 
 void TensorMap::refuse(const Frame& frame, const opk_tensor& tensor, const std::string& reason) const {
     const std::vector<int64_t> block(layout_.block.begin(), layout_.block.end());
-    throw std::runtime_error("no tensor descriptor can be made of " +
-                             frame.source(static_cast<size_t>(layout_.source)).name + ": " + reason + "; its sizes are " +
-                             list(tensor.sizes, tensor.rank) + ", its strides " + list(tensor.strides, tensor.rank) +
-                             " in elements of " + std::to_string(layout_.element_size) + " bytes, the block is " +
-                             list(block.data(), static_cast<int64_t>(block.size())) +
-                             ". The address and all strides but the last must be multiples of 16 bytes");
+    throw std::runtime_error(
+        "no tensor descriptor can be made of " + frame.source(static_cast<size_t>(layout_.source)).name + ": " +
+        reason + "; its sizes are " + list(tensor.sizes, tensor.rank) + ", its strides " +
+        list(tensor.strides, tensor.rank) + " in elements of " + std::to_string(layout_.element_size) +
+        " bytes, the block is " + list(block.data(), static_cast<int64_t>(block.size())) +
+        ". The address and all strides but the last must be multiples of 16 bytes");
 }
 
 }  // namespace opkit::launch

@@ -20,6 +20,7 @@ struct MapLayout {
     int64_t element_size = 0;  // in bytes
     std::vector<uint32_t> block;
     bool nan_padding = false, tf32 = false, packed_fp4 = false;
+    std::vector<int64_t> sizes, strides;  // what it describes in place of the tensor's own, unless they are empty
 };
 
 // One descriptor of an entry. It is encoded when the tensor's sizes or strides change; otherwise its address is replaced.

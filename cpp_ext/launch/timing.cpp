@@ -66,7 +66,8 @@ public:
     // Launches so many times; the milliseconds that each took.
     std::vector<double> launch(int64_t count) {
         while (events_.size() < 2 * static_cast<size_t>(count)) events_.emplace_back(driver_);
-        for (int64_t i = 0; i < count; i++) launch_once(events_[static_cast<size_t>(2 * i)], events_[static_cast<size_t>(2 * i + 1)]);
+        for (int64_t i = 0; i < count; i++)
+            launch_once(events_[static_cast<size_t>(2 * i)], events_[static_cast<size_t>(2 * i + 1)]);
         std::vector<double> took;
         events_[static_cast<size_t>(2 * count - 1)].await();
         for (int64_t i = 0; i < count; i++)
@@ -87,7 +88,8 @@ public:
 
 private:
     void launch_once(const Event& before, const Event& after) {
-        driver_(driver_.fill, reinterpret_cast<uint64_t>(flushed_.data()), uint8_t{0}, static_cast<size_t>(kFlushed), frame_.stream);
+        driver_(driver_.fill, reinterpret_cast<uint64_t>(flushed_.data()), uint8_t{0}, static_cast<size_t>(kFlushed),
+                frame_.stream);
         entry_.prepare(frame_);
         before.record(frame_.stream);
         entry_.run(frame_);
@@ -106,7 +108,8 @@ private:
 
 double time(const Entry& entry, const Frame& frame, const TimeLimits& limits, const std::vector<int64_t>& written) {
     if (Driver::is_captured(frame.stream))
-        throw std::runtime_error("nothing can be measured while the stream is being captured; call the operator once before the capture");
+        throw std::runtime_error(
+            "nothing can be measured while the stream is being captured; call the operator once before the capture");
     if (entry.empty()) return 0;
     const Driver& driver = entry.binary().driver();
     driver.enter(frame.device);

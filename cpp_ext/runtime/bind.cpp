@@ -20,7 +20,8 @@ void bind_runtime(py::module_& m) {
         .def(
             "register",
             [](const KernelLibrary& self, const std::string& op, const std::string& key, bool with_layout) {
-                return std::make_unique<Registration>(op, key, with_layout ? self.boxed_with_layout : self.boxed);
+                const BoxedKernel function = with_layout ? self.boxed_with_layout : self.boxed;
+                return std::make_unique<Registration>(op, key, function, self.lease);
             },
             py::arg("op"), py::arg("key"), py::arg("with_layout"))
         .def(

@@ -22,10 +22,22 @@ int64_t count_tensors(const opk_kernel& kernel, const opk_input* inputs) {
 }
 
 bool points(int32_t source) {
-    return source == OPK_FROM_DATA || source == OPK_FROM_DATA_LIST || source == OPK_FROM_CONTIGUOUS_TENSOR;
+    return source == OPK_FROM_DATA || source == OPK_FROM_DATA_LIST || source == OPK_FROM_PACKED_TENSOR;
 }
 
-bool takes_tensor(int32_t source) { return source <= OPK_FROM_TENSOR_LIST || source == OPK_FROM_CONTIGUOUS_TENSOR; }
+bool takes_tensor(int32_t source) { return source <= OPK_FROM_TENSOR_LIST || source == OPK_FROM_PACKED_TENSOR; }
+
+// Whether the strides follow from the sizes and from those strides that the kernel is told.
+bool packed(const View& view, uint32_t told) {
+    int64_t expected = 1;
+    for (int64_t d = view.rank; d-- > 0;) {
+        const bool free = (told >> d & 1) != 0 || (told >> (15 + view.rank - d) & 1) != 0;
+        if (!free && view.sizes[d] != 1 && view.strides[d] != expected) return false;
+        if (free || view.sizes[d] != 1) expected = view.strides[d];
+        expected *= view.sizes[d];
+    }
+    return true;
+}
 
 bool same_layout(const View& a, const View& b) {
     return a.rank == b.rank && a.dtype == b.dtype && std::equal(a.sizes, a.sizes + a.rank, b.sizes) &&
@@ -241,9 +253,12 @@ void Call::mark_operands() {
         const int32_t tensor = tensor_of(parameter, &count);
         const int32_t output = parameter.argument - kernel_.argument_count;
         const bool written = output >= 0 || kernel_.arguments[parameter.argument].written;
+        const uint32_t told = parameter.source == OPK_FROM_PACKED_TENSOR ? static_cast<uint32_t>(parameter.detail) : 0;
         for (int64_t j = 0; j < count; j++) {
-            operands_[tensor + j].pointed |= points(parameter.source);
-            operands_[tensor + j].written |= written;
+            Operand& operand = operands_[tensor + j];
+            if (points(parameter.source)) operand.told = operand.pointed ? operand.told & told : told;
+            operand.pointed |= points(parameter.source);
+            operand.written |= written;
         }
     }
 }
@@ -267,6 +282,8 @@ void Call::allocate_outputs() {
             check(shim().aoti_torch_empty_strided(view.rank, view.sizes, view.strides, view.dtype,
                                                   kernel_.cuda ? kCuda : kCpu, device_index_, &view.handle),
                   "allocating an output");
+            if (kernel_.cuda && device_index_ < 0)  // no argument told: it is on torch's current device
+                check(shim().aoti_torch_get_device_index(view.handle, &device_index_), "asking for an output's device");
             operands_[argument_tensors_ + i].owned = view.handle;
         }
 }
@@ -276,7 +293,8 @@ void Call::make_contiguous() {
     for (size_t i = 0; i < operands_.size(); i++) {
         Operand& operand = operands_[i];
         const View& view = views_[i];
-        if (!operand.pointed || view.contiguous || view.handle == nullptr || shares_copy(i)) continue;
+        if (!operand.pointed || view.contiguous || view.handle == nullptr) continue;
+        if ((operand.told != 0 && packed(view, operand.told)) || shares_copy(i)) continue;
         int64_t* strides = arena_.take<int64_t>(view.rank);
         for (int64_t d = view.rank, stride = 1; d-- > 0; stride *= view.sizes[d]) strides[d] = stride;
         Handle copy;

@@ -38,6 +38,7 @@ struct Operand {
     opk_tensor described;
     bool written = false;
     bool pointed = false;  // a parameter takes its elements one after another, so it must be contiguous
+    uint32_t told = 0;     // ... but for the strides of these dimensions, which it is told; see OPK_FROM_PACKED_TENSOR
 };
 
 class Call {

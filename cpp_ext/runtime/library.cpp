@@ -84,10 +84,11 @@ KernelLibrary load_kernel(const std::string& path) {
     forget_programs(*kernel);  // a kernel that is loaded again serves an operator that was defined again
     if (const void* words = dlsym(library, "opk_programs")) add_programs(*kernel, static_cast<const int64_t*>(words));
     return {kernel, function<BoxedKernel>(library, path, "opk_boxed"),
-            function<BoxedKernel>(library, path, "opk_boxed_with_layout")};
+            function<BoxedKernel>(library, path, "opk_boxed_with_layout"), nullptr};
 }
 
-Registration::Registration(const std::string& op, const std::string& key, BoxedKernel function) {
+Registration::Registration(const std::string& op, const std::string& key, BoxedKernel function, std::shared_ptr<void> lease)
+    : lease_(std::move(lease)) {
     const auto [space, name] = split(op);
     const Shim& torch = shim();
     if (torch.aoti_torch_library_init_impl(space.c_str(), key.c_str(), "opkit", 0, &library_))
@@ -101,6 +102,7 @@ Registration::Registration(const std::string& op, const std::string& key, BoxedK
 void Registration::remove() {
     if (library_ != nullptr) shim().aoti_torch_delete_library_object(library_);
     library_ = nullptr;
+    lease_ = nullptr;
 }
 
 void define_and_register(const KernelLibrary& loaded) {

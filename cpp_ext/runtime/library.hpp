@@ -16,6 +16,7 @@ const opk_runtime& runtime();
 struct KernelLibrary {
     const opk_kernel* kernel;
     BoxedKernel boxed, boxed_with_layout;
+    std::shared_ptr<void> lease = nullptr;  // of the functions, where they are lent; kept while a dispatcher may hold them
 };
 
 // Loads a kernel that opkit built. Throws std::runtime_error where the file is not one, or was built for another opkit.
@@ -25,12 +26,13 @@ KernelLibrary load_kernel(const std::string& path);
 class Registration {
 public:
     // `op` is "namespace::name" or "namespace::name.overload"; `key` a dispatch key, such as "CPU".
-    Registration(const std::string& op, const std::string& key, BoxedKernel function);
+    Registration(const std::string& op, const std::string& key, BoxedKernel function, std::shared_ptr<void> lease = nullptr);
     ~Registration() { remove(); }
     void remove();
 
 private:
     Handle library_ = nullptr;
+    std::shared_ptr<void> lease_;
 };
 
 // Defines the operator of a kernel with its schema and registers the kernel for its device: what a process without

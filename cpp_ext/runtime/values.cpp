@@ -4,6 +4,11 @@
 #include <string>
 
 namespace opkit {
+namespace {
+
+int64_t nothing = 0;  // what an empty list's address is
+
+}  // namespace
 
 int32_t Call::run(const char** text) {
     Small<opk_value, kMostParameters> values(kernel_.parameter_count);
@@ -18,7 +23,7 @@ opk_value Call::value(const opk_parameter& parameter) {
     switch (parameter.source) {
         case OPK_FROM_DATA:
         case OPK_FROM_TENSOR:
-        case OPK_FROM_CONTIGUOUS_TENSOR:
+        case OPK_FROM_PACKED_TENSOR:
         case OPK_FROM_NUMEL:
         case OPK_FROM_RANK:
         case OPK_FROM_SIZE:
@@ -35,6 +40,7 @@ opk_value Call::value(const opk_parameter& parameter) {
         case OPK_FROM_STRING:
         case OPK_FROM_VALUES:  // all of these are pointers in the union
             result.p = input->present ? const_cast<char*>(input->as.text) : nullptr;
+            if (input->present && result.p == nullptr) result.p = &nothing;  // an empty list is not None
             return result;
         case OPK_FROM_LENGTH: result.i = input->present ? input->count : 0; return result;
         case OPK_FROM_NAMED_SIZE: result.i = sizes_[parameter.detail] < 0 ? 0 : sizes_[parameter.detail]; return result;
@@ -55,7 +61,7 @@ opk_value Call::tensor_value(const opk_parameter& parameter) {
     opk_value result;
     if (parameter.source == OPK_FROM_DATA)
         result.p = view.handle == nullptr ? nullptr : pointer(tensor);
-    else if (parameter.source == OPK_FROM_TENSOR || parameter.source == OPK_FROM_CONTIGUOUS_TENSOR)
+    else if (parameter.source == OPK_FROM_TENSOR || parameter.source == OPK_FROM_PACKED_TENSOR)
         result.p = const_cast<opk_tensor*>(describe(tensor));
     else
         result.i = view.handle == nullptr ? 0 : dimension(parameter, view);
@@ -65,6 +71,7 @@ opk_value Call::tensor_value(const opk_parameter& parameter) {
 int64_t Call::dimension(const opk_parameter& parameter, const View& view) const {
     if (parameter.source == OPK_FROM_NUMEL) return view.numel();
     if (parameter.source == OPK_FROM_RANK) return view.rank;
+    if (parameter.detail < -view.rank) return parameter.source == OPK_FROM_SIZE ? 1 : 0;  // a leading dimension is missing
     const int64_t d = parameter.detail < 0 ? parameter.detail + view.rank : parameter.detail;
     if (d < 0 || d >= view.rank)
         throw std::out_of_range("the parameter " + std::string(parameter.name) + " asks for dimension " +

@@ -11,7 +11,7 @@ from opkit.kernels.slots import Slot
 
 SOURCES = (
     "DATA", "TENSOR", "DATA_LIST", "TENSOR_LIST", "SCALAR", "SCALAR_POINTER", "STRING", "VALUES", "LENGTH", "NAMED_SIZE",
-    "NUMEL", "RANK", "SIZE", "STRIDE", "STREAM", "INT_CONSTANT", "FLOAT_CONSTANT", "CONTIGUOUS_TENSOR",
+    "NUMEL", "RANK", "SIZE", "STRIDE", "STREAM", "INT_CONSTANT", "FLOAT_CONSTANT", "PACKED_TENSOR",
 )  # fmt: skip
 """The ends of the names of ``opk_source``, in order."""
 

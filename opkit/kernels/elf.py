@@ -1,4 +1,4 @@
-"""What an ELF file says of itself, read without loading it: the machine that it is for and the symbols that it exports."""
+"""What an ELF file says of itself, read without loading it: its machine, the symbols that it exports, its sections."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ from typing import NamedTuple
 _MAGIC = b"\x7fELF"
 _HEADER = 20  # bytes: up to and with the machine
 _DYNSYM = 11  # a section's type: symbols for the loader
+_NOBITS = 8  # and one that takes memory, but no room in the file
 _KINDS = {0: "function", 1: "variable", 2: "function", 6: "variable", 10: "function"}  # 10: chosen when loaded
 _LOCAL = 0  # a symbol's binding
 
 
 class _Section(NamedTuple):
+    name: int
     kind: int
     offset: int
     size: int
     link: int
+
+
+class Section(NamedTuple):
+    """What lies in a section, and how much memory it takes: more than lies there where it starts as zeros."""
+
+    data: bytes
+    size: int
 
 
 def own(path: str | Path) -> bool:
@@ -51,6 +60,34 @@ def exported(path: str | Path) -> dict[str, str] | None:
         return None
 
 
+def sections(image: bytes) -> dict[str, Section] | None:
+    """The sections of a file by their names; None if they cannot be read. Of two of one name, the last.
+
+    >>> sections(b"no such file")
+    """
+    try:
+        return _named(image) if image.startswith(_MAGIC) and image[4] == 2 else None
+    except (ValueError, struct.error, IndexError):
+        return None
+
+
+def _named(image: bytes) -> dict[str, Section]:
+    order = "<" if image[5] == 1 else ">"
+    listed = _sections(image, order)
+    (place,) = struct.unpack_from(f"{order}H", image, 0x3E)
+    names = image[listed[place].offset :]
+    return {_text(names, section.name): _read(image, section) for section in listed}
+
+
+def _read(image: bytes, section: _Section) -> Section:
+    length = 0 if section.kind == _NOBITS else section.size
+    return Section(image[section.offset : section.offset + length], section.size)
+
+
+def _text(names: bytes, start: int) -> str:
+    return names[start : names.index(b"\0", start)].decode("utf-8", "replace")
+
+
 def _exported(data: mmap.mmap) -> dict[str, str] | None:
     if data[:4] != _MAGIC or data[4] != 2:
         return None
@@ -65,13 +102,13 @@ def _exported(data: mmap.mmap) -> dict[str, str] | None:
     return dict(_symbols(symbols, names, order))
 
 
-def _sections(data: mmap.mmap, order: str) -> list[_Section]:
+def _sections(data: mmap.mmap | bytes, order: str) -> list[_Section]:
     (start,) = struct.unpack_from(f"{order}Q", data, 0x28)
     size, count = struct.unpack_from(f"{order}HH", data, 0x3A)
     found = []
     for number in range(count):
         words = struct.unpack_from(f"{order}IIQQQQI", data, start + number * size)
-        found.append(_Section(words[1], words[4], words[5], words[6]))
+        found.append(_Section(words[0], words[1], words[4], words[5], words[6]))
     return found
 
 
@@ -79,6 +116,5 @@ def _symbols(symbols: bytes, names: bytes, order: str) -> list[tuple[str, str]]:
     found = []
     for name, info, _, section, _, _ in struct.iter_unpack(f"{order}IBBHQQ", symbols):
         if section != 0 and info >> 4 != _LOCAL and info & 15 in _KINDS:
-            text = names[name : names.index(b"\0", name)]
-            found.append((text.decode("utf-8", "replace"), _KINDS[info & 15]))
+            found.append((_text(names, name), _KINDS[info & 15]))
     return found

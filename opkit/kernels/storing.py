@@ -97,8 +97,12 @@ def _prepare(directory: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
 
 
-def _prepare_own(directory: Path) -> None:
-    """The same for a folder of the cache's, which must be this user's and closed to writing by others."""
+def prepare_own(directory: Path) -> None:
+    """Make a folder of a cache's, which must be this user's and closed to writing by others; and those above it.
+
+    Raises:
+        OSError: it cannot be made, is no folder, or belongs to another user.
+    """
     _prepare(directory)
     status = directory.stat()
     if status.st_uid != os.geteuid():
@@ -120,8 +124,8 @@ def lock(place: Path, key: str, tick: Callable[[], None]) -> Iterator[None]:
     import filelock  # imported here: most processes find all they need in the cache
 
     above = cache.folder(place, key).parent
-    _prepare_own(place)
-    _prepare_own(above)
+    prepare_own(place)
+    prepare_own(above)
     held = filelock.FileLock(above / f"{key}.lock")
     deadline = time.monotonic() + 2 * config.get().build_timeout
     with contextlib.ExitStack() as stack, contextlib.suppress(NotImplementedError):
@@ -137,7 +141,7 @@ def lock(place: Path, key: str, tick: Callable[[], None]) -> Iterator[None]:
 def workspace(place: Path, key: str) -> Iterator[Path]:
     """An empty folder on the cache's file system, removed at the end if it is still there."""
     above = place / cache.TEMPORARY
-    _prepare_own(above)
+    prepare_own(above)
     if place not in _swept:
         _swept.add(place)
         cache.sweep(place, max(_HOUR, 2 * config.get().build_timeout))
@@ -165,7 +169,7 @@ def find(place: Path, key: str) -> Path | None:
 def discard(place: Path, key: str) -> None:
     """Take an entry out of the way by one rename, so that nobody sees half of it; then remove it."""
     above = place / cache.TEMPORARY
-    _prepare_own(above)
+    prepare_own(above)
     away = Path(tempfile.mkdtemp(prefix=f"{key[:8]}-", dir=above))
     with contextlib.suppress(FileNotFoundError):
         os.rename(cache.folder(place, key), away / "entry")
@@ -205,7 +209,7 @@ def keep_failed(place: Path, key: str, workspace: Path) -> None:
     """Keep what a compiler refused, so that its command can be run again; the oldest of many are dropped."""
     failed = failed_folder(place, key)
     with contextlib.suppress(OSError):
-        _prepare_own(failed.parent)
+        prepare_own(failed.parent)
         cache.remove_tree(failed)
         os.rename(workspace, failed)
         by_age = sorted(failed.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from opkit.errors import ArgumentError, OpkitError, PackageError, ToolchainError
 from opkit.kernels import compilation, package, portable, units
@@ -19,6 +20,9 @@ from opkit.kernels.progress import Progress
 from opkit.op import registry
 from opkit.op.example_calls import programs
 from opkit.op.native import NativeFunction
+
+if TYPE_CHECKING:
+    from opkit.op.operator import CustomOp
 
 DEFAULT_ISAS = {"x86_64": ("baseline", "avx2", "avx512"), "aarch64": ("neon",)}
 """What kernels are built for that do not say it themselves, on each kind of machine."""
@@ -106,16 +110,21 @@ def build(
     return Report(folder, manifest.libraries, counts, notes, reasons)
 
 
-def native_functions(module: str) -> list[NativeFunction]:
-    """The native kernels of the operators that a module, or one below its package, defines."""
+def operators_of(module: str) -> list[CustomOp[Any, Any]]:
+    """The operators that a module, or one below its package, defines."""
     above = _package(module)
-    found: list[NativeFunction] = []
+    found: list[CustomOp[Any, Any]] = []
     for op in registry.operators():
-        operator = op._operator  # pyright: ignore[reportPrivateUsage]
-        where = str(getattr(operator.function, "__module__", ""))
+        where = str(getattr(op._operator.function, "__module__", ""))  # pyright: ignore[reportPrivateUsage]
         if where in (module, above) or where.startswith(f"{above}."):
-            found += [k.function for k in operator.kernels.kernels if isinstance(k.function, NativeFunction)]
+            found.append(op)
     return found
+
+
+def native_functions(module: str) -> list[NativeFunction]:
+    """The native kernels of those operators."""
+    kernels = [kernel for op in operators_of(module) for kernel in op._operator.kernels.kernels]  # pyright: ignore[reportPrivateUsage]
+    return [kernel.function for kernel in kernels if isinstance(kernel.function, NativeFunction)]
 
 
 def _package(module: str) -> str:

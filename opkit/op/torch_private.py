@@ -5,7 +5,7 @@ used under that spelling elsewhere.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportAttributeAccessIssue=false, reportUnknownArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportUnknownArgumentType=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 

@@ -12,18 +12,25 @@
 typedef struct {
     uint32_t grid[3], block[3], shared;
     void* stream;
-    struct { uint32_t id, padding, value[16]; }* attributes;
+    struct {
+        uint32_t id, padding, value[16];
+    }* attributes;
     uint32_t attribute_count;
 } Config;
 
-typedef struct { char name[128]; } Kernel;
+typedef struct {
+    char name[512];
+} Kernel;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static char text[1 << 20];
 static size_t used;
 static char failing[64];
 static int failing_with;
-static int capturing, driver_version = 13020, most_shared = 232448, quiet, mode;
+#ifndef HIP
+static int most_shared = 232448;
+#endif
+static int capturing, driver_version = 13020, quiet, mode;
 static _Thread_local void* context = (void*)1;
 static float took = 0.25f;
 static int launches;
@@ -48,7 +55,9 @@ void fake_quiet(int on) { quiet = on; }
 void fake_capture(int on) { capturing = on; }
 void fake_context(void* current) { context = current; }
 void fake_driver_version(int version) { driver_version = version; }
-void fake_fail(const char* function, int error) { snprintf(failing, sizeof failing, "%s", function), failing_with = error; }
+void fake_fail(const char* function, int error) {
+    snprintf(failing, sizeof failing, "%s", function), failing_with = error;
+}
 
 void fake_reset(void) {
     used = 0, text[0] = 0, failing[0] = 0, capturing = 0, quiet = 0, launches = 0, mode = 0, driver_version = 13020;
@@ -70,7 +79,8 @@ double fake_time_calls(int (*call)(const void* values, const char** problem), co
 
 static int sizes_of(const Kernel* kernel, size_t* sizes) {
     int count = 0;
-    for (const char* at = strchr(kernel->name, ' '); at != NULL; at = strchr(at + 1, ' ')) sizes[count++] = strtoul(at + 1, NULL, 10);
+    for (const char* at = strchr(kernel->name, ' '); at != NULL; at = strchr(at + 1, ' '))
+        sizes[count++] = strtoul(at + 1, NULL, 10);
     return count;
 }
 
@@ -89,18 +99,20 @@ static void execute(const Kernel* kernel, const uint32_t* grid, void** parameter
 }
 
 static int run(const char* function, const Kernel* kernel, const Config* config, void** parameters) {
-    size_t sizes[64];
+    size_t sizes[128];
     char line[4096];
     int at = 0;
-    const int count = sizes_of(kernel, sizes), error = failed(function);
     __atomic_fetch_add(&launches, 1, __ATOMIC_RELAXED);
+    if (quiet && strncmp(kernel->name, "none ", 5) == 0) return 0; /* at no cost of its own */
+    const int count = sizes_of(kernel, sizes), error = failed(function);
     if (!quiet) {
         const uint32_t *grid = config->grid, *block = config->block;
-        at += sprintf(line, "%s|%s|%u,%u,%u|%u,%u,%u|%u|%p|", function, kernel->name, grid[0], grid[1], grid[2], block[0], block[1],
-                      block[2], config->shared, config->stream);
+        at += sprintf(line, "%s|%s|%u,%u,%u|%u,%u,%u|%u|%p|", function, kernel->name, grid[0], grid[1], grid[2],
+                      block[0], block[1], block[2], config->shared, config->stream);
         for (uint32_t i = 0; i < config->attribute_count; i++)
-            at += sprintf(line + at, "%s%u=%u,%u,%u", i ? " " : "", config->attributes[i].id, config->attributes[i].value[0],
-                          config->attributes[i].value[1], config->attributes[i].value[2]);
+            at +=
+                sprintf(line + at, "%s%u=%u,%u,%u", i ? " " : "", config->attributes[i].id,
+                        config->attributes[i].value[0], config->attributes[i].value[1], config->attributes[i].value[2]);
         for (int i = 0; i < count; i++) {
             at += sprintf(line + at, "%s", i ? " " : "|");
             for (size_t j = 0; j < sizes[i]; j++) at += sprintf(line + at, "%02x", ((uint8_t*)parameters[i])[j]);
@@ -125,12 +137,16 @@ int API(cuInit, hipInit)(uint32_t flags) { return (int)flags; }
 int API(cuDriverGetVersion, hipDriverGetVersion)(int* version) { return *version = driver_version, 0; }
 
 int API(cuGetErrorName, hipDrvGetErrorName)(int error, const char** name) {
-    *name = error == 1 ? "CUDA_ERROR_INVALID_VALUE" : error == 701 ? "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES" : "CUDA_ERROR_UNKNOWN";
+    *name = error == 1     ? "CUDA_ERROR_INVALID_VALUE"
+            : error == 701 ? "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
+                           : "CUDA_ERROR_UNKNOWN";
     return 0;
 }
 
 int API(cuGetErrorString, hipDrvGetErrorString)(int error, const char** string) {
-    *string = error == 1 ? "invalid argument" : error == 701 ? "too many resources requested for launch" : "unknown error";
+    *string = error == 1     ? "invalid argument"
+              : error == 701 ? "too many resources requested for launch"
+                             : "unknown error";
     return 0;
 }
 
@@ -156,16 +172,17 @@ int API(cuFuncGetAttribute, hipFuncGetAttribute)(int* value, int attribute, void
     return 0;
 }
 
-int API(cuLaunchKernel, hipModuleLaunchKernel)(void* function, uint32_t gx, uint32_t gy, uint32_t gz, uint32_t bx, uint32_t by,
-                                               uint32_t bz, uint32_t shared, void* stream, void** parameters, void** extra) {
+int API(cuLaunchKernel, hipModuleLaunchKernel)(void* function, uint32_t gx, uint32_t gy, uint32_t gz, uint32_t bx,
+                                               uint32_t by, uint32_t bz, uint32_t shared, void* stream,
+                                               void** parameters, void** extra) {
     const Config config = {{gx, gy, gz}, {bx, by, bz}, shared, stream, NULL, 0};
     (void)extra;
     return run(NAME(cuLaunchKernel, hipModuleLaunchKernel), function, &config, parameters);
 }
 
-int API(cuLaunchCooperativeKernel, hipModuleLaunchCooperativeKernel)(void* function, uint32_t gx, uint32_t gy, uint32_t gz,
-                                                                     uint32_t bx, uint32_t by, uint32_t bz, uint32_t shared,
-                                                                     void* stream, void** parameters) {
+int API(cuLaunchCooperativeKernel, hipModuleLaunchCooperativeKernel)(void* function, uint32_t gx, uint32_t gy,
+                                                                     uint32_t gz, uint32_t bx, uint32_t by, uint32_t bz,
+                                                                     uint32_t shared, void* stream, void** parameters) {
     const Config config = {{gx, gy, gz}, {bx, by, bz}, shared, stream, NULL, 0};
     return run(NAME(cuLaunchCooperativeKernel, hipModuleLaunchCooperativeKernel), function, &config, parameters);
 }
@@ -189,10 +206,16 @@ int API(cuMemcpyDtoDAsync_v2, hipMemcpyDtoDAsync)(uint64_t target, uint64_t sour
 
 int API(cuEventCreate, hipEventCreateWithFlags)(void** event, uint32_t flags) { return *event = malloc(1), (int)flags; }
 int API(cuEventDestroy_v2, hipEventDestroy)(void* event) { return free(event), 0; }
-int API(cuEventRecord, hipEventRecord)(void* event, void* stream) { return (void)event, note("record|%p\n", stream), 0; }
+int API(cuEventRecord, hipEventRecord)(void* event, void* stream) {
+    return (void)event, note("record|%p\n", stream), 0;
+}
 int API(cuEventSynchronize, hipEventSynchronize)(void* event) { return (void)event, 0; }
-int API(cuEventElapsedTime, hipEventElapsedTime)(float* ms, void* a, void* b) { return (void)a, (void)b, *ms = took, 0; }
-int API(cuStreamIsCapturing, hipStreamIsCapturing)(void* stream, int* status) { return (void)stream, *status = capturing, 0; }
+int API(cuEventElapsedTime, hipEventElapsedTime)(float* ms, void* a, void* b) {
+    return (void)a, (void)b, *ms = took, 0;
+}
+int API(cuStreamIsCapturing, hipStreamIsCapturing)(void* stream, int* status) {
+    return (void)stream, *status = capturing, 0;
+}
 
 int API(cuThreadExchangeStreamCaptureMode, hipThreadExchangeStreamCaptureMode)(int* exchanged) {
     const int before = mode;
@@ -206,30 +229,41 @@ int hipGetDevice(int* device) { return *device = 0; }
 int hipSetDevice(int device) { return note("device|%d\n", device), 0; }
 #else
 int cuDeviceGet(int* handle, int device) { return *handle = device, 0; }
-int cuDeviceGetAttribute(int* value, int attribute, int device) { return (void)device, *value = attribute == 97 ? most_shared : 0, 0; }
-int cuDevicePrimaryCtxRetain(void** made, int device) { return *made = (void*)(intptr_t)(device + 1), note("retain|%d\n", device), 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+    return (void)device, *value = attribute == 97 ? most_shared : 0, 0;
+}
+int cuDevicePrimaryCtxRetain(void** made, int device) {
+    return *made = (void*)(intptr_t)(device + 1), note("retain|%d\n", device), 0;
+}
 int cuCtxGetCurrent(void** current) { return *current = context, 0; }
 int cuCtxSetCurrent(void* made) { return context = made, 0; }
-int cuFuncSetAttribute(void* function, int attribute, int value) { return (void)function, note("attribute|%d|%d\n", attribute, value), 0; }
+int cuFuncSetAttribute(void* function, int attribute, int value) {
+    return (void)function, note("attribute|%d|%d\n", attribute, value), 0;
+}
 int cuFuncSetCacheConfig(void* function, int preference) { return (void)function, note("cache|%d\n", preference), 0; }
 
 int cuFuncGetParamInfo(void* function, size_t i, size_t* offset, size_t* size) {
-    size_t sizes[64];
+    size_t sizes[128];
     if ((int)i >= sizes_of(function, sizes)) return 1;
     return *offset = 0, *size = sizes[i], 0;
 }
 
-int cuTensorMapEncodeTiled(uint64_t* map, int type, uint32_t rank, void* address, const uint64_t* sizes, const uint64_t* strides,
-                           const uint32_t* block, const uint32_t* each, int interleave, int swizzle, int promotion, int fill) {
+int cuTensorMapEncodeTiled(uint64_t* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
+                           const uint64_t* strides, const uint32_t* block, const uint32_t* each, int interleave,
+                           int swizzle, int promotion, int fill) {
     char line[512];
     int at = 0;
     for (uint32_t d = 0; d < rank; d++)
-        at += sprintf(line + at, "%llu:%llu:%u:%u ", (unsigned long long)sizes[d], d ? (unsigned long long)strides[d - 1] : 0, block[d], each[d]);
-    note("encode|%d|%u|%s|%d|%d|%d|%d|%d\n", type, rank, line, interleave, swizzle, promotion, fill, (int)((uintptr_t)map % 64));
+        at += sprintf(line + at, "%llu:%llu:%u:%u ", (unsigned long long)sizes[d],
+                      d ? (unsigned long long)strides[d - 1] : 0, block[d], each[d]);
+    note("encode|%d|%u|%s|%d|%d|%d|%d|%d\n", type, rank, line, interleave, swizzle, promotion, fill,
+         (int)((uintptr_t)map % 64));
     memset(map, 0xff, 128);
     map[0] = (uint64_t)(uintptr_t)address;
     return failed("cuTensorMapEncodeTiled");
 }
 
-int cuTensorMapReplaceAddress(uint64_t* map, void* address) { return note("replace\n"), map[0] = (uint64_t)(uintptr_t)address, 0; }
+int cuTensorMapReplaceAddress(uint64_t* map, void* address) {
+    return note("replace\n"), map[0] = (uint64_t)(uintptr_t)address, 0;
+}
 #endif

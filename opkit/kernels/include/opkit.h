@@ -132,7 +132,10 @@ enum opk_source { /* what a parameter of the C function is given */
     OPK_FROM_SIZE = 12, OPK_FROM_STRIDE = 13, /* detail: the dimension; negative ones count from the end */
     OPK_FROM_STREAM = 14,  /* torch's current CUDA stream */
     OPK_FROM_INT_CONSTANT = 15, OPK_FROM_FLOAT_CONSTANT = 16,
-    OPK_FROM_CONTIGUOUS_TENSOR = 17 /* a pointer to an opk_tensor that is contiguous, or was made so */
+    /* A pointer to an opk_tensor that is contiguous, or was made so, but for the strides that the kernel is told: each other
+     * dimension lies around the one after it without gaps. detail: bit d for the stride of the dimension d, bit 15 + d for
+     * that of the d-th from the end. */
+    OPK_FROM_PACKED_TENSOR = 17
 };
 
 /* Element types that a pointer asks for: an opk_dtype, or one of these. */

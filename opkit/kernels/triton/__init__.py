@@ -1,1 +1,1 @@
-"""Triton and Gluon kernels as kernels of an operator."""
+"""Triton kernels, without torch: compiled for any architecture, timed, and their results kept."""

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
+_BITS = re.compile(r"\d+$")
+_BYTES = {
+    "ptr": 8,
+    "map": 128,
+    "padding_nan": 1,
+    "round_tf32": 1,
+    "offset": 4,
+    "total": 4,
+    "scratch": 8,
+    "profile_scratch": 8,
+}
 _IN_A_LIST = ("params", "maps", "cluster")
 
 
@@ -31,6 +43,16 @@ class Param:
     kind: str
     name: str = ""
     detail: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes.
+
+        >>> Param("i1", "causal").size, Param("size32", "x_desc", 0).size, Param("map", "x_desc").size
+        (1, 4, 128)
+        """
+        bits = _BITS.search(self.kind)
+        return _BYTES[self.kind] if self.kind in _BYTES else max(1, int(bits[0]) // 8 if bits else 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opkit.errors import CompileError, KernelError, OpkitError
-from opkit.kernels.triton import layout, sources, targets
+from opkit.kernels.triton import layout, resources, sources, targets
 from opkit.kernels.triton.binaries import Binary as Binary
 from opkit.kernels.triton.binaries import Param as Param
 from opkit.kernels.triton.signatures import pointer_type as pointer_type
@@ -53,11 +53,19 @@ def build(request: Request) -> Binary:
         CompileError: Triton, LLVM or ptxas refused the kernel. Its ``log`` is all that they say; its ``command`` is
             that of ptxas, where it was that.
     """
+    return _checked(request, _binary(request, lowered(request)))
+
+
+def lowered(request: Request) -> Any:
+    """Triton's ``CompiledKernel`` for a request: its ``asm`` has the text of each stage, as "ttir", "ptx", "amdgcn".
+
+    Raises:
+        ArgumentError, KernelError, CompileError: as ``build``.
+    """
     _check(request)
     target = targets.parse(request.target)
     options = _options(request, target)
-    source = _source(request, _backend(target))
-    return _binary(request, _compiled(request, source, target, options))
+    return _compiled(request, _source(request, _backend(target)), target, options)
 
 
 def identity(request: Request) -> str:
@@ -200,7 +208,18 @@ def _said(error: Exception) -> str:
     """What the innermost of the errors says, without the listing that Triton puts before it."""
     inner = _chain(error)[-1]
     message = getattr(inner, "error_message", None) or getattr(inner, "message", None) or str(inner)
-    return f"{message}".strip() or type(inner).__name__
+    return _COMMAND.sub("", str(message)).strip() or type(inner).__name__
+
+
+def _checked(request: Request, binary: Binary) -> Binary:
+    """Another release of Triton could pass something else on: better told here than by what a kernel then reads."""
+    expected, found = [param.size for param in binary.params], resources.parameter_sizes(binary)
+    if expected != found:
+        raise KernelError(
+            f"{name_of(request.function)}: compiled for {request.target}, it takes parameters of {found} bytes where "
+            f"opkit passes {expected}: this release of Triton has other rules than opkit knows."
+        )
+    return binary
 
 
 def _binary(request: Request, compiled: Any) -> Binary:

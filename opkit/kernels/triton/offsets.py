@@ -20,6 +20,7 @@ _LISTED = re.compile(r"\)(?= attributes \{| \{)")
 _START = re.compile(r"^( *)(%[\w$.-]+) = tt\.get_program_id ([xyz]) : i32(.*)$", re.MULTILINE)
 _TOTAL = re.compile(r"^( *)(%[\w$.-]+) = tt\.get_num_programs ([xyz]) : i32(.*)$", re.MULTILINE)
 _CANNOT = "its grid is larger than the hardware's, and cannot be launched in pieces"
+_APART = "it asks for its program id in a part of it that runs in warps of its own. Ask for it in the kernel, and pass it on."
 _LEFT = re.compile(r"tt\.(?:get_program_id|get_num_programs)")
 
 
@@ -104,9 +105,7 @@ def _parsed(text: str, context: Any, kernel: str) -> Any:
         try:
             module = ir.parse_mlir_module(str(path), context)
         except RuntimeError as error:
-            raise KernelError(
-                f"{kernel}: {_CANNOT}: it asks for its program id in a part of it that runs in warps of its own. "
-                "Ask for it in the kernel, and pass it on."
-            ) from error
+            reason = _APART if "warp_specialize" in text else "this release of Triton does not read the changed IR."
+            raise KernelError(f"{kernel}: {_CANNOT}: {reason}") from error
     module.context = context
     return module

@@ -74,8 +74,8 @@ def _places(error: BaseException) -> Iterator[Place]:
     """Every line that a code generator was at, outermost first: each caller's generator runs its callee's."""
     trace = error.__traceback__
     while trace is not None:
-        generator = trace.tb_frame.f_locals.get("self")
-        node = getattr(generator, "cur_node", None)
+        generator: Any = trace.tb_frame.f_locals.get("self")
+        node: Any = getattr(generator, "cur_node", None)
         if hasattr(node, "lineno") and hasattr(generator, "begin_line"):
             yield Place(str(generator.file_name), generator.begin_line + node.lineno)
         trace = trace.tb_next

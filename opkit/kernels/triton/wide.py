@@ -3,6 +3,9 @@
 Triton's ``tl.program_id`` is an int32, so ``pid * BLOCK`` overflows for tensors of 2**31 elements and more. Here the
 function goes through a code generator of its own: a subclass of Triton's, with a subclass of its semantics. Nothing of
 Triton's is changed: the two functions of its that construct code generators run with other globals instead.
+
+Random numbers stay the same: Triton's Philox takes an offset's two halves apart. What is reckoned from ``tl.arange``,
+constants and loops between constants alone stays int32, and overflows as it does in Triton where it leaves one tile.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import ast
 import functools
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from opkit.errors import KernelError
 
@@ -93,9 +96,9 @@ def _gluon_module(target: Any, options: Any, context: Any) -> Any:
     from triton._C.libtriton import ir
     from triton.compiler.compiler import make_backend
 
-    builder = ir.builder(context)
+    builder, backend = ir.builder(context), cast("Any", make_backend(target))
     module = builder.create_module()
-    module.set_attr("ttg.target", builder.get_string_attr(make_backend(target).get_target_name(options)))
+    module.set_attr("ttg.target", builder.get_string_attr(backend.get_target_name(options)))
     numbers = {
         "ttg.num-warps": options.num_warps,
         "ttg.num-ctas": options.num_ctas,
@@ -123,8 +126,10 @@ class _Widening:
     lscope: dict[str, Any]
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.semantic = type("WideSemantic", (_Semantic, type(self.semantic)), {})(self.builder)
+        parent: Any = super()
+        parent.__init__(*args, **options)
+        kind: Any = type("WideSemantic", (_Semantic, type(self.semantic)), {})
+        self.semantic = kind(self.builder)
 
     def set_value(self, name: str, value: Any) -> None:
         """A variable that is int64 stays so when an int32 is assigned to it."""
@@ -169,7 +174,7 @@ class _Literals(_Widening):
             parent.set_value(target.id, self._cast(self.lscope[target.id]))
 
 
-def _literal(node: ast.expr) -> bool:
+def _literal(node: Any) -> bool:
     inner = node.operand if isinstance(node, ast.UnaryOp) else node
     return isinstance(inner, ast.Constant) and type(inner.value) is int
 
@@ -178,10 +183,10 @@ def _grew(narrow: Any, wide: Any) -> bool:
     """Whether one value is an int32 and the other an int64 of the same shape."""
     from triton.language import core
 
-    both = isinstance(narrow, core.tensor) and isinstance(wide, core.tensor)
-    if not both or narrow.type.scalar != core.int32 or wide.type.scalar != core.int64:
+    if not all(isinstance(value, core.tensor) for value in (narrow, wide)):
         return False
-    return narrow.type.is_block() == wide.type.is_block() and narrow.shape == wide.shape
+    types = narrow.type.scalar == core.int32 and wide.type.scalar == core.int64
+    return bool(types and narrow.type.is_block() == wide.type.is_block() and narrow.shape == wide.shape)
 
 
 class _Semantic:

@@ -5,6 +5,7 @@ whose launch Python runs, and for torch.compile.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
 
 from __future__ import annotations
 
@@ -102,6 +103,7 @@ class Values:
 _READERS: Mapping[str, Callable[[Values, Source], Any]] = {
     "TENSOR": Values.tensor,
     "SCALAR": Values.tensor,
+    "SCALAR_POINTER": Values.tensor,
     "STRING": Values.tensor,
     "VALUES": Values.tensor,
     "NAMED_SIZE": Values.size,

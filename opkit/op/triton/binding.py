@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -51,13 +52,13 @@ class Bound:
         """What an error begins with."""
         return f"{self.facts.operator}, kernel {self.name!r}"
 
-    @property
+    @functools.cached_property
     def options(self) -> frozenset[str]:
         """The options of the compiler that the author, or a config, sets."""
-        names = {name for config in self.kernel.configs for name in config_values(config)}
+        names = {name for config in self.kernel.configs for name in config.values}
         return frozenset({*self.kernel.options, *names} - {parameter.name for parameter in self.kernel.parameters})
 
-    @property
+    @functools.cached_property
     def strided(self) -> dict[int, tuple[int, ...]]:
         """The tensors whose strides the kernel is told, and for which dimensions."""
         told: dict[int, tuple[int, ...]] = {}
@@ -85,7 +86,7 @@ class _Binder:
             )
         self.names = Names(facts, kernel.outputs)
         self.parameters = kernel.parameters
-        self.config_names = {key for config in kernel.configs for key in config_values(config)}
+        self.config_names = {name for config in kernel.configs for name in config.values}
         self.sources: dict[Source, None] = {}
         self.read: set[Source] = set()  # by formulas, so that their exact values count
 
@@ -153,17 +154,9 @@ class _Binder:
         elif parameter.constexpr and source.kind == "tensor":
             raise self.error(f"the parameter {parameter.name} is a constexpr, and {name} is a tensor.")
         elif parameter.constexpr or source.kind in ("str", "ints", "floats", "bools", "dtype"):
-            formulas.append(Formula(parameter.name, lambda value: value, (name,)))
+            formulas.append(Formula(parameter.name, _itself, (name,)))
         else:
-            self._check_scalar(parameter, source)
             given[parameter.name] = source
-
-    def _check_scalar(self, parameter: Parameter, source: Source) -> None:
-        if source.origin == "SCALAR" and self.facts.arguments[source.argument].optional:
-            raise self.error(
-                f"the parameter {parameter.name} is given {source.name}, which may be None. Give the operator's argument a "
-                f"number as its default, or the parameter a value: {parameter.name}=..."
-            )
 
     def _unknown(self, parameter: Parameter, name: str) -> DeclarationError:
         known = self.names.known()
@@ -235,11 +228,8 @@ def _role(source: Source, read: bool, user: Parameter | None) -> str:
     return _ROLES[source.kind]
 
 
-def config_values(config: Any) -> dict[str, Any]:
-    """The parameters and options that a config decides: a dict of them, or a ``triton.Config``."""
-    if isinstance(config, Mapping):
-        return dict(config)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _is_triton(value: Callable[..., Any]) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from opkit.kernels.facts import Argument, Facts, Shape
+from opkit.kernels.facts import Argument, Shape
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.names import Source
 
@@ -18,39 +17,30 @@ def description(bound: Bound, cuda: bool, packed: bool = True) -> dict[str, Any]
         "kernel": bound.name,
         "schema": facts.schema,
         "cuda": cuda,
-        "arguments": [_argument(facts, argument) for argument in facts.arguments],
+        "arguments": [_argument(argument) for argument in facts.arguments],
         "outputs": [{"name": output.name, "alias": output.alias} for output in facts.outputs],
         "size_names": list(facts.sizes),
         "sources": [_source(bound, source, packed) for source in bound.sources],
     }
 
 
-def _argument(facts: Facts, argument: Argument) -> dict[str, Any]:
+def _argument(argument: Argument) -> dict[str, Any]:
     return {
         "name": argument.name,
         "kind": argument.kind,
         "optional": argument.optional,
         "written": argument.written,
-        "shape": None if argument.shape is None else _shape(facts.sizes, argument.shape),
+        "shape": None if argument.shape is None else _shape(argument.shape),
     }
 
 
-_ANY, _NO_NAME, _UNNAMED = -1, -2, -1
-
-
-def _shape(sizes: Sequence[str], shape: Shape) -> dict[str, Any]:
-    """A shape in the numbers of ``opk_shape``."""
-
-    def number(size: str | int | None) -> int:
-        return _ANY if size is None else sizes.index(size) if isinstance(size, str) else -2 - size
-
-    variadic = _NO_NAME if shape.variadic is None else sizes.index(shape.variadic) if shape.variadic else _UNNAMED
-    return {"before": [*map(number, shape.before)], "variadic": variadic, "after": [*map(number, shape.after)]}
+def _shape(shape: Shape) -> dict[str, Any]:
+    return {"before": shape.before, "variadic": shape.variadic, "after": shape.after}
 
 
 def _source(bound: Bound, source: Source, packed: bool) -> tuple[str, int, int, int, int]:
     origin, detail = source.origin, source.detail
     if source.kind == "tensor" and packed:
         told = bound.strided.get(source.argument, ())
-        origin, detail = "PACKED_TENSOR", sum(1 << (d if d >= 0 else 16 - d - 1) for d in told)
+        origin, detail = "PACKED_TENSOR", sum(1 << (d if d >= 0 else 15 - d) for d in told)
     return origin, source.argument, detail, -1, 0

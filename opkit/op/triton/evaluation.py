@@ -1,5 +1,7 @@
 """Grids, constexprs and options: what the functions that an author gave yield for one call."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -9,6 +11,7 @@ from typing import Any, NamedTuple
 
 from opkit.errors import DeclarationError, KernelError
 
+_MOST_KNOWN = 4096
 EVERYTHING = ("meta", "META")
 """The parameter by which a function asks for all that is known, as Triton's grid functions do."""
 
@@ -35,14 +38,26 @@ class TensorInfo(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """A function of named values. ``inputs`` are its parameters."""
+    """A function of named values, whose results are kept. ``inputs`` are its parameters."""
 
     name: str
     function: Callable[..., Any]
     inputs: tuple[str, ...]
+    known: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict[tuple[Any, ...], Any], compare=False)
 
     def __call__(self, named: Mapping[str, Any]) -> Any:
-        return self.function(*[named if name in EVERYTHING else named[name] for name in self.inputs])
+        given = tuple([named if name in EVERYTHING else named[name] for name in self.inputs])
+        try:
+            return self.known[given]
+        except TypeError:  # symbolic sizes, which stand for many and have no hash
+            return self.function(*given)
+        except KeyError:
+            return self._kept(given, self.function(*given))
+
+    def _kept(self, given: tuple[Any, ...], value: Any) -> Any:
+        if len(self.known) >= _MOST_KNOWN:
+            self.known.clear()
+        return self.known.setdefault(given, value)
 
 
 def formula(name: str, function: Callable[..., Any]) -> Formula:
@@ -103,6 +118,8 @@ def as_grid(where: str, value: Any) -> tuple[Any, Any, Any]:
     Raises:
         KernelError: it is no grid.
     """
+    if type(value) is int and value >= 0:
+        return value, 1, 1
     sizes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not 1 <= len(sizes) <= 3 or not all(hasattr(size, "__index__") or _symbolic(size) for size in sizes):
         raise KernelError(f"{where}: grid gave {value!r}. It must be one, two or three integers.")

@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from opkit.kernels.facts import Facts
+from opkit.kernels.triton.record_format import Identity
 from opkit.op.compiled import CompiledFunction
 from opkit.op.core import Operator
 from opkit.op.facts import facts_of
@@ -31,7 +32,7 @@ class TritonFunction(CompiledFunction):
         self.kernel = kernel
         self.machine = machine
         self.bound: Bound = bind(kernel, facts_of(operator), name)
-        self.launching = Launching(self.bound, machine)
+        self.launching = Launching(self.bound, machine, str(getattr(operator.function, "__module__", "")))
 
     @property
     def device(self) -> str:
@@ -47,6 +48,15 @@ class TritonFunction(CompiledFunction):
     def visible(self) -> Bound | None:
         """The kernel, if torch.compile can see its launch."""
         return None if graph.refusal(self.bound) else self.bound
+
+    @property
+    def examples(self) -> Sequence[Mapping[str, Any]]:
+        """Arguments that the author named, to compile and tune for."""
+        return self.kernel.examples
+
+    def identities(self) -> Sequence[Identity]:
+        """The kernel as its tuning results are recorded; nothing where there is nothing to choose."""
+        return [self.launching.chooser.identity] if self.kernel.configs else []
 
     def contract_parts(self) -> list[tuple[str, Any]]:
         """What decides what the kernel computes."""

@@ -6,6 +6,7 @@ torch cannot represent stay units: the program calls the operator.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.planning import choose
 from opkit.op.triton.arguments import Values, launch_of
-from opkit.op.triton.binding import Bound, config_values
+from opkit.op.triton.binding import Bound
 from opkit.op.triton.python import checked, run
 
 _MOST_ELEMENTS = 2**31 - 1
@@ -36,8 +37,14 @@ def refusal(bound: Bound) -> str:
         return "something runs before its launch"
     if bound.descriptors:
         return "it takes tensor descriptors"
-    other = sorted(bound.options - _REPRESENTED)
+    other = sorted(name for name in bound.options - _REPRESENTED if not _usual(bound, name))
     return f"its option {other[0]} is not recorded by torch" if other else ""
+
+
+def _usual(bound: Bound, name: str) -> bool:
+    """Whether an option is nowhere other than Triton's own default, as ``triton.Config`` says it of every kernel."""
+    given = [bound.kernel.options.get(name), *(config.options.get(name) for config in bound.kernel.configs)]
+    return name == "num_ctas" and all(value in (None, 1) for value in given)
 
 
 def functional_rule(operator: Operator) -> Callable[..., Any]:
@@ -111,7 +118,7 @@ def _with_configs(values: Values) -> tuple[Any, Callable[[Any], Any], dict[str, 
     import triton
 
     kernel = values.bound.kernel
-    launches = [launch_of(values, config_values(config)) for config in kernel.configs]
+    launches = [launch_of(values, config.values) for config in kernel.configs]
     constexprs = [p.name for p in kernel.parameters if p.constexpr and p.name in launches[0].arguments]
     fixed = [{name: _specialised(launch.arguments[name]) for name in constexprs} for launch in launches]
     varying = [name for name in constexprs if len({values[name] for values in fixed}) > 1]

@@ -51,13 +51,14 @@ def _load(request: dict[str, Any]) -> None:
 
 
 def _call(request: dict[str, Any]) -> Any:
-    import opkit
+    from opkit.op import registry
+    from opkit.op.operator import use_kernel
 
-    op = opkit.get(request["op"])
+    op = registry.get(request["op"])
     args, kwargs = request["args"], request["kwargs"]
     if not request["kernel"]:
         return _checked(op, op(*args, **kwargs), args, kwargs)
-    with opkit.use_kernel(op, request["kernel"]):
+    with use_kernel(op, request["kernel"]):
         return op(*args, **kwargs)
 
 

@@ -8,6 +8,7 @@ launch costs what a call through torch's dispatcher does. While a program is tra
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -45,6 +46,7 @@ class Form:
         schema = ", ".join(f"{_TYPES[a.kind].format(i)} {a.name}" for i, a in enumerate(arguments))
         name = f"{_NAMESPACE}::{kernel.name}__{next(_count)}"
         self.schema = f"{name}({schema}) -> ()"
+        self.hidden = f"{name.partition('::')[2]}({schema}, *, int[]? opk_layout=None) -> ()"
         absent = {name: None for name, kind in kinds.items() if kind == "none"}
         self.bound = bind(kernel, Facts(kernel.name, self.schema, arguments, ()), absent=absent)
         self.names = tuple(argument.name for argument in arguments)
@@ -76,17 +78,17 @@ class Form:
                 "the interpreter on the CPU's (opkit.testing.interpret)."
             )
         library = Launching(self.bound, machine).library(packed=False)
-        name, _, schema = self.schema.partition("::")[2].partition("(")
+        name = self.hidden.partition("(")[0]
         fragment = torch.library.Library(_NAMESPACE, "FRAGMENT")
         if not self._overloads:
-            fragment.define(f"{name}({schema}")
+            fragment.define(self.hidden)
             fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
             fragment.impl(name, torch.library.fallthrough_kernel, "ADInplaceOrView")
         key = private.dispatch_key_of(device)
-        self._kept += [fragment, library.register(f"{_NAMESPACE}::{name}", key, False)]
+        self._kept += [fragment, library.register(f"{_NAMESPACE}::{name}", key, True)]
         overload = private.builtin(private.library_utils.lookup_op(f"{_NAMESPACE}::{name}"))
-        self._overloads[device] = overload
-        return overload
+        self._overloads[device] = functools.partial(overload, opk_layout=[])  # it has no outputs
+        return self._overloads[device]
 
 
 def _device(kernel: TritonKernel, given: list[Any]) -> str:

@@ -7,28 +7,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from opkit.kernels.triton.observation import add_launcher
 from opkit.op import layout_program as p
 from opkit.op.triton.binding import Bound
+from opkit.op.triton.choosing import Chooser
 from opkit.op.triton.description import description
+from opkit.op.triton.entries import Memory
 from opkit.op.triton.evaluation import TensorInfo, evaluate
 from opkit.op.triton.machine import Machine
-from opkit.op.triton.names import Source
-from opkit.op.triton.variants import Memory, Variants
+from opkit.op.triton.variants import Variants
 
 if TYPE_CHECKING:
     from opkit import _core
 
 _DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in p.DTYPES.items()}
 
+_UNSEEN = ("tensor", "tensor_any")  # roles of tensors that no formula asks for
+
+
+def _info(value: Memory | None) -> TensorInfo | None:
+    return None if value is None else TensorInfo(_DTYPE_NAMES[value.dtype], value.sizes, value.strides)
+
+
+_SHOWN = {"tensor": _info, "dtype": _DTYPE_NAMES.get}
+"""How formulas see values of some kinds."""
+
 
 class Launching:
-    """Fills the launcher's table."""
+    """Fills the launcher's table. ``module`` is that of the operator, whose package may hold compiled kernels."""
 
-    def __init__(self, bound: Bound, machine: Machine) -> None:
+    def __init__(self, bound: Bound, machine: Machine, module: str = "") -> None:
         self.bound = bound
         self.machine = machine
-        self.variants = Variants(bound, machine)
+        self.variants = Variants(bound, machine, module)
+        self.chooser = Chooser(bound, machine, module)
         self.launcher: _core.Launcher | None = None
+        self._tensors = [i for i, source in enumerate(bound.sources) if source.kind == "tensor"]
+        self._shown = [
+            (s.name, i, _SHOWN.get(s.kind)) for i, s in enumerate(bound.sources) if bound.roles[i] not in _UNSEEN
+        ]
 
     def library(self, packed: bool = True) -> _core.KernelLibrary:
         """The kernel as the runtime has it: a description, and the launcher.
@@ -39,26 +56,37 @@ class Launching:
 
         bound, cuda = self.bound, self.machine.device == "cuda"
         self.launcher = _core.Launcher(bound.facts.operator, bound.name, list(bound.roles), self.miss, cuda=cuda)
+        add_launcher(self.launcher)
         return _core.launch_kernel(description(bound, cuda, packed), self.launcher)
 
-    def miss(self, call: _core.Call) -> _core.Entry:
-        """What the launcher is to do for a call whose guard it has not seen."""
-        values = [_memory(value) for value in call.values]
-        named = evaluate(self.bound.where, self.bound.formulas, self.named(values))
-        return self.variants.entry(values, named, call.device)
+    def miss(self, call: _core.Call) -> _core.Entry | None:
+        """What the launcher is to do for a call whose guard it has not seen; None where it was done."""
+        values: list[Any] = list(call.values)
+        for i in self._tensors:
+            values[i] = None if values[i] is None else Memory._make(values[i])
+        named = self.named(values)
+        return self._tuned(call, values, named) if self.bound.kernel.configs else self.entry(call, values, named)
+
+    def entry(self, call: _core.Call, values: Sequence[Any], named: dict[str, Any]) -> _core.Entry:
+        """What to launch for these values, configs included."""
+        return self.variants.entry(values, evaluate(self.bound.where, self.bound.formulas, named), call.device)
 
     def named(self, values: Sequence[Any]) -> dict[str, Any]:
         """The values of a call and the constants, by name."""
-        sources = self.bound.sources
-        return {**{s.name: _shown(s, v) for s, v in zip(sources, values, strict=True)}, **self.bound.constants}
+        named = {name: show(values[i]) if show else values[i] for name, i, show in self._shown}
+        named.update(self.bound.constants)
+        return named
 
+    def _tuned(self, call: _core.Call, values: Sequence[Any], named: dict[str, Any]) -> _core.Entry | None:
+        def entry(config: Any) -> _core.Entry:
+            return self.entry(call, values, {**named, **config.values})
 
-def _memory(value: Any) -> Any:
-    return Memory(*value) if isinstance(value, tuple) and len(value) == len(Memory._fields) else value
+        def measure(config: Any) -> float:
+            return call.time(entry(config), written=self.bound.written)
 
-
-def _shown(source: Source, value: Any) -> Any:
-    """A value as formulas see it."""
-    if isinstance(value, Memory):
-        return TensorInfo(_DTYPE_NAMES[value.dtype], value.sizes, value.strides)
-    return _DTYPE_NAMES[value] if source.kind == "dtype" else value
+        choice = self.chooser.choose(named, call.device, measure, call.capturing)
+        chosen = entry(choice.config)
+        if choice.settled:
+            return chosen
+        call.launch(chosen)  # a later call may know better
+        return None

@@ -1,6 +1,6 @@
 """The GPUs that Triton kernels are launched on: their driver, and what each device is."""
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ class Machine:
         driver: opens the driver's library, once.
         target: the architecture of the device of a number, such as "sm_90".
         model: its name, such as "NVIDIA H200".
+        shared: the most shared memory that a block may have there, in bytes.
     """
 
     device: str
     driver: Callable[[], _core.Driver]
     target: Callable[[int], str]
     model: Callable[[int], str]
+    shared: Callable[[int], int]
 
 
 @functools.cache
@@ -52,7 +54,13 @@ def _model(device: int) -> str:
     return torch.cuda.get_device_name(device)
 
 
-MACHINES = {"cuda": Machine("cuda", _driver, _target, _model)}
+@functools.cache
+def _shared(device: int) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
+MACHINES = {"cuda": Machine("cuda", _driver, _target, _model, _shared)}
 
 
 def machine_of(device: str | None) -> Machine | None:

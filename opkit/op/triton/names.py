@@ -58,7 +58,8 @@ class Names:
         if kind == "tensor":
             return Source(name, "TENSOR", "tensor", number)
         if kind in _SCALARS:
-            return Source(name, _SCALARS[kind], kind, number)
+            optional = kind != "str" and number < len(self.facts.arguments) and self.facts.arguments[number].optional
+            return Source(name, "SCALAR_POINTER" if optional else _SCALARS[kind], kind, number)
         return Source(name, "VALUES", kind, number) if kind in _LISTS else None
 
     def _size(self, name: str) -> Source | None:

@@ -11,13 +11,18 @@ from typing import Any
 import torch
 
 from opkit.errors import KernelError
+from opkit.kernels.triton.configs import Config
 from opkit.op import layout
 from opkit.op import layout_program as p
+from opkit.op.autotune import capturing
 from opkit.op.core import Operator
 from opkit.op.facts import facts_of
 from opkit.op.triton.arguments import Launch, Values, launch_of
-from opkit.op.triton.binding import Bound, bind, config_values
+from opkit.op.triton.binding import Bound, bind
+from opkit.op.triton.choosing import Chooser
 from opkit.op.triton.kernel import TritonKernel
+from opkit.op.triton.machine import machine_of
+from opkit.op.triton.parameters import unwrapped
 
 Launcher = Callable[[Values], None]
 """What launches a kernel on values."""
@@ -79,13 +84,17 @@ def allocated(
 
 def launched_by_triton(values: Values) -> None:
     """Launch a kernel as its author would: zero what is to be zero, call the hooks, and ``function[grid](...)``."""
+    _launch(values, chosen(values) if values.bound.kernel.configs else None)
+
+
+def _launch(values: Values, config: Config | None) -> None:
     kernel = values.bound.kernel
-    config = config_values(kernel.configs[0]) if kernel.configs else {}
-    launch = checked(values, launch_of(values, config))
+    launch = checked(values, launch_of(values, config and config.values))
     for name in kernel.reset_to_zero:
         launch.arguments[name].zero_()
-    if kernel.pre_hook is not None:
-        kernel.pre_hook(launch.arguments)
+    for hook in (kernel.pre_hook, config and config.pre_hook):
+        if hook is not None:
+            hook(launch.arguments)
     if all(launch.grid):
         with _device_of(launch):
             kernel.function[launch.grid](**launch.arguments, **launch.options)
@@ -132,11 +141,11 @@ def _dense(bound: Bound, tensors: Sequence[Any]) -> tuple[list[Any], list[tuple[
     used = {source.argument for source in bound.sources if source.kind == "tensor"}
     given, back = list(tensors), list[tuple[torch.Tensor, torch.Tensor]]()
     for i, tensor in enumerate(tensors):
-        number = i if i < count or facts.outputs[i - count].alias is None else facts.outputs[i - count].alias
+        alias = None if i < count else facts.outputs[i - count].alias
         if i not in used or not isinstance(tensor, torch.Tensor) or packed(tensor, told.get(i, ())):
             continue
-        if number != i:
-            given[i] = given[number]  # an argument that is returned
+        if alias is not None:
+            given[i] = given[alias]  # an argument that is returned
             continue
         given[i] = tensor.contiguous()
         if i >= count or facts.arguments[i].written:
@@ -150,3 +159,30 @@ def _nothing_to_write(bound: Bound, operands: Sequence[Any], outputs: Sequence[A
         *(v for v, a in zip(operands, bound.facts.arguments, strict=True) if a.written and v is not None),
     ]
     return bool(written) and all(tensor.numel() == 0 for tensor in written)
+
+
+def chosen(values: Values) -> Config:
+    """The config of a launch: the fastest on this GPU; the first one in the interpreter, where time says nothing."""
+    tensors = [value for value in values.operands if isinstance(value, torch.Tensor)]
+    machine = machine_of(tensors[0].device.type) if tensors else None
+    bound = values.bound
+    if machine is None or bound.kernel.interpreted:
+        return bound.kernel.configs[0]
+    named = {**values.named(), **bound.constants}
+    chooser = Chooser(bound, machine, unwrapped(bound.kernel.function).__module__)
+    device = tensors[0].device.index
+    return chooser.choose(named, device, lambda config: _measured(values, config), capturing()).config
+
+
+def _measured(values: Values, config: Config) -> float:
+    """The milliseconds of a launch with its hooks; tensors that the operator writes to are as before afterwards."""
+    from triton.testing import do_bench  # pyright: ignore[reportMissingTypeStubs]
+
+    written = [values.tensor(values.bound.sources[i]) for i in values.bound.written]
+    saved = [tensor.clone() for tensor in written]
+    try:
+        median: Any = do_bench(lambda: _launch(values, config), return_mode="median")
+        return float(median)
+    finally:
+        for tensor, before in zip(written, saved, strict=True):
+            tensor.copy_(before)

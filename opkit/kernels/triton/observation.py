@@ -1,0 +1,154 @@
+"""Tuning in advance: a thread's kernels are made to ask for their configurations again, and each answer is listed."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from opkit.kernels.progress import Progress
+from opkit.kernels.triton.configs import Config
+from opkit.kernels.triton.record_format import Identity, Tried
+
+Report = Callable[[Identity, int, int], None]
+"""Called before each measurement with the kernel, the number of those done and of all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a kernel runs with for one bucket of shapes.
+
+    Attributes:
+        config: the configuration.
+        source: "only" (the kernel has no other), "record", "tuned" (just now), "nearest" (the record of other shapes) or
+            "first" (nothing is known).
+        tried: what is known of each configuration, the fastest first; nothing where there is only one, or no record.
+        configs: what there was to choose from, in its author's order.
+    """
+
+    identity: Identity
+    device: str
+    bucket: str
+    config: Config
+    source: str
+    tried: tuple[Tried, ...] = ()
+    configs: tuple[Config, ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the same question will get the same answer; if not, it is worth asking again at a later call."""
+        return self.source not in ("nearest", "first")
+
+    @property
+    def ms(self) -> float | None:
+        """The milliseconds that the configuration took; None where it was not measured."""
+        return self.ms_of(self.config)
+
+    def ms_of(self, config: Config) -> float | None:
+        """The milliseconds that any configuration took; None where it was skipped or not tried."""
+        return next((each.ms for each in self.tried if each.key == config.key), None)
+
+    @property
+    def slowest_ms(self) -> float | None:
+        """The milliseconds of the slowest that ran; None where none was measured."""
+        return max((ms for config in self.configs if (ms := self.ms_of(config)) is not None), default=None)
+
+
+# ---- who is asked again ----------------------------------------------------------------------------------------------
+
+
+class Launcher(Protocol):
+    """What remembers choices beyond :func:`opkit.kernels.triton.tuning.decide`, such as a table of compiled kernels."""
+
+    def clear(self) -> None:
+        """Forget them."""
+
+
+_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
+
+
+def add_launcher(launcher: Launcher) -> None:
+    """From now on ``launcher`` is cleared when choices are to be observed; it may go away at any time."""
+    _launchers.add(launcher)
+
+
+def clear_launchers() -> None:
+    """Make every kernel ask for its configuration at its next call."""
+    for launcher in list(_launchers):
+        launcher.clear()
+
+
+# ---- who listens -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Observer:
+    """What is to be done about the choices of a thread."""
+
+    report: Report
+    force: bool
+    choices: list[Choice] = dataclasses.field(default_factory=list[Choice])
+
+    def wants_anew(self, identity: Identity, device: str, bucket: str) -> bool:
+        """Whether to measure although there may be a record: once for each question that is asked."""
+        made = ((choice.identity, choice.device, choice.bucket) for choice in self.choices)
+        return self.force and (identity, device, bucket) not in made
+
+
+_observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("opkit_tuning_observer", default=None)
+
+
+def observer() -> Observer | None:
+    """That of this thread."""
+    return _observer.get()
+
+
+def _silent(identity: Identity, number: int, total: int) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def observed(force: bool = False, report: Report = _silent) -> Iterator[list[Choice]]:
+    """Within it the kernels that this thread calls ask for their configurations again, and each answer is listed.
+
+    Args:
+        force: measure again, whatever is recorded.
+        report: told how far it is.
+    """
+    clear_launchers()
+    listening = Observer(report, force)
+    token = _observer.set(listening)
+    try:
+        yield listening.choices
+    finally:
+        _observer.reset(token)
+
+
+class Steps:
+    """How far the measuring of one kernel is: for the thread's observer, or else for a person, on stderr."""
+
+    def __init__(self, identity: Identity, bucket: str, total: int) -> None:
+        self._identity, self._total, self._text = identity, total, "waiting for another process"
+        self._observer = observer()
+        self._line = Progress(lambda: f"tuning {identity} for {bucket}: {self._text}")
+
+    def wait(self) -> None:
+        """Called now and then while another process measures."""
+        if self._observer is None:
+            self._line.tick()
+
+    def step(self, number: int) -> None:
+        """Called before each measurement with the number of those done."""
+        self._text = f"configuration {number + 1} of {self._total}"
+        if self._observer is None:
+            self._line.tick()
+        else:
+            self._observer.report(self._identity, number, self._total)
+
+    def finish(self) -> None:
+        """Called once, at the end."""
+        if self._observer is None:
+            self._line.finish()

@@ -1,0 +1,306 @@
+"""Tuning results on disk: ``<cache_dir>/triton_tuning/`` has one JSON file for each kernel of each operator.
+
+Files appear by one rename, under a lock. One that is damaged counts as empty and is written anew. A package has such
+files too, in ``_opkit/tuning/``; they are read, never written. A result is used only if it was measured for the same
+kernel, by its hash, with the same Triton, and every configuration that the kernel has now was tried then; so no file can
+make a kernel run with a configuration that its author did not write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from opkit import config
+from opkit.errors import ArgumentError
+from opkit.kernels import portable, storing
+from opkit.kernels.package import FOLDER as PACKAGED
+from opkit.kernels.triton import record_format
+from opkit.kernels.triton.buckets import distance
+from opkit.kernels.triton.configs import Config
+from opkit.kernels.triton.record_format import Entry, Identity, Record, Tried
+
+_FOLDER, _IN_PACKAGE, _LOCKS = "triton_tuning", "tuning", "locks"
+_PATIENCE, _POLL = 0.2, 0.01
+_LONGEST_NAME = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why a result that is there was not used. ``damaged`` is said of the whole file."""
+
+    file: Path
+    reason: str
+    damaged: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """A configuration and what was measured of it; or neither, and what was refused."""
+
+    config: Config | None = None
+    entry: Entry | None = None
+    refusals: tuple[Refusal, ...] = ()
+
+
+def root() -> Path:
+    """Where results are kept."""
+    return Path(os.path.abspath(config.get().cache_dir)) / _FOLDER
+
+
+def file_of(operator: str, kernel: str) -> Path:
+    """The file of one kernel, whether there is one or not."""
+    digest = hashlib.sha256(f"{operator}\0{kernel}".encode()).hexdigest()[:8]
+    name = re.sub(r"[^\w.-]+", ".", f"{operator}.{kernel}", flags=re.ASCII)
+    return root() / f"{name[:_LONGEST_NAME]}.{digest}.json"
+
+
+def packaged(module: str) -> tuple[Path, ...]:
+    """The folders in which a module's package may have results, the nearest first."""
+    return tuple(folder / _IN_PACKAGE for folder in portable.places(module, PACKAGED))
+
+
+def triton_version() -> str:
+    """The major and minor version of the installed Triton; "none" where there is none."""
+    try:
+        version = str(importlib.import_module("triton").__version__)
+    except ImportError:
+        return "none"
+    return ".".join(version.split(".")[:2])
+
+
+# ---- finding ---------------------------------------------------------------------------------------------------------
+
+
+def lookup(
+    identity: Identity, configs: Sequence[Config], device: str, bucket: str, folders: Iterable[Path] = ()
+) -> Lookup:
+    """The fastest of ``configs`` by what was measured, in the cache or else in the folders of packages."""
+    refusals: list[Refusal] = []
+    for file, entries in _entries(identity, folders, refusals):
+        for entry in entries:
+            if (entry.device, entry.bucket) != (device, bucket):
+                continue
+            found = _answer(identity, configs, entry)
+            if isinstance(found, Config):
+                return Lookup(found, entry)
+            refusals.append(Refusal(file, found))
+    return Lookup(refusals=tuple(refusals))
+
+
+def nearest(
+    identity: Identity, configs: Sequence[Config], device: str, bucket: str, folders: Iterable[Path] = ()
+) -> Lookup:
+    """The same from the most similar bucket that the device has a result for."""
+    beside = [
+        (distance(entry.bucket, bucket), entry)
+        for _, entries in _entries(identity, folders, [])
+        for entry in entries
+        if entry.device == device
+    ]
+    for away, entry in sorted(beside, key=lambda each: each[0]):
+        found = _answer(identity, configs, entry)
+        if isinstance(found, Config) and away < float("inf"):
+            return Lookup(found, entry)
+    return Lookup()
+
+
+def _entries(
+    identity: Identity, folders: Iterable[Path], refusals: list[Refusal]
+) -> Iterator[tuple[Path, Sequence[Entry]]]:
+    """The entries of a kernel, file by file; a damaged file is noted in ``refusals``."""
+    for file in (file_of(identity.operator, identity.kernel), *_listed(folders)):
+        found = _read(file)
+        if isinstance(found, str):
+            refusals.append(Refusal(file, found, damaged=True))
+            continue
+        for record in found:
+            if (record.operator, record.kernel) == (identity.operator, identity.kernel):
+                yield file, record.entries
+
+
+def _listed(folders: Iterable[Path]) -> Iterator[Path]:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            yield from sorted(path for path in folder.iterdir() if path.suffix == ".json")
+
+
+def _answer(identity: Identity, configs: Sequence[Config], entry: Entry) -> Config | str:
+    """The fastest of ``configs``, or why the entry cannot be used."""
+    if reason := stale(entry, identity.hash):
+        return reason
+    by_key = {each.key: each for each in configs}
+    found = record_format.fastest(entry, list(by_key))
+    return found if isinstance(found, str) else by_key[found.key]
+
+
+def stale(entry: Entry, kernel_hash: str | None) -> str:
+    """Why an entry does not hold any more; empty where it does, as far as is known without the hash."""
+    if kernel_hash is not None and entry.hash != kernel_hash:
+        return "it was made for the kernel before it changed"
+    if entry.triton != triton_version():
+        return f"it was made with Triton {entry.triton}, and this is {triton_version()}"
+    return ""
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+_known: dict[Path, tuple[tuple[int, ...], list[Record] | str]] = {}  # with the stamp of what was read
+_reading = threading.Lock()
+
+
+def _read(file: Path) -> list[Record] | str:
+    """The records of a file, none where there is no file; or what is wrong with it."""
+    try:
+        status = os.stat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    stamp = status.st_ino, status.st_size, status.st_mtime_ns
+    with _reading:
+        if file not in _known or _known[file][0] != stamp:
+            _known[file] = stamp, _attempt(file)
+        return _known[file][1]
+
+
+def _attempt(file: Path) -> list[Record] | str:
+    try:
+        return record_format.parse(file.read_bytes())
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    except ValueError as error:
+        return str(error)
+
+
+def listed() -> list[Record]:
+    """Every record in the cache; damaged files are passed over."""
+    found = [_read(file) for file in _listed([root()])]
+    return record_format.merge(record for records in found if not isinstance(records, str) for record in records)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def remember(identity: Identity, device: str, bucket: str, tried: Iterable[Tried]) -> Entry:
+    """Keep what was measured now.
+
+    Raises:
+        OSError: the cache cannot be written to.
+    """
+    entry = Entry(device, bucket, identity.hash, triton_version(), record_format.now(), record_format.by_speed(tried))
+    _add(Record(identity.operator, identity.kernel, (entry,)))
+    return entry
+
+
+def _add(record: Record) -> None:
+    file = file_of(record.operator, record.kernel)
+    with lock(file.name, lambda: None):
+        held = _read(file)
+        kept = [] if isinstance(held, str) else held  # what is damaged is replaced
+        _write(file, record_format.merge([*kept, record]))
+
+
+def _write(file: Path, records: Iterable[Record]) -> None:
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:_LONGEST_NAME]}")
+    temporary = Path(name)
+    try:
+        with open(handle, "w", encoding="utf-8") as out:
+            out.write(record_format.render(records))
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def lock(name: str, tick: Callable[[], None]) -> Iterator[None]:
+    """One holder at a time, among threads and processes; ``tick`` is called while another is waited for.
+
+    The lock of a process that dies is free at once. One that cannot be had, because the file system knows no locks or
+    its holder was suspended, is done without: that costs a second measurement and nothing else.
+
+    Raises:
+        OSError: the cache cannot be written to.
+    """
+    import filelock  # imported here: most processes find all they need in the files
+
+    folder = root() / _LOCKS
+    storing.prepare_own(root())
+    storing.prepare_own(folder)
+    held = filelock.FileLock(folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.lock")
+    deadline = time.monotonic() + 2 * config.get().build_timeout
+    with contextlib.suppress(NotImplementedError):
+        while time.monotonic() < deadline:
+            with contextlib.suppress(filelock.Timeout):
+                held.acquire(timeout=_PATIENCE, poll_interval=_POLL)
+                break
+            tick()
+    try:
+        yield
+    finally:
+        held.release()
+
+
+# ---- from machine to machine -----------------------------------------------------------------------------------------
+
+
+def export_all(path: Path, operators: Collection[str] | None = None) -> int:
+    """Write the results in the cache into one file, for :func:`import_from` or a package's ``_opkit/tuning/``.
+
+    Args:
+        path: the file.
+        operators: those whose results are wanted; all by default.
+
+    Returns:
+        How many entries it has.
+
+    Raises:
+        ArgumentError: there are none, or the file cannot be written.
+    """
+    records = [record for record in listed() if operators is None or record.operator in operators]
+    if not records:
+        whose = "" if operators is None else f" of {', '.join(sorted(operators))}"
+        raise ArgumentError(f"There are no tuning results{whose} in {root()}, so {path} was not written. Tune first.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, records)
+        path.chmod(0o644)
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be written: {error.strerror or error}.") from error
+    return sum(len(record.entries) for record in records)
+
+
+def import_from(path: Path) -> int:
+    """Take the results of a file into the cache; of two for the same device and bucket the newer is kept.
+
+    Returns:
+        How many entries the file has.
+
+    Raises:
+        ArgumentError: the file cannot be read or is not one of tuning results, which the message says in full; or the
+            cache cannot be written to. Nothing is taken then of a file that is at fault.
+    """
+    try:
+        records = record_format.parse(path.read_bytes())
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise ArgumentError(f"{path} is no file of tuning results: {error}.") from error
+    try:
+        for record in records:
+            _add(record)
+    except OSError as error:
+        raise ArgumentError(f"{root()} cannot be written to: {error.strerror or error}.") from error
+    return sum(len(record.entries) for record in records)

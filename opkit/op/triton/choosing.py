@@ -1,0 +1,59 @@
+"""Which config a kernel runs with: what a question to ``opkit.kernels.triton.tuning`` is made of."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from opkit.kernels.triton import records, tuning
+from opkit.kernels.triton.buckets import bucket_of
+from opkit.kernels.triton.configs import Config, prune
+from opkit.kernels.triton.observation import Choice
+from opkit.kernels.triton.record_format import Identity
+from opkit.op.contract_hash import contract_hash
+from opkit.op.triton.binding import Bound
+from opkit.op.triton.evaluation import TensorInfo
+from opkit.op.triton.machine import Machine
+
+
+class Chooser:
+    """Chooses among the configs of a bound kernel. ``module`` defines its operator, and may bring results along."""
+
+    def __init__(self, bound: Bound, machine: Machine, module: str) -> None:
+        self.bound = bound
+        self.machine = machine
+        self.module = module
+
+    @functools.cached_property
+    def identity(self) -> Identity:
+        """The kernel as its results are recorded."""
+        hashed = contract_hash(self.bound.kernel.launch_parts())
+        return Identity(self.bound.facts.operator, self.bound.name, hashed)
+
+    @functools.cached_property
+    def folders(self) -> tuple[Path, ...]:
+        """Where the operator's package may have results."""
+        return records.packaged(self.module)
+
+    def choose(
+        self, named: Mapping[str, Any], device: int, measure: Callable[[Config], float], capturing: bool
+    ) -> Choice:
+        """The config for a call with these values."""
+        kernel = self.bound.kernel
+        configs = prune(kernel.configs, kernel.prune, named)
+        model = self.machine.model(device)
+        return tuning.decide(self.identity, configs, model, self.bucket(named), measure, capturing, self.folders)
+
+    def bucket(self, named: Mapping[str, Any]) -> str:
+        """The bucket of a call: by its named sizes and integers; by the tensors' sizes where none have names."""
+        tensors = [s for s in self.bound.sources if s.kind == "tensor" and s.argument < len(self.bound.facts.arguments)]
+        infos = {s.name: named[s.name] for s in tensors if isinstance(named[s.name], TensorInfo)}
+        integers = {s.name: named[s.name] for s in self.bound.sources if s.origin in ("NAMED_SIZE", "SCALAR")}
+        sizes = {name: value for name, value in integers.items() if type(value) is int}
+        if not self.bound.facts.sizes:
+            sizes |= {f"{name}_{d}": size for name, info in infos.items() for d, size in enumerate(info.shape)}
+        return bucket_of(sizes, [info.dtype for info in infos.values()])

@@ -1,0 +1,174 @@
+"""Triton kernels without a GPU, compiled for every architecture."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from opkit.errors import ArgumentError, KernelError, OpkitError
+from opkit.kernels.triton import compiling, resources, targets
+from opkit.op import layout, typical_calls
+from opkit.op import layout_program as p
+from opkit.op.core import Operator
+from opkit.op.example_arguments import CallSpec
+from opkit.op.triton.arguments import Values
+from opkit.op.triton.binding import Bound
+from opkit.op.triton.entries import Memory
+from opkit.op.triton.evaluation import evaluate
+from opkit.op.triton.machine import MACHINES
+from opkit.op.triton.python import allocated
+from opkit.op.triton.variants import Variants
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One kernel compiled for one architecture and one example, or why it was not.
+
+    ``registers`` are those of one thread; ``shared`` and ``spills`` are bytes, of a block and of a thread.
+    """
+
+    operator: str
+    kernel: str
+    target: str
+    example: str
+    config: str
+    registers: int = 0
+    shared: int = 0
+    spills: int = 0
+    threads: int = 0
+    error: str = ""
+    skipped: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+    """What :func:`compile_for` found."""
+
+    rows: tuple[Compiled, ...]
+
+    @property
+    def failures(self) -> tuple[Compiled, ...]:
+        """What could not be compiled."""
+        return tuple(row for row in self.rows if row.error)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything was compiled."""
+        return not self.failures
+
+    def raise_for_failures(self) -> None:
+        """Raise a KernelError with every failure."""
+        if self.failures:
+            raise KernelError(
+                "\n\n".join(f"{row.operator}, {row.kernel}, {row.target}: {row.error}" for row in self.failures)
+            )
+
+    def __str__(self) -> str:
+        lines = [f"{'kernel':32} {'target':8} {'registers':>9} {'shared':>8} {'spills':>7} {'threads':>7}  example"]
+        return "\n".join([*lines, *map(_line, self.rows)])
+
+
+def _line(row: Compiled) -> str:
+    head = f"{f'{row.operator}[{row.kernel}]':32} {row.target:8}"
+    if row.error or row.skipped:
+        return f"{head} {row.error.splitlines()[0] if row.error else row.skipped}"
+    numbers = f"{row.registers:9} {row.shared:8} {row.spills:7} {row.threads:7}"
+    return f"{head} {numbers}  {row.example}{' ' if row.config else ''}{row.config}"
+
+
+def compile_for(
+    op: Any, architectures: Sequence[str], *, args: Sequence[Mapping[str, Any]] | None = None
+) -> CompileReport:
+    """Compile the Triton kernels of an operator for architectures that need not be here.
+
+    Args:
+        op: made by ``opkit.custom_op``.
+        architectures: such as "sm_80", "sm_90", "sm_100", "gfx942".
+        args: example arguments by name, such as ``{"x": "bf16[4096, 1024]", "eps": 1e-6}``; by default the kernel's own
+            ``examples=``, and without those, arguments made from the operator's annotations.
+
+    Raises:
+        ArgumentError: the operator has no Triton kernel, or there is no such architecture.
+
+    >>> from opkit import testing
+    >>> from examples.kernels import softmax                                             # doctest: +SKIP
+    >>> print(testing.compile_for(softmax.softmax, ["sm_80", "sm_90", "gfx942"]))         # doctest: +SKIP
+    """
+    for architecture in architectures:
+        targets.parse(architecture)
+    operator: Operator = op._operator
+    bounds = [bound for kernel in operator.kernels.kernels if (bound := _bound(kernel.function)) is not None]
+    if not bounds:
+        raise ArgumentError(f"{op.name} has no Triton kernel to compile. It has {_names(operator)}.")
+    rows = [
+        row
+        for bound in bounds
+        for call in _calls(operator, bound.kernel.examples if args is None else args)
+        for row in _rows(operator, bound, call, architectures)
+    ]
+    return CompileReport(tuple(rows))
+
+
+def _names(operator: Operator) -> str:
+    return ", ".join(kernel.name for kernel in operator.kernels.kernels) or "no kernels"
+
+
+def _calls(operator: Operator, examples: Sequence[Mapping[str, Any]]) -> list[CallSpec]:
+    return typical_calls.given(operator, examples) if examples else typical_calls.made_up(operator)
+
+
+def _bound(function: Any) -> Bound | None:
+    found = getattr(function, "bound", None)
+    return found if isinstance(found, Bound) and not found.kernel.interpreted else None
+
+
+def _rows(operator: Operator, bound: Bound, call: CallSpec, architectures: Sequence[str]) -> Iterator[Compiled]:
+    for config in bound.kernel.configs or (None,):
+        for target in architectures:
+            label = "" if config is None else config.label
+            row = Compiled(operator.name, bound.name, target, str(call), label)
+            only = bound.kernel.targets
+            if only and targets.canonical(target) not in map(targets.canonical, only):
+                yield dataclasses.replace(row, skipped=f"the kernel is for {', '.join(only)}")
+            else:
+                yield _compiled(operator, bound, call, config, row)
+
+
+def _compiled(operator: Operator, bound: Bound, call: CallSpec, config: Any, row: Compiled) -> Compiled:
+    try:
+        found = resources.of(compiling.build(request_of(operator, bound, call, config, row.target)))
+    except OpkitError as error:
+        return dataclasses.replace(row, error=str(error))
+    return dataclasses.replace(
+        row, registers=found.registers, shared=found.shared, spills=found.spills, threads=found.threads
+    )
+
+
+def request_of(operator: Operator, bound: Bound, call: CallSpec, config: Any, target: str) -> compiling.Request:
+    """What the compiler is asked for when the operator is called like an example."""
+    args, kwargs = typical_calls.arguments_of(operator, call, "meta")
+    operands = layout.operands(operator, args, kwargs)
+    values = Values(bound, operands, _outputs(operator, bound, args, kwargs, operands))
+    named = {**values.named(), **bound.constants, **({} if config is None else config.values)}
+    evaluate(bound.where, bound.formulas, named)
+    seen = [_seen(values.of(source)) for source in bound.sources]
+    return Variants(bound, MACHINES["cuda"]).request(seen, named, target)
+
+
+def _outputs(
+    operator: Operator, bound: Bound, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
+) -> list[Any]:
+    new = iter(allocated(operator, layout.layout_of(operator, args, kwargs), args, kwargs))
+    return [next(new) if output.alias is None else operands[output.alias] for output in bound.facts.outputs]
+
+
+def _seen(value: Any) -> Any:
+    """A value as the launcher shows it, of a tensor whose memory is aligned as torch allocates it."""
+    if isinstance(value, torch.Tensor):
+        return Memory(0, p.DTYPES[value.dtype], 0, tuple(value.shape), tuple(value.stride()))
+    return value

@@ -1,0 +1,74 @@
+"""What the commands of ``opkit`` share: a console, tables, refusals, and the import of the modules that a user names."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from opkit import errors
+
+_BAD_INPUT = 2
+_PIPE_WIDTH = 160
+
+
+def console() -> Console:
+    """A console as wide as the terminal, or wide enough for most lines where the output is not a terminal."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+
+
+def refuse(message: str) -> NoReturn:
+    """Say what is wrong with the command line and end with the status that means so."""
+    typer.echo(f"opkit: {message}", err=True)
+    raise typer.Exit(_BAD_INPUT)
+
+
+@contextlib.contextmanager
+def bad_input(*mistakes: type[Exception]) -> Iterator[None]:
+    """Refuse what makes the block raise one of ``mistakes``."""
+    try:
+        yield
+    except mistakes as error:
+        hint = (
+            "\nName the module that defines it with --module." if isinstance(error, errors.UnknownOperatorError) else ""
+        )
+        refuse(f"{error}{hint}")
+
+
+def import_modules(modules: list[str] | None) -> None:
+    """Import each module, as ``python -m`` would find it: from the working directory too."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for module in modules or ():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # anything can go wrong in a module; the user wants the reason, not our frames
+            refuse(f"the module {module!r} cannot be imported: {type(error).__name__}: {error}{_where(error)}")
+
+
+def _where(error: BaseException) -> str:
+    """The line of the user's module that the import failed at, if it got that far."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    outside = [f"{name}:{line}" for name, line in frames if "importlib" not in name and name != __file__]
+    return f"\n  at {outside[-1]}" if outside else ""
+
+
+def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    """A table without lines."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        made.add_column(heading, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
