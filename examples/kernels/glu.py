@@ -5,7 +5,7 @@ of the result, 6 bytes in bfloat16: 33.5 million elements (8192 x 4096) take 47 
 many bytes. Backward: ``grad``, ``gate`` and ``up`` in, the gradients of both out: five elements, 10 bytes.
 
 Both activations are ``x * sigmoid(u(x))``, for ``tanh(y) = 2 * sigmoid(2 * y) - 1``; so one kernel serves both, with one
-exponential and one division an element. The rows of ``gate`` and ``up`` may lie apart, as those of the two halves of one
+exponential and one inverse root an element. The rows of ``gate`` and ``up`` may lie apart, as those of the two halves of one
 projection do: ``swiglu(*projected.chunk(2, -1))`` copies nothing::
 
     python examples/kernels/glu.py
@@ -86,18 +86,23 @@ def geglu_backward(
 # ---- the kernels ----------------------------------------------------------------------------------------------------
 
 
+# One over something by way of its inverse root, for which GPUs have an instruction; a division takes eight.
+@triton.jit
+def _sigmoid(u):
+    root = tl.rsqrt(1 + tl.exp2(u * -LOG2_E))
+    return root * root
+
+
 @triton.jit
 def _gated(x, up, GELU: tl.constexpr):
-    u = x * (x * x * SLOPE_CUBIC + SLOPE) if GELU else x
-    return x / (1 + tl.exp2(u * -LOG2_E)) * up
+    return x * _sigmoid(x * (x * x * SLOPE_CUBIC + SLOPE) if GELU else x) * up
 
 
 @triton.jit
 def _gradients(grad, x, up, GELU: tl.constexpr):
-    u = x * (x * x * SLOPE_CUBIC + SLOPE) if GELU else x
-    share = 1 / (1 + tl.exp2(u * -LOG2_E))
-    slope_of_u = x * x * (3 * SLOPE_CUBIC) + SLOPE if GELU else 1.0
+    share = _sigmoid(x * (x * x * SLOPE_CUBIC + SLOPE) if GELU else x)
     active = x * share
+    slope_of_u = x * x * (3 * SLOPE_CUBIC) + SLOPE if GELU else 1.0
     return grad * up * (share + active * (1 - share) * slope_of_u), grad * active
 
 

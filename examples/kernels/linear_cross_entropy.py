@@ -130,19 +130,22 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, ignore
 # ---- the kernels ----------------------------------------------------------------------------------------------------
 
 
-# A tile is PIECES x COLUMNS of a row, and a thread has all PIECES of its columns. Maxima and sums are kept for each column,
-# in powers of 2, so that threads have nothing to tell each other until the end.
+# A tile is PIECES x THREADS x VECTOR elements of a row, and a thread has its vector of all pieces. Maxima and sums are kept
+# for each thread, in powers of 2, so that threads have nothing to tell each other until the end.
 @triton.jit
-def _log_sum_exp(row, classes, PIECES: tl.constexpr, COLUMNS: tl.constexpr, POLICY: tl.constexpr):
-    place = tl.arange(0, PIECES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    most = tl.full((COLUMNS,), float("-inf"), tl.float32)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for start in range(0, classes, PIECES * COLUMNS):
+def _log_sum_exp(
+    row, classes, PIECES: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr
+):  # fmt: skip
+    piece, thread = tl.arange(0, PIECES)[:, None, None], tl.arange(0, THREADS)[None, :, None]
+    place = piece * (THREADS * VECTOR) + thread * VECTOR + tl.arange(0, VECTOR)[None, None, :]
+    most = tl.full((THREADS,), float("-inf"), tl.float32)
+    total = tl.zeros((THREADS,), tl.float32)
+    for start in range(0, classes, PIECES * THREADS * VECTOR):
         at = start + place
         x = tl.load(row + at, mask=at < classes, other=float("-inf"), eviction_policy=POLICY).to(tl.float32) * LOG2_E
-        larger = tl.maximum(most, tl.max(x, 0))
-        shift = tl.where(larger == float("-inf"), 0.0, larger)  # of columns that have seen nothing finite
-        total = total * tl.exp2(most - shift) + tl.sum(tl.exp2(x - shift[None, :]), 0)
+        larger = tl.maximum(most, tl.max(tl.max(x, 0), 1))
+        shift = tl.where(larger == float("-inf"), 0.0, larger)  # of threads that have seen nothing finite
+        total = total * tl.exp2(most - shift) + tl.sum(tl.sum(tl.exp2(x - shift[None, :, None]), 0), 1)
         most = larger
     largest = tl.max(most, 0)
     return (largest + tl.log2(tl.sum(total * tl.exp2(most - largest), 0))) * LN_2
@@ -150,12 +153,13 @@ def _log_sum_exp(row, classes, PIECES: tl.constexpr, COLUMNS: tl.constexpr, POLI
 
 @triton.jit
 def _losses(
-    logits, targets, losses, lse, logits_stride_0, classes, ignore_index, PIECES: tl.constexpr, COLUMNS: tl.constexpr
-):
+    logits, targets, losses, lse, logits_stride_0, classes, ignore_index,
+    PIECES: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0)
     row = logits + n * logits_stride_0
-    target = tl.load(targets + n)
-    found = _log_sum_exp(row, classes, PIECES, COLUMNS, "evict_first")
+    target = tl.load(targets + n).to(tl.int32)
+    found = _log_sum_exp(row, classes, PIECES, THREADS, VECTOR, "evict_first")
     kept = target != ignore_index
     picked = tl.load(row + target, mask=(target >= 0) & (target < classes), other=float("nan")).to(tl.float32)
     tl.store(lse + n, found)
@@ -181,7 +185,7 @@ def _cross_entropy_backward(
     across = tl.cdiv(classes, BLOCK)
     n = tl.program_id(0) // across
     column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
-    target, shift = tl.load(targets + n), tl.load(lse + n) * LOG2_E
+    target, shift = tl.load(targets + n).to(tl.int32), tl.load(lse + n) * LOG2_E
     scale = tl.where(target == ignore_index, 0.0, tl.load(grad).to(tl.float32) / tl.load(count))
     x = tl.load(logits + n * logits_stride_0 + column, mask=column < classes, eviction_policy="evict_first")
     shares = tl.exp2(x.to(tl.float32) * LOG2_E - shift) - (column == target).to(tl.float32)
@@ -192,21 +196,21 @@ def _cross_entropy_backward(
 # a time, each with many threads, so that it is in the cache.
 @triton.jit
 def _losses_and_gradients(
-    logits, targets, losses, count, classes, ignore_index, GRADIENTS: tl.constexpr, PIECES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    logits, targets, losses, count, classes, ignore_index, GRADIENTS: tl.constexpr,
+    PIECES: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     row = logits + n * classes
-    target = tl.load(targets + n)
+    target = tl.load(targets + n).to(tl.int32)
     kept = target != ignore_index
     picked = tl.load(row + target, mask=(target >= 0) & (target < classes), other=float("nan")).to(tl.float32)
-    found = _log_sum_exp(row, classes, PIECES, COLUMNS, "evict_last" if GRADIENTS else "evict_first")
+    found = _log_sum_exp(row, classes, PIECES, THREADS, VECTOR, "evict_last" if GRADIENTS else "evict_first")
     tl.store(losses + n, tl.where(kept, found - picked, 0.0))
     if GRADIENTS:
         tl.debug_barrier()  # all has been read that is overwritten: picked, too
         scale = tl.where(kept, 1.0, 0.0) / tl.load(count)
-        for start in range(0, classes, PIECES * COLUMNS):
-            column = start + tl.arange(0, PIECES * COLUMNS)
+        for start in range(0, classes, PIECES * THREADS * VECTOR):
+            column = start + tl.arange(0, PIECES * THREADS * VECTOR)
             x = tl.load(row + column, mask=column < classes, eviction_policy="evict_first").to(tl.float32)
             shares = tl.exp2((x - found) * LOG2_E) - (column == target).to(tl.float32)
             tl.store(row + column, shares * scale, mask=column < classes)
@@ -215,28 +219,21 @@ def _losses_and_gradients(
 # ---- how they are launched ------------------------------------------------------------------------------------------
 
 
-def _columns(num_warps: int) -> int:
-    """So many that each thread has 16 bytes of them in half precision."""
-    return 256 * num_warps
+def _by_rows(function: triton.JITFunction, pieces: int, warps: int):
+    return opkit.triton_kernel(
+        function,
+        grid=lambda logits_size_0: logits_size_0,
+        bind={"classes": "logits_size_1"},
+        PIECES=pieces,
+        THREADS=32 * warps,
+        VECTOR=lambda logits: 4 if logits.dtype == "float32" else 8,
+        num_warps=warps,
+    )
 
 
-LOSSES = opkit.triton_kernel(
-    _losses,
-    grid=lambda logits_size_0: logits_size_0,
-    bind={"classes": "logits_size_1"},
-    PIECES=2,
-    COLUMNS=_columns,
-    num_warps=8,
-)
+LOSSES = _by_rows(_losses, pieces=2, warps=8)
+LOSSES_AND_GRADIENTS = _by_rows(_losses_and_gradients, pieces=2, warps=16)
 MEAN = opkit.triton_kernel(_mean, grid=1, n=lambda losses: losses.numel, BLOCK=4096, num_warps=16)
-LOSSES_AND_GRADIENTS = opkit.triton_kernel(
-    _losses_and_gradients,
-    grid=lambda logits_size_0: logits_size_0,
-    bind={"classes": "logits_size_1"},
-    PIECES=1,
-    COLUMNS=_columns,
-    num_warps=32,
-)
 DEVICES = ("cpu", "cuda") if LOSSES.interpreted else ("cuda",)
 """Where Triton's kernels run: in the interpreter on CPU tensors, too."""
 

@@ -32,7 +32,10 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 _SMALLEST = 1e-12  # of a row's maximum: a row of zeros has a scale too, and stays zero
 SMALLEST, INTEGERS = tl.constexpr(_SMALLEST), tl.constexpr(1.5 * 2**23)
-NORMAL, SUBNORMALS = tl.constexpr(2.0**-6), tl.constexpr(2.0**14)  # of e4m3: its smallest normal number; 2**23 steps of 2**-9
+NORMAL, SUBNORMALS = (
+    tl.constexpr(2.0**-6),
+    tl.constexpr(2.0**14),
+)  # of e4m3: its smallest normal number; 2**23 steps of 2**-9
 
 
 def _scaled(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
@@ -101,7 +104,9 @@ def _to_e4m3(x, HARDWARE: tl.constexpr):
     bits = x.to(tl.int32, bitcast=True)
     magnitude = tl.abs(x)
     whole = magnitude.to(tl.int32, bitcast=True)
-    normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - (120 << 3)  # 3 bits of mantissa; exponents begin 120 later
+    normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - (
+        120 << 3
+    )  # 3 bits of mantissa; exponents begin 120 later
     small = (magnitude + SUBNORMALS).to(tl.int32, bitcast=True) & 15
     return (tl.where(magnitude < NORMAL, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
 
