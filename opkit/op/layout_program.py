@@ -18,10 +18,11 @@ import torch
 
 DTYPES = {
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
-    torch.float64: 7, torch.complex64: 9, torch.complex128: 10, torch.bool: 11, torch.bfloat16: 15, torch.uint16: 27,
-    torch.uint32: 28, torch.uint64: 29,
+    torch.float64: 7, torch.complex64: 9, torch.complex128: 10, torch.bool: 11, torch.bfloat16: 15,
+    torch.float8_e5m2: 23, torch.float8_e4m3fn: 24, torch.float8_e5m2fnuz: 25, torch.float8_e4m3fnuz: 26,
+    torch.uint16: 27, torch.uint32: 28, torch.uint64: 29,
 }  # fmt: skip
-"""The numbers of ``enum opk_dtype``."""
+"""The numbers of ``enum opk_dtype``, and of the float8 types, which Triton kernels alone have."""
 
 CONSTANT, SIZE, STRIDE, INT, FLOAT_IS = range(5)
 OPERANDS = {CONSTANT: 1, SIZE: 3, STRIDE: 3, INT: 2, FLOAT_IS: 3}

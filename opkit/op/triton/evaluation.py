@@ -88,7 +88,7 @@ def ordered(formulas: Sequence[Formula]) -> tuple[Formula, ...]:
     """
     left, done = {f.name: f for f in formulas}, list[Formula]()
     while left:
-        free = [f for f in left.values() if not any(name in left for name in f.inputs)]
+        free = [f for f in left.values() if not any(name in left and name != f.name for name in f.inputs)]
         ready = [f for f in free if not any(name in EVERYTHING for name in f.inputs)] or free
         if not ready:
             raise DeclarationError(f"the functions for {', '.join(left)} ask for each other's values.")
