@@ -1,9 +1,9 @@
 """Cross-entropy in Triton: of given logits, and of a linear layer whose logits are never all in memory.
 
 **Of logits.** The forward reads each row once, keeping a running maximum and sum for each of a thread's columns, and merges
-them at the end: 2 bytes a logit in bfloat16, so 8192 rows of 32,000 take 61 us at 8.6 TB/s of copying read and written,
-of which this reads half (4.3). It returns each row's log-sum-exp too; with it the backward is elementwise,
-``(exp(logit - lse) - (class == target)) * grad / count``: 2 bytes read and 2 written.
+them at the end: 2 bytes a logit in bfloat16, so 8192 rows of 32,000 take 122 us at 4.3 TB/s. It returns each row's
+log-sum-exp too; with it the backward is elementwise, ``(exp(logit - lse) - (class == target)) * grad / count``: 2 bytes
+read and 2 written, 244 us.
 
 **Of a linear layer.** ``hidden @ weight.T`` is taken for some thousand rows at a time by cuBLAS. One kernel makes of such a
 chunk, in place, the loss and the gradient of the logits, which two further products turn into the gradients of ``hidden``

@@ -101,15 +101,16 @@ def dequantize(
 def _to_e4m3(x, HARDWARE: tl.constexpr):
     """Bits of e4m3. ``x`` is within its range."""
     if HARDWARE:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = tl.abs(x)
-    whole = magnitude.to(tl.int32, bitcast=True)
-    normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - (
-        120 << 3
-    )  # 3 bits of mantissa; exponents begin 120 later
-    small = (magnitude + SUBNORMALS).to(tl.int32, bitcast=True) & 15
-    return (tl.where(magnitude < NORMAL, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits, magnitude = x.to(tl.int32, bitcast=True), tl.abs(x)
+        whole = magnitude.to(tl.int32, bitcast=True)
+        normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - (
+            120 << 3
+        )  # 3 bits remain; exponents begin 120 later
+        small = (magnitude + SUBNORMALS).to(tl.int32, bitcast=True) & 15
+        code = (tl.where(magnitude < NORMAL, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return code
 
 
 @triton.jit

@@ -244,13 +244,17 @@ def bounds() -> dict[str, tuple[Any, Any]]:
     }
 
 
+@pytest.mark.parametrize(("dtype", "targets"), [("bf16", ARCHITECTURES), ("fp32", ["sm_90"])], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", bounds())
-def test_compiles_without_spills(name):
+def test_compiles_without_spills(name, dtype, targets):
     op, function = bounds()[name]
-    kernel = function.bound.kernel
-    calls = typical_calls.given(op._operator, kernel.examples)
-    for target in [target for target in ARCHITECTURES if target in (kernel.targets or ARCHITECTURES)]:
-        request = testing.request_of(op._operator, function.bound, calls[0], next(iter(kernel.configs), None), target)
+    kernel, example = function.bound.kernel, function.bound.kernel.examples[0]
+    given = {
+        key: value.replace("bf16[", f"{dtype}[") if isinstance(value, str) else value for key, value in example.items()
+    }
+    (call,) = typical_calls.given(op._operator, [given])
+    for target in [target for target in targets if target in (kernel.targets or ARCHITECTURES)]:
+        request = testing.request_of(op._operator, function.bound, call, next(iter(kernel.configs), None), target)
         assert resources.of(compiling.build(request)).spills == 0, target
 
 
