@@ -76,7 +76,8 @@ def add_rms_norm_backward(
 
 @triton.jit
 def _add_rms_norm(
-    x, residual, weight, total, out, x_stride_m2, residual_stride_m2, batch, d: tl.constexpr, eps, BLOCK: tl.constexpr, TILE: tl.constexpr
+    x, residual, weight, total, out, x_stride_m2, residual_stride_m2, batch, d: tl.constexpr, eps,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -120,8 +121,8 @@ def _add_rms_norm_backward(
         squares, products = tl.split(tl.sum(tl.join(a * a, a * (g * w[None, :])), 1))
         scale = tl.rsqrt(squares / d + eps)
         if not HELD:
-            a = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
-            g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+            a = tl.load(total + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             w = tl.load(weight + column, mask=column < d, other=0.0).to(tl.float32)
         normal = a * scale[:, None]
         change = g * w[None, :] - normal * (scale * products / d)[:, None]

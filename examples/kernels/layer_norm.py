@@ -73,27 +73,36 @@ def layer_norm_backward(
     return dx.to(x.dtype), torch.stack([rows.partial_sums(g * normal, programs), rows.partial_sums(g, programs)])
 
 
-# Both sums come from one reduction across warps, of what is left of a row when its first element is taken from each: with
-# that, little is lost where the mean is much larger than the deviation.
+# As in rms_norm.py. The sums are of what is left of a row when its first element is taken from each: with that, little is
+# lost where the mean is much larger than the deviation.
 @triton.jit
 def _layer_norm(
-    x, weight, bias, out, x_stride_m2, batch, d: tl.constexpr, eps, BLOCK: tl.constexpr, TILE: tl.constexpr
+    x, weight, bias, out, x_stride_m2, batch, d: tl.constexpr, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    at = row[:, None] * x_stride_m2 + column[None, :]
-    inside = rows.within(row, column, batch, d, ROWS)
     shift = tl.load(x + row * x_stride_m2, mask=row < batch, other=0.0).to(tl.float32)[:, None]
-    a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(weight + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    b = tl.load(bias + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    a = tl.where(inside, a - shift, 0.0)
-    sum_a, sum_aa = tl.split(tl.sum(tl.join(a, a * a), 1))
-    mean = sum_a / d
-    scale = tl.rsqrt(tl.maximum(sum_aa / d - mean * mean, 0.0) + eps)
-    normal = (a - mean[:, None]) * scale[:, None] * w[None, :] + b[None, :]
-    tl.store(out + row[:, None] * d + column[None, :], normal, mask=inside)
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    squares = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in tl.range(0, d, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = rows.within(row, column, batch, d, ROWS)
+        at = row[:, None] * x_stride_m2 + column[None, :]
+        a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        a = tl.where(inside, a - shift, 0.0)
+        sums += a
+        squares += a * a
+    mean = tl.sum(sums, 1) / d
+    scale = tl.rsqrt(tl.maximum(tl.sum(squares, 1) / d - mean * mean, 0.0) + eps)
+    centre = shift + mean[:, None]
+    for start in tl.range(0, d, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = rows.within(row, column, batch, d, ROWS)
+        at = row[:, None] * x_stride_m2 + column[None, :]
+        a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        w = tl.load(weight + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        b = tl.load(bias + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        normal = (a - centre) * scale[:, None] * w[None, :] + b[None, :]
+        tl.store(out + row[:, None] * d + column[None, :], normal, mask=inside)
 
 
 @triton.jit
@@ -108,7 +117,8 @@ def _sums(a, h):
 # STAGES and HELD are as in rms_norm.py.
 @triton.jit
 def _layer_norm_backward(
-    grad, x, weight, dx, partial, batch, d: tl.constexpr, eps, programs, BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
+    grad, x, weight, dx, partial, batch, d: tl.constexpr, eps, programs,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     HELD: tl.constexpr = BLOCK <= 8192
@@ -119,11 +129,15 @@ def _layer_norm_backward(
     total_bias = tl.zeros((ROWS, BLOCK), tl.float32)
     if HELD:
         w = tl.load(weight + column, mask=column < d, other=0.0).to(tl.float32)
+    following = program + tl.arange(0, ROWS) * programs  # the first element of a row is asked for a step ahead
+    next_shift = tl.load(x + following * d, mask=following < batch, other=0.0).to(tl.float32)
     for first in tl.range(program, batch, programs * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS) * programs
         at = row[:, None] * d + column[None, :]
         inside = rows.within(row, column, batch, d, ROWS)
-        shift = tl.load(x + row * d, mask=row < batch, other=0.0).to(tl.float32)[:, None]
+        shift = next_shift[:, None]
+        following = row + programs * ROWS
+        next_shift = tl.load(x + following * d, mask=following < batch, other=0.0).to(tl.float32)
         a = tl.load(x + at, mask=inside, other=0.0, eviction_policy=ONCE).to(tl.float32)
         g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy=ONCE).to(tl.float32)
         if not HELD:
@@ -134,8 +148,8 @@ def _layer_norm_backward(
         scale = tl.rsqrt(tl.maximum(sum_aa / d - mean * mean, 0.0) + eps)
         along = scale * (sum_ah - mean * sum_h) / d
         if not HELD:
-            a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - shift
-            g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+            a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32) - shift
+            g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             w = tl.load(weight + column, mask=column < d, other=0.0).to(tl.float32)
         normal = (a - mean[:, None]) * scale[:, None]
         change = g * w[None, :] - (sum_h / d)[:, None] - normal * along[:, None]
@@ -150,10 +164,9 @@ layer_norm.register_kernel(
     "cuda",
     opkit.triton_kernel(
         _layer_norm,
-        grid=lambda batch, BLOCK, TILE: triton.cdiv(batch, max(TILE // BLOCK, 1)),
-        BLOCK=lambda d: triton.next_power_of_2(max(d, 1)),
-        configs=rows.TILES,
-        prune=lambda configs, d: rows.fitting(configs, d, 1024, 4096),
+        grid=lambda batch, ROWS: triton.cdiv(batch, ROWS),
+        configs=rows.CHUNKED,
+        prune=rows.cut,
         examples=[
             {"x": f"bf16[{n}, {d}]", "weight": f"bf16[{d}]", "bias": f"bf16[{d}]", "eps": 1e-5} for n, d in SHAPES
         ],

@@ -188,7 +188,7 @@ def _cross_entropy_backward(
     column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
     target, shift = tl.load(targets + n).to(tl.int32), tl.load(lse + n) * LOG2_E
     scale = tl.where(target == ignore_index, 0.0, tl.load(grad).to(tl.float32) / tl.load(count))
-    x = tl.load(logits + n * logits_stride_0 + column, mask=column < classes, eviction_policy="evict_first")
+    x = tl.load(logits + n * logits_stride_0 + column, mask=column < classes)
     shares = tl.exp2(x.to(tl.float32) * LOG2_E - shift) - (column == target).to(tl.float32)
     tl.store(out + n * classes + column, shares * scale, mask=column < classes)
 
@@ -212,7 +212,7 @@ def _losses_and_gradients(
         scale = tl.where(kept, 1.0, 0.0) / tl.load(count)
         for start in range(0, classes, PIECES * THREADS * VECTOR):
             column = start + tl.arange(0, PIECES * THREADS * VECTOR)
-            x = tl.load(row + column, mask=column < classes, eviction_policy="evict_first").to(tl.float32)
+            x = tl.load(row + column, mask=column < classes).to(tl.float32)
             shares = tl.exp2((x - found) * LOG2_E) - (column == target).to(tl.float32)
             tl.store(row + column, shares * scale, mask=column < classes)
 

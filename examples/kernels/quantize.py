@@ -133,7 +133,7 @@ def _store_quantized(q, x, inside, FLOAT8: tl.constexpr, HARDWARE: tl.constexpr)
 def _load(x, row, column, x_stride_m2, batch, d):
     inside = (row < batch)[:, None] & (column < d)[None, :]
     at = x + row[:, None] * x_stride_m2 + column[None, :]
-    return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32), inside
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32), inside
 
 
 # A program takes ROWS rows; where one is longer than BLOCK, it is read a second time, from the cache as far as that goes.
@@ -176,7 +176,7 @@ def _dequantize(
     scale = tl.load(scales + row, mask=row < batch, other=0.0)[:, None]
     if ON_BITS:
         at = at.to(tl.pointer_type(tl.uint8), bitcast=True)
-    narrow = tl.load(at, mask=inside, eviction_policy="evict_first")
+    narrow = tl.load(at, mask=inside)
     wide = _from_e4m3(narrow) * (scale * 256) if ON_BITS else narrow.to(tl.float32) * scale
     tl.store(out + row[:, None] * d + column[None, :], wide, mask=inside)
 

@@ -78,8 +78,8 @@ def _halves(x, stride_head, stride, heads, HALF: tl.constexpr, HEADS: tl.constex
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, COLUMNS)[None, :]
     inside = (head < heads) & (column < HALF)
     at = x + head * stride_head + column * stride
-    left = tl.load(at, mask=inside, eviction_policy="evict_first").to(tl.float32)
-    return left, tl.load(at + HALF * stride, mask=inside, eviction_policy="evict_first").to(tl.float32)
+    left = tl.load(at, mask=inside).to(tl.float32)
+    return left, tl.load(at + HALF * stride, mask=inside).to(tl.float32)
 
 
 @triton.jit

@@ -141,7 +141,7 @@ def _router(
     ROWS: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     row, expert, inside = _tile(batch, EXPERTS, ROWS, PIECES, COLUMNS)
-    x = tl.load(logits + row * EXPERTS + expert, mask=inside, other=float("-inf"), eviction_policy="evict_first")
+    x = tl.load(logits + row * EXPERTS + expert, mask=inside, other=float("-inf"))
     keys = _keys(x, expert, EXPERTS)
     slot = tl.arange(0, SLOTS)[None, :]
     best = _largest(keys)
