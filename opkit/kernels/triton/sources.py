@@ -28,13 +28,18 @@ class Variant:
     place: Place | None = None
     fn: Any
     name: str
+    constants: dict[tuple[int, ...], Any]
 
     def hash(self) -> str:
         parent: Any = super()
         plain = parent.hash()
-        if not (self.wide or self.offsets):
+        texts = any(isinstance(value, str) for value in self.constants.values())  # Triton writes 1 and "1" alike
+        if not (self.wide or self.offsets or texts):
             return plain
-        return hashlib.sha256(f"{plain} {self.wide} {self.offsets} {_VERSION}".encode()).hexdigest()
+        constants = [(at, v if isinstance(v, str) else type(v).__name__) for at, v in sorted(self.constants.items())]
+        return hashlib.sha256(
+            f"{plain} {self.wide} {self.offsets} {texts and constants} {_VERSION}".encode()
+        ).hexdigest()
 
     def make_ir(self, target: Any, options: Any, codegen_fns: Any, module_map: Any, context: Any) -> Any:
         parent: Any = super()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from opkit.errors import DeclarationError
+import torch
+
+from opkit.errors import DeclarationError, KernelError
 from opkit.kernels.facts import Facts
 from opkit.op.triton.evaluation import EVERYTHING, Formula, formula, ordered
 from opkit.op.triton.kernel import Descriptor, TritonKernel
@@ -35,6 +38,7 @@ class Bound:
         constants: parameters and options whose values never change.
         formulas: the other ones, in the order of their evaluation, the grid among them.
         descriptors: the parameters that are tensor descriptors.
+        zeroed: the parameters whose tensors are set to zero before a launch.
     """
 
     kernel: TritonKernel
@@ -46,6 +50,7 @@ class Bound:
     constants: Mapping[str, Any]
     formulas: tuple[Formula, ...]
     descriptors: Mapping[str, Descriptor]
+    zeroed: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
@@ -66,6 +71,15 @@ class Bound:
             if source.origin == "STRIDE":
                 told[source.argument] = (*told.get(source.argument, ()), source.detail)
         return told
+
+    @property
+    def varying(self) -> frozenset[str]:
+        """What the choice of a config may change: parameters, options, and what functions make of them."""
+        names = {name for config in self.kernel.configs for name in config.values}
+        for each in self.formulas if names else ():
+            if names & {*each.inputs} or {*EVERYTHING} & {*each.inputs}:
+                names.add(each.name)
+        return frozenset(names)
 
     @property
     def written(self) -> tuple[int, ...]:
@@ -108,8 +122,10 @@ class _Binder:
         for parameter in self.parameters:
             if not {parameter.name} & ({*constants, *descriptors, *self.config_names} | {f.name for f in formulas}):
                 self._take(parameter, given, constants, formulas)
+        self._complete_configs(constants, formulas)
         for f in formulas:
-            self._read_inputs(f, formulas, constants)
+            self._read_inputs(f, formulas, constants, given)
+        self._read_prune(given)
         self._check_outputs([*given.values(), *self.read])
         return self._bound(given, constants, formulas, descriptors)
 
@@ -127,11 +143,17 @@ class _Binder:
             self.read.add(self._tensor(name, value.tensor))
             for part in ("block", "shape"):
                 if callable(chosen := getattr(value, part)):
-                    formulas.append(formula(f"{name}.{part}", chosen))
+                    formulas.append(formula(f"{name}.{part}", chosen, self._means))
         elif callable(value) and not _is_triton(value):
-            formulas.append(formula(name, value))
+            formulas.append(formula(name, value, self._means))
         else:
-            constants[name] = value
+            constants[name] = triton_type(str(value)) if isinstance(value, torch.dtype) else value
+
+    def _means(self, name: str) -> bool:
+        """Whether a function that asks for ``name`` can be given something."""
+        asked = self.kernel.bind.get(name, name)
+        told = {*self.kernel.values, *self.kernel.options, *self.config_names, *self.absent, *EVERYTHING}
+        return name in told or self.names.find(asked) is not None or any(p.name == name for p in self.parameters)
 
     def _tensor(self, parameter: str, name: str) -> Source:
         source = self.names.find(name)
@@ -154,7 +176,7 @@ class _Binder:
         elif parameter.constexpr and source.kind == "tensor":
             raise self.error(f"the parameter {parameter.name} is a constexpr, and {name} is a tensor.")
         elif parameter.constexpr or source.kind in ("str", "ints", "floats", "bools", "dtype"):
-            formulas.append(Formula(parameter.name, _itself, (name,)))
+            formulas.append(Formula(parameter.name, triton_type if source.kind == "dtype" else _itself, (name,)))
         else:
             given[parameter.name] = source
 
@@ -172,11 +194,24 @@ class _Binder:
             f"is given: bind={{{parameter.name!r}: ...}}."
         )
 
-    def _read_inputs(self, f: Formula, formulas: Iterable[Formula], constants: Mapping[str, Any]) -> None:
+    def _complete_configs(self, constants: dict[str, Any], formulas: Iterable[Formula]) -> None:
+        """What some configs leave out has a default."""
+        told = {*constants, *(f.name for f in formulas)}
+        for parameter in self.parameters:
+            lacking = [c for c in self.kernel.configs if parameter.name not in c.values]
+            if parameter.name not in self.config_names or not lacking or parameter.name in told:
+                continue
+            if not parameter.has_default:
+                raise self.error(f"the config {lacking[0].label} says nothing of {parameter.name}, as others do.")
+            constants[parameter.name] = parameter.default
+
+    def _read_inputs(
+        self, f: Formula, formulas: Iterable[Formula], constants: Mapping[str, Any], given: Mapping[str, Source]
+    ) -> None:
         computed = {other.name for other in formulas} | {*constants} | self.config_names
         for name in f.inputs:
             if name in EVERYTHING:
-                self.read.update(self._everything())
+                self.read.update([*self._everything(), *_by_parameter(given)])
             elif name not in computed or name == f.name:
                 source = self.names.find(self.kernel.bind.get(name, name))
                 if source is None:
@@ -184,6 +219,18 @@ class _Binder:
                         f"the function for {f.name} asks for {name!r}, which stands for nothing. It could be "
                         f"{', '.join([*self.names.known(), *sorted(computed - {f.name, _GRID})])}."
                     )
+                self.read.add(dataclasses.replace(source, name=name))
+
+    def _read_prune(self, given: Mapping[str, Source]) -> None:
+        """What ``prune`` asks for: as formulas do, or everything, as Triton's functions are given it."""
+        if self.kernel.prune is None or not self.kernel.configs:
+            return
+        asked = list(inspect.signature(self.kernel.prune).parameters.values())[1:]
+        if any(p.kind is p.VAR_KEYWORD for p in asked):
+            self.read.update(_by_parameter(given))
+        for name in (p.name for p in asked):
+            source = self.names.find(self.kernel.bind.get(name, name))
+            if source is not None:
                 self.read.add(dataclasses.replace(source, name=name))
 
     def _everything(self) -> list[Source]:
@@ -210,8 +257,16 @@ class _Binder:
         numbers = {source: i for i, source in enumerate(sources)}
         return Bound(
             self.kernel, self.facts, self.name, sources, roles, {name: numbers[s] for name, s in given.items()}, constants,
-            ordered(formulas), descriptors,
+            ordered(formulas), descriptors, tuple(self._zeroed(name, given, constants) for name in self.kernel.reset_to_zero),
         )  # fmt: skip
+
+    def _zeroed(self, name: str, given: Mapping[str, Source], constants: Mapping[str, Any]) -> str:
+        """The parameter that ``reset_to_zero`` means: by its own name, or by that of the tensor that it is given."""
+        meant = self.names.find(name)
+        found = [p for p, source in given.items() if source.kind == "tensor" and (p == name or source == meant)]
+        if not found and name not in constants:
+            raise self.error(f"reset_to_zero names {name!r}; the tensors are {', '.join(self.names.tensors())}.")
+        return found[0] if found else name
 
 
 def _role(source: Source, read: bool, user: Parameter | None) -> str:
@@ -226,8 +281,37 @@ def _role(source: Source, read: bool, user: Parameter | None) -> str:
     return _ROLES[source.kind]
 
 
+def _by_parameter(given: Mapping[str, Source]) -> list[Source]:
+    """The sources of parameters, called as these are."""
+    return [dataclasses.replace(source, name=name) for name, source in given.items()]
+
+
 def _itself(value: Any) -> Any:
     return value
+
+
+_TRITON_TYPES = {
+    "bool": "int1",
+    "float8_e4m3fn": "float8e4nv",
+    "float8_e4m3fnuz": "float8e4b8",
+    "float8_e5m2": "float8e5",
+    "float8_e5m2fnuz": "float8e5b16",
+}  # fmt: skip
+
+
+def triton_type(name: str | None) -> Any:
+    """Triton's element type of a dtype's name in torch, for a kernel that converts to it; None of None.
+
+    Raises:
+        KernelError: Triton has none.
+    """
+    import triton.language as tl  # pyright: ignore[reportMissingTypeStubs]
+
+    bare = "" if name is None else name.removeprefix("torch.")
+    found = None if name is None else getattr(tl, _TRITON_TYPES.get(bare, bare), None)
+    if found is None and name is not None:
+        raise KernelError(f"Triton has no element type for torch.{bare}.")
+    return found
 
 
 def _is_triton(value: Callable[..., Any]) -> bool:

@@ -58,7 +58,9 @@ class Chooser:
 
     def bucket(self, named: Mapping[str, Any]) -> str:
         """The bucket of a call: by its named sizes, or the tensors' where none have names, and integers that formulas ask for."""
-        tensors = [s for s in self.bound.sources if s.kind == "tensor" and s.argument < len(self.bound.facts.arguments)]
+        count = len(self.bound.facts.arguments)
+        by_number = {s.argument: s for s in reversed(self.bound.sources) if s.kind == "tensor" and s.argument < count}
+        tensors = sorted(by_number.values(), key=self.bound.sources.index)
         infos = {s.name: named[s.name] for s in tensors if isinstance(named[s.name], TensorInfo)}
         counted = zip(self.bound.sources, self.bound.roles, strict=True)
         integers = {s.name: named[s.name] for s, role in counted if s.kind == "int" and role == "exact"}

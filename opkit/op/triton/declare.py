@@ -95,6 +95,7 @@ def triton_kernel(
         launch,
     )
     _check(kernel)
+    _check_configs(kernel, values)
     return kernel
 
 
@@ -149,3 +150,12 @@ def _check(kernel: TritonKernel) -> None:
                 )
     if not (callable(kernel.grid) or isinstance(kernel.grid, (int, tuple, list))):
         raise DeclarationError(f"{kernel!r}: grid={kernel.grid!r} is neither a number, a tuple nor a function.")
+
+
+def _check_configs(kernel: TritonKernel, values: Mapping[str, Any]) -> None:
+    for config in kernel.configs:
+        for name in config.constexprs:
+            if name in values:
+                raise DeclarationError(
+                    f"{kernel!r}: {name} is given a value, and by the config {config.label} another."
+                )

@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from opkit.kernels.triton.binaries import Binary, Param
 from opkit.op.triton.binding import Bound
@@ -39,7 +42,7 @@ class Variant:
         self.bound = bound
         self.built = built
         self._chunk = MOST_PROGRAMS if chunked else None
-        self._zero = [source_of(bound, name) for name in bound.kernel.reset_to_zero]
+        self._zero = [source_of(bound, name) for name in bound.zeroed if name in bound.given]
         self._computed = [
             (i, p.kind, p.name) for i, p in enumerate(built.params) if p.name and p.name not in bound.given
         ]
@@ -114,14 +117,26 @@ def source_of(bound: Bound, name: str) -> int:
 def bits(kind: str, value: Any) -> int:
     """A number as the 64 bits that a launch copies its parameter from.
 
-    >>> bits("fp32", 1.0) == 0x3F800000, bits("i32", -1)
-    (True, -1)
+    >>> bits("fp32", 1.0) == 0x3F800000, bits("bf16", 1.0) == 0x3F80, bits("i32", -1)
+    (True, True, -1)
     """
-    if kind == "fp32":
-        return int.from_bytes(struct.pack("<f", value), "little")
-    if kind == "fp64":
-        return struct.unpack("<q", struct.pack("<d", value))[0]
-    return int(value)
+    if kind in _REALS:
+        real = float(value)
+        return int.from_bytes(_REALS[kind](real), "little", signed=True)
+    whole = int(value)
+    return whole if whole < 2**63 else whole - 2**64
+
+
+def _bytes_of(real: float, dtype: torch.dtype) -> bytes:
+    return bytes(torch.tensor([real], dtype=dtype).view(torch.uint8).tolist()) + bytes(6)
+
+
+_REALS: Mapping[str, Callable[[float], bytes]] = {
+    "fp16": lambda real: _bytes_of(real, torch.float16),
+    "bf16": lambda real: _bytes_of(real, torch.bfloat16),
+    "fp32": lambda real: bytes(ctypes.c_float(real)) + bytes(4),  # what is too large becomes infinite
+    "fp64": lambda real: struct.pack("<d", real),
+}
 
 
 def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:

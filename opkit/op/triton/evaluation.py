@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from opkit.errors import DeclarationError, KernelError
@@ -46,13 +48,14 @@ class Formula:
     known: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict[tuple[Any, ...], Any], compare=False)
 
     def __call__(self, named: Mapping[str, Any]) -> Any:
-        given = tuple([named[name] if name in named else self._everything(name, named) for name in self.inputs])
+        given = [named[name] if name in named else self._everything(name, named) for name in self.inputs]
+        key = exact(given)
         try:
-            return self.known[given]
+            return self.known[key]
         except TypeError:  # symbolic sizes, which stand for many and have no hash
             return self.function(*given)
         except KeyError:
-            return self._kept(given, self.function(*given))
+            return self._kept(key, self.function(*given))
 
     @staticmethod
     def _everything(name: str, named: Mapping[str, Any]) -> Any:
@@ -60,14 +63,32 @@ class Formula:
             raise KeyError(name)
         return named
 
-    def _kept(self, given: tuple[Any, ...], value: Any) -> Any:
+    def _kept(self, key: tuple[Any, ...], value: Any) -> Any:
         if len(self.known) >= _MOST_KNOWN:
             self.known.clear()
-        return self.known.setdefault(given, value)
+        return self.known.setdefault(key, value)
 
 
-def formula(name: str, function: Callable[..., Any]) -> Formula:
-    """Read a function's parameters.
+def exact(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Values as a key that tells apart what Python calls equal: 1, 1.0 and True, and the zeros of both signs.
+
+    >>> exact([1]) == exact([True]), exact([0.0]) == exact([-0.0]), exact([(2,)]) == exact([[2]])
+    (False, False, True)
+    """
+    return tuple([_exact(value) if type(value) in _INEXACT else value for value in values])
+
+
+def _exact(value: Any) -> Any:
+    if type(value) is float:
+        return float, value, math.copysign(1.0, value)
+    return (bool, value) if type(value) is bool else exact(value)
+
+
+_INEXACT = frozenset({bool, float, tuple, list})
+
+
+def formula(name: str, function: Callable[..., Any], means: Callable[[str], bool] = bool) -> Formula:
+    """Read a function's parameters; those that have defaults and for which nothing ``means`` keep their defaults.
 
     Raises:
         DeclarationError: it takes others than named ones.
@@ -75,9 +96,17 @@ def formula(name: str, function: Callable[..., Any]) -> Formula:
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         raise DeclarationError(f"the function for {name} takes *args or **kwargs. It must name what it asks for.")
-    return Formula(
-        name, function, tuple(p.name for p in parameters if p.default is p.empty or not p.name.startswith("_"))
-    )
+    inputs = tuple(p.name for p in parameters if p.default is p.empty or means(p.name))
+    positional = all(p.kind is not p.KEYWORD_ONLY for p in parameters) and len(inputs) == len(parameters)
+    return Formula(name, function if positional else _by_name(function, inputs), inputs)
+
+
+def _by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*given: Any) -> Any:
+        return function(**dict(zip(names, given, strict=True)))
+
+    return call
 
 
 def ordered(formulas: Sequence[Formula]) -> tuple[Formula, ...]:
@@ -112,7 +141,7 @@ def evaluate(where: str, formulas: Sequence[Formula], named: dict[str, Any]) -> 
 
 
 def _blamed(f: Formula, named: Mapping[str, Any]) -> str:
-    code = getattr(f.function, "__code__", None)
+    code = getattr(inspect.unwrap(f.function), "__code__", None)
     at = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
     given = ", ".join(f"{name}={named.get(name)!r}" for name in f.inputs if name not in EVERYTHING)
     return f"the function for {f.name}{at} failed on {given or 'no values'}:"

@@ -23,6 +23,7 @@ from opkit.op.planning import choose
 from opkit.op.triton.arguments import Values, launch_of
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.choosing import Chooser
+from opkit.op.triton.evaluation import exact
 from opkit.op.triton.machine import machine_of
 from opkit.op.triton.parameters import unwrapped
 from opkit.op.triton.python import checked, run
@@ -41,6 +42,9 @@ def refusal(bound: Bound) -> str:
         return "something runs before its launch"
     if bound.descriptors:
         return "it takes tensor descriptors"
+    told = [p.name for p in kernel.parameters if not p.constexpr and p.name in bound.varying]
+    if told:
+        return f"its configs decide on {told[0]}, which is no constexpr"
     other = sorted(name for name in bound.options - _REPRESENTED if not _usual(bound, name))
     return f"its option {other[0]} is not recorded by torch" if other else ""
 
@@ -74,18 +78,22 @@ def _visible(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) ->
     if kernel.traceable:
         return kernel.function
     bound: Any = getattr(kernel.function, "visible", None)
-    return None if bound is None or _large(args, kwargs) else _traced(operator, bound)
+    if bound is None:
+        return None
+    shapes = _fake_outputs(operator, args, kwargs)
+    leaves = pytree.tree_leaves((tuple(args), kwargs, shapes))
+    large = any(isinstance(leaf, torch.Tensor) and _large(leaf) for leaf in leaves)
+    return None if large else _traced(operator, bound, shapes)
 
 
-def _large(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether some tensor has more elements than 32 bits count, for which opkit compiles its kernels otherwise."""
-    leaves = pytree.tree_leaves((tuple(args), kwargs))
-    return any(isinstance(leaf, torch.Tensor) and bool(leaf.numel() > _MOST_ELEMENTS) for leaf in leaves)
+def _large(tensor: torch.Tensor) -> bool:
+    """Whether some element lies further from the first than 32 bits count, for which opkit compiles its kernels otherwise."""
+    last: Any = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool(tensor.numel() > _MOST_ELEMENTS) or bool(last >= _MOST_ELEMENTS)
 
 
-def _traced(operator: Operator, bound: Bound) -> Callable[..., Any]:
+def _traced(operator: Operator, bound: Bound, shapes: Sequence[torch.Tensor]) -> Callable[..., Any]:
     def traced(*args: Any, **kwargs: Any) -> Any:
-        shapes = _fake_outputs(operator, args, kwargs)
         new = [torch.empty_strided(s.shape, s.stride(), dtype=s.dtype, device=s.device) for s in shapes]
         return run(operator, bound, args, kwargs, new, wrapped)
 
@@ -125,12 +133,13 @@ def _with_configs(values: Values) -> tuple[Any, Callable[[Any], Any], dict[str, 
     launches = [launch_of(values, config.values) for config in _candidates(values)]
     constexprs = [p.name for p in kernel.parameters if p.constexpr and p.name in launches[0].arguments]
     fixed = [{name: _specialised(launch.arguments[name]) for name in constexprs} for launch in launches]
-    varying = [name for name in constexprs if len({values[name] for values in fixed}) > 1]
-    configs = [
-        triton.Config({name: values[name] for name in varying}, **launch.options)
-        for values, launch in zip(fixed, launches, strict=True)
-    ]
-    grids = {tuple(c.kwargs.values()): launch.grid for c, launch in zip(configs, launches, strict=True)}
+    varying = [name for name in constexprs if len({exact([values[name]]) for values in fixed}) > 1]
+    grids: dict[tuple[Any, ...], Any] = {}
+    configs: list[Any] = []
+    for chosen, launch in zip(fixed, launches, strict=True):
+        kwargs = {name: chosen[name] for name in varying}
+        if grids.setdefault(tuple(kwargs.values()), launch.grid) == launch.grid:  # else torch cannot tell them apart
+            configs.append(triton.Config(kwargs, **launch.options))
     common = {name: value for name, value in launches[0].arguments.items() if name not in varying}
     return (
         triton.autotune(configs, key=[])(kernel.function),

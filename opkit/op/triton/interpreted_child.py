@@ -71,6 +71,19 @@ def _checked(op: Any, result: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+def _run(request: dict[str, Any]) -> dict[str, Any]:
+    """The result of a call, and the tensors among the arguments, by number, that it wrote to."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    leaves = pytree.tree_leaves((request["args"], request["kwargs"]))
+    tensors = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    before = {number: tensor._version for number, tensor in tensors.items()}
+    result = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, _call(request))
+    written = {number: tensor for number, tensor in tensors.items() if tensor._version != before[number]}
+    return {"result": result, "written": written}
+
+
 def _differentiate(request: dict[str, Any]) -> Any:
     """The result of a call, and the gradients of its tensors that require them, for given cotangents."""
     import torch
@@ -84,7 +97,7 @@ def _differentiate(request: dict[str, Any]) -> Any:
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (result, list(grads)))
 
 
-_HANDLERS = {"load": _load, "call": _call, "differentiate": _differentiate}
+_HANDLERS = {"load": _load, "call": _run, "differentiate": _differentiate}
 
 if __name__ == "__main__":
     main()

@@ -19,6 +19,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 import opkit.config
 from opkit.errors import ArgumentError, InterpreterError
 from opkit.op.triton.messages import receive, send
@@ -50,12 +53,18 @@ class Interpreter:
             raise
 
     def __call__(self, op: Any, *args: Any, kernel: str | None = None, **kwargs: Any) -> Any:
-        """The result of one call of an operator (or its name), made by its Triton kernel.
+        """The result of one call of an operator (or its name), made by its Triton kernel; it records no gradients.
 
         Raises:
             InterpreterError: the operator raised, no Triton kernel takes the call, or the process died.
         """
-        return self._ask({"do": "call", "op": _name(op), "args": args, "kwargs": kwargs, "kernel": kernel}, _name(op))
+        request = {"do": "call", "op": _name(op), "args": args, "kwargs": kwargs, "kernel": kernel}
+        answer = self._ask(request, _name(op))
+        leaves = pytree.tree_leaves((args, kwargs))
+        with torch.no_grad():
+            for number, written in answer["written"].items():
+                leaves[number].copy_(written)
+        return answer["result"]
 
     def differentiate(
         self, op: Any, cotangents: Sequence[Any], *args: Any, kernel: str | None = None, **kwargs: Any

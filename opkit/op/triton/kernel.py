@@ -51,6 +51,11 @@ class TritonKernel:
         """The parameters of the Triton function."""
         return parameters_of(self.function)
 
+    @functools.cached_property
+    def forms(self) -> dict[Any, Any]:
+        """What launches by hand have made of it, by the kinds of the values given."""
+        return {}
+
     @property
     def gluon(self) -> bool:
         """Whether it is in Gluon."""
@@ -65,6 +70,9 @@ class TritonKernel:
     def hooked(self) -> bool:
         """Whether Python runs before each launch."""
         return self.pre_hook is not None or any(config.pre_hook for config in self.configs)
+
+    def __deepcopy__(self, memo: Any) -> TritonKernel:
+        return self  # a module that holds one can be copied; Triton's functions cannot
 
     def __repr__(self) -> str:
         file, line = location(self.function)

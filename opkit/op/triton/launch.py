@@ -11,13 +11,12 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from opkit.errors import ArgumentTypeError, KernelError
+from opkit.errors import ArgumentTypeError, DeclarationError, KernelError
 from opkit.kernels.facts import Argument, Facts
 from opkit.op import torch_private as private
 from opkit.op.triton.arguments import Values
@@ -33,7 +32,6 @@ _TYPES = {"tensor": "Tensor(a{}!)", "int": "int", "float": "float", "bool": "boo
 _KINDS: dict[type, str] = {bool: "bool", int: "int", float: "float", torch.SymInt: "int", torch.SymFloat: "float"}
 _count = itertools.count()
 _lock = threading.Lock()
-_forms: weakref.WeakKeyDictionary[TritonKernel, dict[Any, Form]] = weakref.WeakKeyDictionary()
 
 
 class Form:
@@ -50,8 +48,18 @@ class Form:
         absent = {name: None for name, kind in kinds.items() if kind == "none"}
         self.bound = bind(kernel, Facts(kernel.name, self.schema, arguments, ()), absent=absent)
         self.names = tuple(argument.name for argument in arguments)
+        self._check_used()
         self._overloads: dict[str, Callable[..., Any]] = {}
         self._kept: list[Any] = []
+
+    def _check_used(self) -> None:
+        asked = {self.names[source.argument] for source in self.bound.sources}
+        for name in self.names:
+            if name not in asked:
+                raise DeclarationError(
+                    f"{self.bound.kernel!r}: it was launched with {name}=, for which nothing asks. Its parameters are "
+                    f"{', '.join(p.name for p in self.bound.kernel.parameters)}; what triton_kernel() was given is settled."
+                )
 
     def run(self, values: Mapping[str, Any]) -> None:
         """Launch the kernel."""
@@ -106,13 +114,12 @@ def launch(kernel: TritonKernel, values: Mapping[str, Any]) -> None:
 
     Raises:
         ArgumentTypeError: a value is no tensor, number or None.
-        DeclarationError: a parameter is left without a value.
+        DeclarationError: a parameter is left without a value, or nothing asks for one of ``values``.
     """
     kinds = tuple((name, _kind(kernel, name, value)) for name, value in values.items())
-    forms = _forms.setdefault(kernel, {})
-    form = forms.get(kinds)
+    form = kernel.forms.get(kinds)
     if form is None:
-        form = forms[kinds] = Form(kernel, dict(kinds))
+        form = kernel.forms[kinds] = Form(kernel, dict(kinds))
     form.run(values)
 
 

@@ -90,8 +90,9 @@ def launched_by_triton(values: Values) -> None:
 def _launch(values: Values, config: Config | None) -> None:
     kernel = values.bound.kernel
     launch = checked(values, launch_of(values, config and config.values))
-    for name in kernel.reset_to_zero:
-        launch.arguments[name].zero_()
+    for name in values.bound.zeroed:
+        if launch.arguments[name] is not None:
+            launch.arguments[name].zero_()
     for hook in (kernel.pre_hook, config and config.pre_hook):
         if hook is not None:
             hook(launch.arguments)

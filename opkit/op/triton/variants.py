@@ -17,7 +17,7 @@ from opkit.errors import KernelError, ResourceError
 from opkit.kernels.triton import compiling, signatures
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.entries import MOST_PROGRAMS, Memory, Variant, source_of
-from opkit.op.triton.evaluation import as_grid
+from opkit.op.triton.evaluation import as_grid, exact
 from opkit.op.triton.machine import Machine
 
 if TYPE_CHECKING:
@@ -46,7 +46,11 @@ class Variants:
         """What the launcher is to do for values like these. ``named`` are the evaluated constexprs, options and grid."""
         grid = as_grid(self.bound.where, named["grid"])
         x, y, z = MOST_PROGRAMS
-        chunked = grid[0] > x or grid[1] > y or grid[2] > z
+        if grid[0] > x:
+            raise KernelError(
+                f"{self.bound.where}: grid gave {grid}. Along x there can be {x} programs; use y and z too."
+            )
+        chunked = grid[1] > y or grid[2] > z
         key = self._key(values, named, device, chunked)
         found = self._built.get(key)
         if found is None:
@@ -57,14 +61,14 @@ class Variants:
 
     def _key(self, values: Sequence[Any], named: Mapping[str, Any], device: int, chunked: bool) -> tuple[Any, ...]:
         """What of the values decides which variant it is."""
-        classes: list[Any] = [device, chunked]
+        classes: list[Any] = [device, chunked, self._wide(values)]
         for i in self._given:
             value = values[i]
             if type(value) is Memory:
-                classes += [value.dtype, value.address % _ALIGNMENT == 0, value.large]
+                classes += [value.dtype, value.address % _ALIGNMENT == 0]
             else:
                 classes.append(_class(value))
-        classes += [named.get(name) for name in self._constexprs]
+        classes += exact(named.get(name) for name in self._constexprs)
         classes += [_class(named[name]) for name in self._computed]
         for name in self.bound.descriptors:  # their tensors' sizes are in the launcher's guard
             classes += [values[source_of(self.bound, name)].dtype, tuple(named.get(f"{name}.block", ()))]

@@ -137,3 +137,19 @@ scaled.register_kernel(
         BLOCK=64,
     ),
 )
+
+
+@triton.jit
+def _converted(x, out, n, dtype: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, at < n).to(dtype), at < n)
+
+
+@opkit.custom_op("triton_tests::converted")
+def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
+converted.register_kernel(
+    "cuda", opkit.triton_kernel(_converted, grid=lambda n: triton.cdiv(n, 64), n=lambda x: x.numel, BLOCK=64)
+)

@@ -129,3 +129,25 @@ def test_interpret_needs_a_file():
     op = opkit.custom_op("triton_tests::typed", namespace["f"], mutates_args=())
     with pytest.raises(ArgumentError, match="no file"):
         interpret(op)(torch.ones(1))
+
+
+def test_what_the_operator_writes_to_is_written_to_here(run):
+    x, other = torch.ones(3, 4).t(), torch.ones(4)
+    run("add_into", x, torch.ones(4, 3))
+    run("add_into", other, torch.ones(1).expand(4))
+    assert torch.equal(x, torch.full((4, 3), 2.0))
+    assert torch.equal(other, torch.full((4,), 2.0))
+
+
+def test_expanded_and_negated_tensors(run):
+    for x in (torch.randn(3).expand(4, 3), torch.tensor(2.0).expand(5), torch._neg_view(torch.ones(3))):
+        torch.testing.assert_close(run("scaled", x), 2 * x)
+
+
+def test_a_dtype_arrives_as_tritons(run):
+    for dtype in (torch.float16, torch.bfloat16, torch.int32, torch.bool):
+        assert torch.equal(run("converted", torch.ones(10), dtype), torch.ones(10, dtype=dtype))
+
+
+def test_results_have_no_gradients_to_be_mistaken_for_the_operators(run):
+    assert not run("scaled", torch.ones(3, requires_grad=True)).requires_grad

@@ -1,0 +1,107 @@
+"""A machine of Triton kernels without a GPU: CPU tensors, the fake driver, and a compiler that notes what it is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import opkit
+from opkit import config
+from opkit.kernels.triton import compiling, layout
+from opkit.kernels.triton.binaries import Binary
+from opkit.op.triton import machine
+
+_DRIVER = Path(__file__).parents[2] / "kernels" / "conftest.py"
+_FORMATS = {"fp32": "f", "fp64": "d", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "i1": "?", "ptr": "Q"}
+
+
+def _driver_fixtures() -> Any:
+    spec = importlib.util.spec_from_file_location("triton_fake_driver", _DRIVER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["triton_fake_driver"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_fixtures = _driver_fixtures()
+fake_libraries = _fixtures.fake_libraries
+fake = _fixtures.fake
+
+
+class Launched(NamedTuple):
+    """One launch: what was compiled for it, and the values of its parameters by name."""
+
+    request: compiling.Request
+    grid: tuple[int, ...]
+    values: dict[str, Any]
+
+
+class Machine:
+    """What was compiled and launched on CPU tensors as if these lay on a GPU."""
+
+    def __init__(self, fake: Any) -> None:
+        self.fake = fake
+        self.requests: list[compiling.Request] = []
+        self.binaries: list[Binary] = []
+
+    def build(self, request: compiling.Request) -> Binary:
+        """In place of the compiler: a kernel of the name "k<number>" and its parameters' sizes."""
+        compiling._check(request)
+        params = layout.params(request.signature, (), request.offsets)
+        name = " ".join([f"k{len(self.requests)}", *(str(param.size) for param in params)])
+        self.requests.append(request)
+        self.binaries.append(
+            Binary(b"image", "cubin", name, 128, 0, (1, 1, 1), False, False, 0, 1, 0, 1, params, (), request.target)
+        )
+        return self.binaries[-1]
+
+    @property
+    def launches(self) -> list[Launched]:
+        """All of them, in order."""
+        return [self._launched(row) for row in self.fake.launches]
+
+    def _launched(self, row: list[str]) -> Launched:
+        number = int(row[1].split(" ")[0][1:])
+        packed = [bytes.fromhex(word) for word in row[-1].split(" ")]
+        params = self.binaries[number].params
+        values = {
+            p.name or p.kind: struct.unpack("<" + _FORMATS.get(p.kind, f"{len(b)}s"), b)[0]
+            for p, b in zip(params, packed, strict=True)
+        }
+        return Launched(self.requests[number], tuple(json.loads(f"[{row[2]}]")), values)
+
+
+@pytest.fixture
+def on_cpu(fake, monkeypatch) -> Machine:
+    """Triton kernels may be registered for "cpu", and run through the dispatcher and the launcher up to the driver."""
+    made = Machine(fake)
+    here = machine.Machine("cpu", lambda: fake.driver, lambda _: "sm_90", lambda _: "fake", lambda _: 232448)
+    monkeypatch.setitem(machine.MACHINES, "cpu", here)
+    monkeypatch.setattr(compiling, "build", made.build)
+    return made
+
+
+@pytest.fixture
+def op(monkeypatch, tmp_path) -> Iterator[Callable[..., Any]]:
+    """Makes operators of functions, named as these are; they are removed afterwards. Tuning results are kept apart."""
+    current = config.get()
+    monkeypatch.setattr(config, "get", lambda: dataclasses.replace(current, cache_dir=tmp_path))
+    names: list[str] = []
+
+    def make(function: Any, **options: Any) -> Any:
+        names.append(f"triton_probed::{function.__name__}")
+        return opkit.custom_op(names[-1], function, **{"mutates_args": (), **options})
+
+    yield make
+    for name in names:
+        opkit.remove(name)
