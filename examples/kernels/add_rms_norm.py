@@ -99,7 +99,7 @@ def _add_rms_norm(
 # As in rms_norm.py; the gradient of the sum is needed after the reduction alone.
 @triton.jit
 def _add_rms_norm_backward(
-    grad_total, grad, total, weight, dx, partial, batch, d: tl.constexpr, eps, programs,
+    grad_total, grad, total, weight, dx, partial, batch, d, eps, programs,
     BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
@@ -113,7 +113,7 @@ def _add_rms_norm_backward(
     for first in tl.range(program, batch, programs * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS) * programs
         at = row[:, None] * d + column[None, :]
-        inside = rows.within(row, column, batch, d, ROWS)
+        inside = (row < batch)[:, None] & (column < d)[None, :]
         a = tl.load(total + at, mask=inside, other=0.0, eviction_policy=ONCE).to(tl.float32)
         g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy=ONCE).to(tl.float32)
         if not HELD:

@@ -92,7 +92,7 @@ def _rms_norm(x, weight, out, x_stride_m2, batch, d: tl.constexpr, eps, BLOCK: t
 # the weight is not kept, and the inputs are read again, from the cache, after the reduction.
 @triton.jit
 def _rms_norm_backward(
-    grad, x, weight, dx, partial, batch, d: tl.constexpr, eps, programs,
+    grad, x, weight, dx, partial, batch, d, eps, programs,
     BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
@@ -106,7 +106,7 @@ def _rms_norm_backward(
     for first in tl.range(program, batch, programs * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS) * programs
         at = row[:, None] * d + column[None, :]
-        inside = rows.within(row, column, batch, d, ROWS)
+        inside = (row < batch)[:, None] & (column < d)[None, :]
         a = tl.load(x + at, mask=inside, other=0.0, eviction_policy=ONCE).to(tl.float32)
         g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy=ONCE).to(tl.float32)
         if not HELD:
