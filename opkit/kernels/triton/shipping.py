@@ -44,9 +44,7 @@ class TritonBinary:
         sha256 = hashlib.sha256(image).hexdigest()
         parts = (*self.operator.split("::"), self.kernel, self.form.target, sha256[:8])
         name = ".".join(re.sub(r"[^A-Za-z0-9_-]", "_", part) for part in parts)
-        return dataclasses.replace(
-            self, file=f"{FOLDER}/{name}.{self.launch['form']}", sha256=sha256, size=len(image)
-        )
+        return dataclasses.replace(self, file=f"{FOLDER}/{name}.{self.launch['form']}", sha256=sha256, size=len(image))
 
     def binary(self, image: bytes) -> Binary:
         """What to launch.

@@ -121,7 +121,7 @@ def _all(requests: Sequence[compiling.Request], jobs: int | None) -> list[compil
     pool = ThreadPoolExecutor(jobs or _cores(), thread_name_prefix="opkit-build")
     try:
         futures = [pool.submit(_attempt, request) for request in requests]
-        for done, _ in enumerate(as_completed(futures), 1):
+        for done, _ in enumerate(as_completed(futures), 1):  # noqa: B007 - the line of progress reads it
             progress.tick()
         return [future.result() for future in futures]
     finally:
@@ -163,6 +163,10 @@ def _first_line(error: OpkitError) -> str:
 def _entry(item: _Item, built: compiling.Binary) -> tuple[TritonBinary, bytes]:
     function = item.function
     entry = TritonBinary(
-        function.operator.name, function.__name__, records.triton_version(), forms.form_of(item.request), built.to_json()
+        function.operator.name,
+        function.__name__,
+        records.triton_version(),
+        forms.form_of(item.request),
+        built.to_json(),
     )
     return entry, built.image
