@@ -245,7 +245,8 @@ def _binaries(report: Report) -> Iterator[tuple[str, ...]]:
     """A line for each Triton kernel and architecture; binaries that came out equal count once."""
     sizes: dict[tuple[str, str], dict[str, int]] = {}
     for each in report.binaries:
-        key = f"{each.operator}[{each.kernel}]", each.form.target
+        name = f"{each.operator}[{each.kernel}]" if "::" in each.operator else each.kernel  # launched by Python
+        key = name, each.form.target
         sizes.setdefault(key, {})[each.file] = each.size
     for (name, target), files in sizes.items():
         yield escape(printable(name)), target, str(len(files)), _bytes(sum(files.values()))

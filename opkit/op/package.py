@@ -106,14 +106,16 @@ def build(
             written to. What the folder held is left as it was.
         ArgumentError: this kind of machine has no such instruction set, or there is no such architecture.
     """
-    functions, kernels = native_functions(module), triton_functions(module)
-    _check(module, functions, kernels)
+    functions = native_functions(module)
+    _check(functions)
     folder = output or _folder(module)
     items = [item for function in functions for item in _items(function, chosen)]
     found = _programs(functions) if with_programs else {}
     libraries, notes = _libraries(items, found, portable.root(module) or folder.parent, jobs)
-    compiled = building.build(kernels, architectures, jobs)
-    tuned = _tuning(folder, kernels) if with_tuning else 0
+    compiled = building.build(_kernels(module), architectures, jobs)
+    if not functions and compiled == building.Built():
+        raise _nothing(module)
+    tuned = _tuning(folder, triton_functions(module)) if with_tuning else 0
     manifest = package.write(folder, libraries, compiled.binaries)
     counts = {_named(function): len(listed) for function, (listed, _) in found.items()}
     reasons = tuple(reason for _, reason in found.values() if reason)
@@ -160,7 +162,12 @@ def triton_functions(module: str) -> list[TritonFunction]:
 
 
 def _functions(module: str) -> list[Any]:
-    return [kernel.function for op in operators_of(module) for kernel in op._operator.kernels.kernels]  # pyright: ignore[reportPrivateUsage]
+    return [kernel.function for _, kernel in _kernels(module)]
+
+
+def _kernels(module: str) -> list[building.OfOperator]:
+    operators = [op._operator for op in operators_of(module)]  # pyright: ignore[reportPrivateUsage]
+    return [(operator, kernel) for operator in operators for kernel in operator.kernels.kernels]
 
 
 def _package(module: str) -> str:
@@ -177,13 +184,14 @@ def _folder(module: str) -> Path:
     return listed[0]
 
 
-def _check(module: str, functions: Sequence[NativeFunction], kernels: Sequence[TritonFunction]) -> None:
-    if not functions and not kernels:
-        raise PackageError(
-            f"{module} defines no operator with a kernel in C, C++, CUDA or Triton. Name the module that defines them, or "
-            "the package that imports it. (Triton kernels that Python functions launch, or that have a pre_hook, are "
-            "compiled at their first launch.)"
-        )
+def _nothing(module: str) -> PackageError:
+    return PackageError(
+        f"{module} defines no operator with a kernel in C, C++, CUDA or Triton. Name the module that defines them, or the "
+        "package that imports it. (Triton kernels that have a pre_hook are compiled at their first launch.)"
+    )
+
+
+def _check(functions: Sequence[NativeFunction]) -> None:
     debug = next((function for function in functions if function.native.debug), None)
     if debug is not None:
         raise PackageError(

@@ -13,8 +13,9 @@ from opkit.errors import OpkitError, PackageError
 from opkit.kernels.progress import Progress
 from opkit.kernels.triton import compiling, forms, records, targets
 from opkit.kernels.triton.shipping import TritonBinary
-from opkit.op.triton.examples import calls_of, configs_of, request_of
-from opkit.op.triton.function import TritonFunction
+from opkit.op.triton.binding import Bound
+from opkit.op.triton.examples import configs_for, request_for
+from opkit.op.triton.launches import Launch, OfOperator, launches, unmade
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 """What kernels are built for that do not say it themselves, unless something else is asked for."""
@@ -37,7 +38,7 @@ class Built:
 class _Item:
     """One binary to compile. Of the items of one ``group`` some must succeed; ``relaxed`` ones need not."""
 
-    function: TritonFunction
+    bound: Bound
     label: str
     group: tuple[str, ...]
     request: compiling.Request
@@ -46,14 +47,16 @@ class _Item:
     @property
     def key(self) -> tuple[str, str, str]:
         """Items with the same key have the same binary."""
-        return self.function.operator.name, self.function.__name__, compiling.identity(self.request)
+        return self.bound.facts.operator, self.bound.name, compiling.identity(self.request)
 
 
-def build(functions: Sequence[TritonFunction], architectures: Sequence[str], jobs: int | None) -> Built:
-    """Compile kernels for their examples, or for calls made up from annotations where they have none.
+def build(kernels: Sequence[OfOperator], architectures: Sequence[str], jobs: int | None) -> Built:
+    """Compile the Triton kernels among those of operators, and those that Python functions among them launch.
+
+    They are compiled for their examples, or for calls made up from annotations where they have none.
 
     Args:
-        functions: the kernels.
+        kernels: the operators, each with one of its kernels.
         architectures: by default those that a kernel names, or ``ARCHITECTURES``.
         jobs: how many compilers run at once; by default one for each core.
 
@@ -63,7 +66,7 @@ def build(functions: Sequence[TritonFunction], architectures: Sequence[str], job
     """
     chosen = tuple(dict.fromkeys(map(targets.canonical, architectures)))
     notes: list[str] = []
-    items = [item for function in functions for item in _listed(function, chosen, notes)]
+    items = [item for launch in launches(kernels, notes) for item in _listed(launch, chosen, notes)]
     unique = {item.key: item for item in items}
     results = dict(zip(unique, _all([item.request for item in unique.values()], jobs), strict=True))
     done = [(item, results[item.key]) for item in items]
@@ -76,39 +79,25 @@ def build(functions: Sequence[TritonFunction], architectures: Sequence[str], job
 # ---- what is to be compiled ------------------------------------------------------------------------------------------
 
 
-def _listed(function: TritonFunction, chosen: Sequence[str], notes: list[str]) -> list[_Item]:
-    try:
-        return list(_items(function, chosen, notes))
-    except OpkitError as error:
-        raise PackageError(
-            f"Nothing was written, as no example of {_name(function)} could be made. Give calls in its examples=, or mend "
-            f"them.\n\n{error}"
-        ) from error
-
-
-def _name(function: TritonFunction) -> str:
-    return f"{function.operator.name}[{function.__name__}]"
-
-
-def _items(function: TritonFunction, chosen: Sequence[str], notes: list[str]) -> Iterator[_Item]:
-    bound, operator, name = function.bound, function.operator, _name(function)
-    wanted = _architectures(function, chosen)
+def _listed(launch: Launch, chosen: Sequence[str], notes: list[str]) -> list[_Item]:
+    own = list(map(targets.canonical, launch.values.bound.kernel.targets))
+    wanted = [each for each in chosen or own or ARCHITECTURES if each in (own or chosen or ARCHITECTURES)]
     if not wanted:
-        notes.append(f"{name}: it is for {', '.join(bound.kernel.targets)} alone")
-    for call in calls_of(operator, bound.kernel.examples) if wanted else ():
-        for config in configs_of(operator, bound, call):
-            for target in wanted:
-                request = request_of(operator, bound, call, config, target)
-                label = f"{name}, {call}{'' if config is None else f', {config.label}'}, {target}"
-                group = name, str(call) if bound.kernel.examples else "", target if chosen else ""
-                yield _Item(function, label, group, request)
-                for relaxed in forms.relaxed(request):
-                    yield _Item(function, f"{label}, for more sizes and addresses", group, relaxed, relaxed=True)
+        notes.append(f"{launch.label}: it is for {', '.join(own)} alone")
+    try:
+        return [item for target in wanted for item in _items(launch, target, bool(chosen))]
+    except OpkitError as error:
+        raise unmade(launch.label, error) from error
 
 
-def _architectures(function: TritonFunction, chosen: Sequence[str]) -> list[str]:
-    own = list(map(targets.canonical, function.bound.kernel.targets))
-    return [each for each in chosen or own or ARCHITECTURES if each in (own or chosen or ARCHITECTURES)]
+def _items(launch: Launch, target: str, asked_for: bool) -> Iterator[_Item]:
+    values, group = launch.values, (launch.label, launch.example, target if asked_for else "")
+    for config in configs_for(values):
+        request = request_for(values, config, target)
+        label = f"{launch.label}, {launch.call}{'' if config is None else f', {config.label}'}, {target}"
+        yield _Item(values.bound, label, group, request)
+        for relaxed in forms.relaxed(request):
+            yield _Item(values.bound, f"{label}, for more sizes and addresses", group, relaxed, relaxed=True)
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
@@ -161,12 +150,5 @@ def _first_line(error: OpkitError) -> str:
 
 
 def _entry(item: _Item, built: compiling.Binary) -> tuple[TritonBinary, bytes]:
-    function = item.function
-    entry = TritonBinary(
-        function.operator.name,
-        function.__name__,
-        records.triton_version(),
-        forms.form_of(item.request),
-        built.to_json(),
-    )
-    return entry, built.image
+    form, bound = forms.form_of(item.request), item.bound
+    return TritonBinary(bound.facts.operator, bound.name, records.triton_version(), form, built.to_json()), built.image

@@ -35,12 +35,35 @@ def calls_of(operator: Operator, examples: Sequence[Mapping[str, Any]]) -> list[
     return typical_calls.given(operator, examples) if examples else typical_calls.made_up(operator)
 
 
+def values_of(operator: Operator, bound: Bound, call: CallSpec) -> Values:
+    """What a kernel is given when the operator is called like an example, with tensors that have no numbers."""
+    args, kwargs = typical_calls.arguments_of(operator, call, "meta")
+    operands = layout.operands(operator, args, kwargs)
+    return Values(bound, operands, _outputs(operator, bound, args, kwargs, operands))
+
+
+def configs_for(values: Values) -> Sequence[Config | None]:
+    """The configs that a call with these values may use; a None of a kernel that has none."""
+    kernel = values.bound.kernel
+    return prune(kernel.configs, kernel.prune, _named(values)) if kernel.configs else (None,)
+
+
+def request_for(values: Values, config: Config | None, target: str) -> compiling.Request:
+    """What the compiler is asked for by a call with these values.
+
+    Raises:
+        KernelError: a function that the author gave raised.
+    """
+    bound = values.bound
+    named = evaluate(bound.where, bound.formulas, {**_named(values), **({} if config is None else config.values)})
+    seen = [_seen(values.of(source)) for source in bound.sources]
+    pieces = in_pieces(as_grid(bound.where, named["grid"]))
+    return Variants(bound, MACHINES["cuda"]).request(seen, named, target, pieces)
+
+
 def configs_of(operator: Operator, bound: Bound, call: CallSpec) -> Sequence[Config | None]:
     """The configs that a call may use; a None of a kernel that has none."""
-    if not bound.kernel.configs:
-        return (None,)
-    _, named = _values(operator, bound, call)
-    return prune(bound.kernel.configs, bound.kernel.prune, named)
+    return configs_for(values_of(operator, bound, call))
 
 
 def request_of(operator: Operator, bound: Bound, call: CallSpec, config: Any, target: str) -> compiling.Request:
@@ -49,18 +72,11 @@ def request_of(operator: Operator, bound: Bound, call: CallSpec, config: Any, ta
     Raises:
         KernelError: a function that the author gave raised.
     """
-    values, named = _values(operator, bound, call)
-    named = evaluate(bound.where, bound.formulas, {**named, **({} if config is None else config.values)})
-    seen = [_seen(values.of(source)) for source in bound.sources]
-    pieces = in_pieces(as_grid(bound.where, named["grid"]))
-    return Variants(bound, MACHINES["cuda"]).request(seen, named, target, pieces)
+    return request_for(values_of(operator, bound, call), config, target)
 
 
-def _values(operator: Operator, bound: Bound, call: CallSpec) -> tuple[Values, dict[str, Any]]:
-    args, kwargs = typical_calls.arguments_of(operator, call, "meta")
-    operands = layout.operands(operator, args, kwargs)
-    values = Values(bound, operands, _outputs(operator, bound, args, kwargs, operands))
-    return values, {**values.named(), **bound.constants}
+def _named(values: Values) -> dict[str, Any]:
+    return {**values.named(), **values.bound.constants}
 
 
 def _outputs(
@@ -74,7 +90,8 @@ def _seen(value: Any) -> Any:
     """A value as the launcher shows it, of a tensor whose memory is aligned as torch allocates it."""
     if isinstance(value, torch.Tensor):
         sizes, strides = tuple(value.shape), tuple(value.stride())
-        return Memory(0, p.DTYPES[value.dtype], 0, sizes, strides, _is_large(sizes, strides))
+        offset = int(value.storage_offset()) * value.element_size()
+        return Memory(offset, p.DTYPES[value.dtype], 0, sizes, strides, _is_large(sizes, strides))
     return value
 
 

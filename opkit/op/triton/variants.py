@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opkit.errors import KernelError, ResourceError
-from opkit.kernels.triton import compiling, packaged, signatures
+from opkit.kernels.triton import compiling, packaged, signatures, targets
 from opkit.kernels.triton.packaged import Wanted
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.entries import MOST_PROGRAMS, Memory, Variant, source_of
@@ -108,9 +108,9 @@ class Variants:
 
     def _variant(self, values: Sequence[Any], named: Mapping[str, Any], device: int, chunked: bool) -> Variant:
         request = self.request(values, named, self.machine.target(device), chunked)
-        targets = self.bound.kernel.targets
-        if targets and request.target not in targets:
-            raise KernelError(f"{self.bound.where}: it is for {', '.join(targets)}, and this GPU is {request.target}.")
+        only = self.bound.kernel.targets
+        if only and targets.canonical(request.target) not in map(targets.canonical, only):
+            raise KernelError(f"{self.bound.where}: it is for {', '.join(only)}, and this GPU is {request.target}.")
         most = self.machine.shared(device)
         found = packaged.find(Wanted(self.module, self.bound.facts.operator, self.bound.name, most), request)
         return self._compiled(request, device, most) if found is None else self._loaded(found, chunked)

@@ -48,6 +48,20 @@ plus.register_kernel("cpu", opkit.triton_kernel(
     add, grid=lambda n, BLOCK: triton.cdiv(n, BLOCK), n=lambda x: x.numel, OPTIONS
 ))
 """
+BY_PYTHON = """
+kernel = opkit.triton_kernel(add, grid=lambda n, BLOCK: triton.cdiv(n, BLOCK), n=lambda x: x.numel, BLOCK=128)
+
+@opkit.custom_op("NAME::thrice", mutates_args=())
+def thrice(x: Tensor) -> Tensor:
+    return 3 * x
+
+@thrice.register_kernel(("cpu", "cuda"))
+def two_launches(x: Tensor) -> Tensor:
+    first, second = torch.empty_like(x), torch.empty_like(x)
+    kernel(x=x, y=x, out=first)
+    kernel(x=x, y=first, out=second)
+    return second
+"""
 OPTIONS = 'BLOCK=128, examples=[{"x": "fp32[4096]", "y": "fp32[4096]"}]'
 CONFIGS = 'configs=[{"BLOCK": 64}, {"BLOCK": 128, "num_warps": 2}], examples=[{"x": "fp32[4096]", "y": "fp32[4096]"}]'
 
@@ -233,6 +247,25 @@ def test_without_a_package_the_kernel_is_compiled(pack, gpu):
     assert len(gpu.compiled) == 1
 
 
+def test_kernels_that_python_launches(pack, gpu, no_compiler):
+    pack.write(edit=lambda text: text + BY_PYTHON.replace("NAME", pack.name))
+    report = pack.build()
+    assert {each.operator for each in report.binaries} == {f"{pack.name}::plus", "add"}
+    no_compiler()
+    x = torch.randn(333)
+    torch.testing.assert_close(pack.fresh().thrice(x), 3 * x)
+    assert gpu.found[-1].operator == "add"
+    assert divisible(gpu) == ("out", "x", "y")
+
+
+def test_what_python_does_may_need_numbers(pack):
+    needs_numbers = BY_PYTHON.replace("    return second", "    return second if x.sum().item() else second")
+    pack.write(edit=lambda text: text + needs_numbers.replace("NAME", pack.name))
+    report = pack.build()
+    (note,) = report.left_out
+    assert note.startswith(f"{pack.name}::thrice[two_launches]: its launches are compiled when they are made: ")
+
+
 # ---- what is compiled after all --------------------------------------------------------------------------------------
 
 
@@ -352,7 +385,13 @@ def test_a_kernel_for_some_architectures(pack):
     assert {each.form.target for each in pack.build(()).binaries} == {"sm_90"}
     report = pack.build(["sm_80"])
     assert report.binaries == ()
-    assert report.left_out == (f"{pack.name}::plus[add]: it is for sm_90a alone",)
+    assert report.left_out == (f"{pack.name}::plus[add]: it is for sm_90 alone",)
+
+
+def test_a_target_may_be_spelled_as_nvidia_does(pack, gpu):
+    pack.write(f'{OPTIONS}, targets=("sm_90a",)')
+    check(pack.fresh(), torch.randn(64), torch.randn(64))
+    assert len(gpu.compiled) == 1
 
 
 def test_without_examples_calls_are_made_up(pack):
