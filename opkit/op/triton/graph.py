@@ -69,23 +69,32 @@ def _visible(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) ->
     if operator.forced or any(kernel.autotune for kernel in operator.kernels.kernels):
         return None
     kernel, _ = choose(operator, args, kwargs)
-    if kernel is None:
+    if kernel is None or _beyond(pytree.tree_leaves((tuple(args), kwargs))):
         return None
     if kernel.traceable:
         return kernel.function
     bound: Any = getattr(kernel.function, "visible", None)
-    return None if bound is None or _large(args, kwargs) else _traced(operator, bound)
+    shapes = [] if bound is None else _fake_outputs(operator, args, kwargs)
+    return None if bound is None or _beyond(shapes) else _traced(operator, bound, shapes)
 
 
-def _large(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether some tensor has more elements than 32 bits count, for which opkit compiles its kernels otherwise."""
-    leaves = pytree.tree_leaves((tuple(args), kwargs))
-    return any(isinstance(leaf, torch.Tensor) and bool(leaf.numel() > _MOST_ELEMENTS) for leaf in leaves)
+def _beyond(values: Sequence[Any]) -> bool:
+    """Whether 32 bits do not count the offsets in some tensor, for which opkit compiles its kernels otherwise, or may not.
+
+    Of sizes that depend on data nothing is known, not even whether there is anything to launch.
+    """
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return any(private.sizes_depend_on_data(tensor) or bool(_extent(tensor) > _MOST_ELEMENTS) for tensor in tensors)
 
 
-def _traced(operator: Operator, bound: Bound) -> Callable[..., Any]:
+def _extent(tensor: torch.Tensor) -> Any:
+    """How many elements lie between a tensor's first and its last, these included."""
+    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return sum(steps, start=1)
+
+
+def _traced(operator: Operator, bound: Bound, shapes: Sequence[torch.Tensor]) -> Callable[..., Any]:
     def traced(*args: Any, **kwargs: Any) -> Any:
-        shapes = _fake_outputs(operator, args, kwargs)
         new = [torch.empty_strided(s.shape, s.stride(), dtype=s.dtype, device=s.device) for s in shapes]
         return run(operator, bound, args, kwargs, new, wrapped)
 
@@ -114,7 +123,8 @@ def wrapped(values: Values) -> None:
         wrap_triton(function)[grid](**arguments)
         return
     launch = checked(values, launch_of(values))
-    wrap_triton(kernel.function)[launch.grid](**launch.arguments, **launch.options)
+    options = {name: value for name, value in launch.options.items() if name in _REPRESENTED}
+    wrap_triton(kernel.function)[launch.grid](**launch.arguments, **options)
 
 
 def _with_configs(values: Values) -> tuple[Any, Callable[[Any], Any], dict[str, Any]]:
