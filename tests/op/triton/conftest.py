@@ -17,13 +17,19 @@ from opkit import config
 from opkit.kernels.triton import compiling, layout
 from opkit.op.triton import machine
 
-_FIXTURES = Path(__file__).parents[2] / "kernels" / "conftest.py"
-_spec = importlib.util.spec_from_file_location("opkit_fake_driver_fixtures", _FIXTURES)
-assert _spec is not None
-assert _spec.loader is not None
-_fixtures = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_fixtures)
+_HERE = Path(__file__).parent
 
+
+def _imported(name: str, file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_fixtures = _imported("opkit_fake_driver_fixtures", _HERE.parents[1] / "kernels" / "conftest.py")
 fake_libraries, fake = _fixtures.fake_libraries, _fixtures.fake
 
 MODEL = "a GPU that is none"
@@ -76,3 +82,13 @@ def device(fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     for name in made.defined:
         if name in {op.name for op in opkit.operators()}:
             opkit.remove(name)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Captures programs; torch finds a target to analyse Triton kernels for."""
+    import triton
+
+    module = _imported("opkit_captured_programs", _HERE / "captured.py")
+    monkeypatch.setattr(triton.runtime.driver, "_active", module.Target())
+    return module.Captured()
