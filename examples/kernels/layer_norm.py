@@ -73,19 +73,26 @@ def layer_norm_backward(
     return dx.to(x.dtype), torch.stack([rows.partial_sums(g * normal, programs), rows.partial_sums(g, programs)])
 
 
+# Both sums come from one reduction across warps, of what is left of a row when its first element is taken from each: with
+# that, little is lost where the mean is much larger than the deviation.
 @triton.jit
-def _layer_norm(x, weight, bias, out, x_stride_m2, batch, d, eps, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _layer_norm(
+    x, weight, bias, out, x_stride_m2, batch, d: tl.constexpr, eps, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     at = row[:, None] * x_stride_m2 + column[None, :]
-    inside = (row < batch)[:, None] & (column < d)[None, :]
-    a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    inside = rows.within(row, column, batch, d, ROWS)
+    shift = tl.load(x + row * x_stride_m2, mask=row < batch, other=0.0).to(tl.float32)[:, None]
+    a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weight + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
     b = tl.load(bias + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    centred = tl.where((column < d)[None, :], a - (tl.sum(a, 1) / d)[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(centred * centred, 1) / d + eps)
-    normal = centred * scale[:, None] * w[None, :] + b[None, :]
+    a = tl.where(inside, a - shift, 0.0)
+    sum_a, sum_aa = tl.split(tl.sum(tl.join(a, a * a), 1))
+    mean = sum_a / d
+    scale = tl.rsqrt(tl.maximum(sum_aa / d - mean * mean, 0.0) + eps)
+    normal = (a - mean[:, None]) * scale[:, None] * w[None, :] + b[None, :]
     tl.store(out + row[:, None] * d + column[None, :], normal, mask=inside)
 
 
@@ -101,11 +108,11 @@ def _sums(a, h):
 # STAGES and HELD are as in rms_norm.py.
 @triton.jit
 def _layer_norm_backward(
-    grad, x, weight, dx, partial, batch, d, eps, programs, BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
+    grad, x, weight, dx, partial, batch, d: tl.constexpr, eps, programs, BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     HELD: tl.constexpr = BLOCK <= 8192
-    ONCE: tl.constexpr = "evict_first" if HELD else "evict_last"
+    ONCE: tl.constexpr = "" if HELD else "evict_last"
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     total_weight = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -115,7 +122,7 @@ def _layer_norm_backward(
     for first in tl.range(program, batch, programs * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS) * programs
         at = row[:, None] * d + column[None, :]
-        inside = (row < batch)[:, None] & (column < d)[None, :]
+        inside = rows.within(row, column, batch, d, ROWS)
         shift = tl.load(x + row * d, mask=row < batch, other=0.0).to(tl.float32)[:, None]
         a = tl.load(x + at, mask=inside, other=0.0, eviction_policy=ONCE).to(tl.float32)
         g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy=ONCE).to(tl.float32)
@@ -127,8 +134,8 @@ def _layer_norm_backward(
         scale = tl.rsqrt(tl.maximum(sum_aa / d - mean * mean, 0.0) + eps)
         along = scale * (sum_ah - mean * sum_h) / d
         if not HELD:
-            a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32) - shift
-            g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - shift
+            g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
             w = tl.load(weight + column, mask=column < d, other=0.0).to(tl.float32)
         normal = (a - mean[:, None]) * scale[:, None]
         change = g * w[None, :] - (sum_h / d)[:, None] - normal * along[:, None]

@@ -67,13 +67,13 @@ def rms_norm_backward(
 
 
 @triton.jit
-def _rms_norm(x, weight, out, x_stride_m2, batch, d, eps, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _rms_norm(x, weight, out, x_stride_m2, batch, d: tl.constexpr, eps, BLOCK: tl.constexpr, TILE: tl.constexpr):
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     at = row[:, None] * x_stride_m2 + column[None, :]
-    inside = (row < batch)[:, None] & (column < d)[None, :]
-    a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    inside = rows.within(row, column, batch, d, ROWS)
+    a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weight + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
     scale = tl.rsqrt(tl.sum(a * a, 1) / d + eps)
     tl.store(out + row[:, None] * d + column[None, :], a * scale[:, None] * w[None, :], mask=inside)
@@ -84,11 +84,11 @@ def _rms_norm(x, weight, out, x_stride_m2, batch, d, eps, BLOCK: tl.constexpr, T
 # the weight is not kept, and the inputs are read again, from the cache, after the reduction.
 @triton.jit
 def _rms_norm_backward(
-    grad, x, weight, dx, partial, batch, d, eps, programs, BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
+    grad, x, weight, dx, partial, batch, d: tl.constexpr, eps, programs, BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     HELD: tl.constexpr = BLOCK <= 8192
-    ONCE: tl.constexpr = "evict_first" if HELD else "evict_last"
+    ONCE: tl.constexpr = "" if HELD else "evict_last"
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -97,7 +97,7 @@ def _rms_norm_backward(
     for first in tl.range(program, batch, programs * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS) * programs
         at = row[:, None] * d + column[None, :]
-        inside = (row < batch)[:, None] & (column < d)[None, :]
+        inside = rows.within(row, column, batch, d, ROWS)
         a = tl.load(x + at, mask=inside, other=0.0, eviction_policy=ONCE).to(tl.float32)
         g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy=ONCE).to(tl.float32)
         if not HELD:
@@ -105,8 +105,8 @@ def _rms_norm_backward(
         squares, products = tl.split(tl.sum(tl.join(a * a, a * (g * w[None, :])), 1))
         scale = tl.rsqrt(squares / d + eps)
         if not HELD:
-            a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
             w = tl.load(weight + column, mask=column < d, other=0.0).to(tl.float32)
         normal = a * scale[:, None]
         change = g * w[None, :] - normal * (scale * products / d)[:, None]

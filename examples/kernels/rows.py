@@ -78,6 +78,14 @@ def column_sums(partial: Float[Tensor, "*batch n d"], dtype: torch.dtype) -> Flo
     return partial.sum(-2).to(dtype)
 
 
+# Where a program has one row, the grid has as many programs as there are rows. A row's length is compiled in, so that
+# nothing is masked where it is that of the tile.
+@triton.jit
+def within(row, column, batch, d: tl.constexpr, ROWS: tl.constexpr):
+    """Which elements of a tile are elements of the matrix."""
+    return (column < d)[None, :] if ROWS == 1 else (row < batch)[:, None] & (column < d)[None, :]
+
+
 @triton.jit
 def _column_sums(partial, out, n, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     matrix = tl.program_id(1)

@@ -61,13 +61,13 @@ def softmax_backward(grad: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d
 
 
 @triton.jit
-def _softmax(x, out, x_stride_m2, batch, d, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _softmax(x, out, x_stride_m2, batch, d: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = (row < batch)[:, None] & (column < d)[None, :]
+    inside = rows.within(row, column, batch, d, ROWS)
     at = row[:, None] * x_stride_m2 + column[None, :]
-    a = tl.load(x + at, mask=inside, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
+    a = tl.load(x + at, mask=inside, other=-float("inf")).to(tl.float32)
     powers = tl.exp(a - tl.max(a, 1)[:, None])
     tl.store(out + row[:, None] * d + column[None, :], powers * (1.0 / tl.sum(powers, 1))[:, None], mask=inside)
 
@@ -95,14 +95,14 @@ def _softmax_long(x, out, d, BLOCK: tl.constexpr, STAGES: tl.constexpr):
 
 
 @triton.jit
-def _softmax_backward(grad, y, out, batch, d, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _softmax_backward(grad, y, out, batch, d: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     at = row[:, None] * d + column[None, :]
-    inside = (row < batch)[:, None] & (column < d)[None, :]
-    g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    p = tl.load(y + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    inside = rows.within(row, column, batch, d, ROWS)
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    p = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, (g - tl.sum(g * p, 1)[:, None]) * p, mask=inside)
 
 
