@@ -106,6 +106,8 @@ class _Binder:
         }.items():
             self._settle(name, value, constants, formulas, descriptors)
         for parameter in self.parameters:
+            if parameter.name in self.config_names:
+                self._check_configs(parameter, constants, [f.name for f in formulas])
             if not {parameter.name} & ({*constants, *descriptors, *self.config_names} | {f.name for f in formulas}):
                 self._take(parameter, given, constants, formulas)
         for f in formulas:
@@ -133,6 +135,19 @@ class _Binder:
             formulas.append(formula(name, value))
         else:
             constants[name] = value
+
+    def _check_configs(self, parameter: Parameter, constants: dict[str, Any], computed: Sequence[str]) -> None:
+        """A parameter that configs give: all of them do, or it has a value besides."""
+        name = parameter.name
+        if name in computed:
+            raise self.error(f"{name} is given by configs= and by a function. Take it out of one of them.")
+        lacking = [config.label for config in self.kernel.configs if name not in config.constexprs]
+        if lacking and parameter.has_default:
+            constants.setdefault(name, parameter.default)
+        if lacking and name not in constants:
+            raise self.error(
+                f"the config {lacking[0]} has no value for {name}. Add it, or give one for all: {name}=..."
+            )
 
     def _tensor(self, parameter: str, name: str) -> Source:
         source = self.names.find(name)

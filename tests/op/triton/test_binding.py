@@ -238,6 +238,15 @@ def test_configs_and_options_are_the_compilers():
     assert [f.name for f in made.formulas] == ["num_stages"]
 
 
+def test_what_a_config_does_not_say_has_a_value_besides():
+    @triton.jit
+    def kernel(x, out, BLOCK: tl.constexpr, ROWS: tl.constexpr = 4):
+        pass
+
+    made = bound(kernel, configs=[{"BLOCK": 1}, {"ROWS": 2}], BLOCK=64)
+    assert made.constants == {"BLOCK": 64, "ROWS": 4, "grid": 1}
+
+
 def test_decorators_are_read():
     @triton.autotune([triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})], key=["d"], reset_to_zero=["out"])
     @triton.heuristics({"EVEN": lambda args: args["d"] % args["BLOCK"] == 0})
@@ -315,6 +324,12 @@ def weight_known(out, weight: tl.constexpr):
             {"configs": [{"BLOK": 64}]},
             r"'BLOK' in .* is neither a parameter of the kernel nor a compile option",
         ),
+        (
+            blocked,
+            {"configs": [{"BLOCK": 1}, {"num_warps": 4}]},
+            r"the config num_warps=4 has no value for BLOCK. Add it, or give one for all: BLOCK=...",
+        ),
+        (blocked, {"configs": [{"BLOCK": 1}], "BLOCK": lambda x: 2}, r"BLOCK is given by configs= and by a function"),
         (blocked, {"configs": ["BLOCK"]}, r"configs: 'BLOCK' is no configuration"),
         (blocked, {"BLOK": 64}, r"'BLOK' is neither a parameter \(x, out, BLOCK\) nor an option .* Nearest: BLOCK"),
         (blocked, {"num_warp": 4}, r"'num_warp' is neither .* Nearest: num_warps"),
