@@ -13,12 +13,14 @@ The table: microseconds and GB/s of the kernel, its share of the copy's speed, a
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
-import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,13 +39,13 @@ Peers = dict[str, Callable[[], Any]]
 
 def cases(wanted: Sequence[str]) -> list[Case]:
     """Those whose names begin with one of ``wanted``, or all."""
-    found = [importlib.import_module(name).CASES for name in MODULES if importlib.util.find_spec(name)]
+    found = [importlib.import_module(name).CASES for name in MODULES]
     return [case for listed in found for case in listed if not wanted or case.name.startswith(tuple(wanted))]
 
 
 def sizes(case: Case, quick: bool) -> list[int]:
-    """The middle one, and the largest."""
-    return sorted({case.sizes[len(case.sizes) // 2], *([] if quick else case.sizes[-1:])})
+    """One in the middle, and the largest."""
+    return sorted({case.sizes[(len(case.sizes) - 1) // 2], *([] if quick else case.sizes[-1:])})
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
@@ -51,6 +53,9 @@ def sizes(case: Case, quick: bool) -> list[int]:
 
 def compiled(case: Case) -> Callable[..., Any]:
     """The case in torch's functions, to be compiled by Inductor at the first call."""
+    import torch._dynamo
+    import torch._inductor.config
+
     torch._dynamo.reset()
     torch._inductor.config.max_autotune_gemm_backends = "ATEN"
     return torch.compile(case.plain, mode="max-autotune-no-cudagraphs", dynamic=False)
@@ -134,25 +139,31 @@ def measure(case: Case, size: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def compile_only(chosen: Sequence[Case], quick: bool, dtypes: Sequence[torch.dtype]) -> None:
-    """Leave what torch.compile makes in its cache."""
+    """Leave what torch.compile makes in its cache, and our kernels in Triton's."""
     for case in chosen:
         for size, dtype in [(size, dtype) for size in sizes(case, quick) for dtype in dtypes]:
             torch.manual_seed(0)
             inputs = case.inputs(size, dtype, "cuda")
-            run = compiled(case)
-            _works(case, "inductor", lambda run=run, inputs=inputs: run(*inputs))
+            for name, run in (("inductor", compiled(case)), ("opkit", case.ours)):
+                _works(case, name, functools.partial(run, *inputs))
             del inputs
             torch.cuda.empty_cache()
 
 
 def compile_beforehand(chosen: Sequence[Case], arguments: argparse.Namespace) -> None:
-    """Share the cases among processes; one that fails is only slower, as this process compiles then."""
+    """Share the cases among processes; one that fails is only slower, as this process compiles then.
+
+    Which of our configs are the fastest they would find out while they disturb each other: that is forgotten.
+    """
     shares = [[case.name for case in chosen[i :: arguments.jobs]] for i in range(arguments.jobs)]
     options = ["--dtypes", *arguments.dtypes, *(["--quick"] if arguments.quick else [])]
     command = [sys.executable, __file__, "--compile-only", *options, "--exactly"]
-    running = [subprocess.Popen([*command, *names], stdout=subprocess.DEVNULL) for names in shares if names]
-    for process in running:
-        process.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = os.environ | {"OPKIT_CACHE_DIR": folder}
+        shared = [names for names in shares if names]
+        running = [subprocess.Popen([*command, *names], stdout=subprocess.DEVNULL, env=settings) for names in shared]
+        for process in running:
+            process.wait()
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------

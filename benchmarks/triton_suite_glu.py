@@ -24,10 +24,10 @@ import quantize
 import rotary
 import router
 
-TOKENS, LOGITS, ROUTED = (4096, 16384), (4096, 8192), (131072, 524288)
+TOKENS, LOGITS = (4096, 16384), (4096, 8192)
 HIDDEN, INNER, CLASSES, FEW_CLASSES = 4096, 14336, 128256, 32000
 HEADS, KV_HEADS, HEAD_DIM, SEQ = 32, 8, 128, 4096
-ROUTERS = ((128, 8), (64, 6), (8, 2))  # experts, and of how many a token is given
+ROUTERS = ((128, 8, 2**20), (64, 6, 2**21), (8, 2, 2**23))  # experts, to how many a token is given, tokens at the most
 Tensors = tuple[Tensor, ...]
 
 
@@ -218,15 +218,15 @@ def _router_bytes(experts: int, k: int, back: bool = False) -> Callable[[int, to
     return lambda size, dtype: size * (experts * dtype.itemsize + k * ((2 if back else 1) * dtype.itemsize + 8))
 
 
-def _routers(experts: int, k: int) -> list[Case]:
-    name = f"router {k} of {experts}"
+def _routers(experts: int, k: int, most: int) -> list[Case]:
+    name, sizes = f"router {k} of {experts}", (most // 8, most)
     return [
         Case(
-            name, ROUTED, _routed(experts), lambda logits: router.router(logits, k), _plain_router(k), None,
+            name, sizes, _routed(experts), lambda logits: router.router(logits, k), _plain_router(k), None,
             _router_bytes(experts, k),
         ),
         Case(
-            f"{name} backward", ROUTED, _chosen(experts, k), lambda *given: router.router_backward(*given, True),
+            f"{name} backward", sizes, _chosen(experts, k), lambda *given: router.router_backward(*given, True),
             _plain_router_gradient, None, _router_bytes(experts, k, back=True),
         ),
     ]  # fmt: skip
@@ -307,7 +307,7 @@ CASES = [
         "linear_cross_entropy, both ways", LOGITS, _layer, _loss_and_gradients, _plain_loss_and_gradients,
         _liger(_liger_loss_and_gradients), _layer_bytes,
     ),
-    *[case for experts, k in ROUTERS for case in _routers(experts, k)],
+    *[case for routed in ROUTERS for case in _routers(*routed)],
     *_quantizers("int8", torch.int8, quantize.quantize_int8),
     *_quantizers("fp8", torch.float8_e4m3fn, quantize.quantize_fp8),
 ]  # fmt: skip

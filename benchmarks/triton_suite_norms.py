@@ -235,9 +235,12 @@ CASES = [
         _liger(_liger_softmax_gradient), _moved(3),
     ),
     Case("softmax backward of long rows", LONG, _with_softmax, softmax_backward, _plain_softmax_gradient, None, _moved(3)),
-    Case("dropout", SIZES[2:3], _given(1), lambda x: dropout(x, P, SEED), lambda x: F.dropout(x, P), None, _moved(2)),
+    Case(
+        "dropout", SIZES[2:3], _given(1), lambda x: dropout(x, P, SEED), lambda x: F.dropout(x, P), None, _moved(2),
+        random=True,
+    ),
     Case(
         "dropout backward", SIZES[2:3], _with_mask, lambda grad, mask: dropout(grad, P, SEED),
-        lambda grad, mask: grad * mask * (1 / (1 - P)), None, _moved(2),
+        lambda grad, mask: grad * mask * (1 / (1 - P)), None, _moved(2), random=True,
     ),
 ]  # fmt: skip

@@ -125,14 +125,25 @@ def build(
     programs: Annotated[
         bool, typer.Option("--programs", help="Work out output sizes, for use without Python; takes a second each.")
     ] = False,
+    arch: Annotated[
+        str,
+        typer.Option(
+            help="GPU architectures for Triton kernels, as in sm_80,sm_90,gfx942; by default the kernel's targets=, or else "
+            "sm_80,sm_90,sm_100. Each example of a kernel is compiled with each config."
+        ),
+    ] = "",
+    tuning: Annotated[
+        bool, typer.Option(help="Put the tuning results in the cache for the package's Triton kernels into it.")
+    ] = True,
 ) -> None:
-    """Compile every C, C++ and CUDA kernel of a package ahead of time, into the package."""
+    """Compile every C, C++, CUDA and Triton kernel of a package ahead of time, into the package."""
     terminal.import_modules([module])
     from opkit.op import package
 
     try:
         with terminal.bad_input(errors.ArgumentError):
-            parts = [*_built(package.build(module, [name for name in isa.split(",") if name], output, jobs, programs))]
+            report = package.build(module, _listed(isa), output, jobs, programs, _listed(arch), tuning)
+            parts = [*_built(report)]
     except errors.PackageError as error:
         typer.echo(f"opkit: {error}", err=True)
         raise typer.Exit(1) from None
@@ -198,18 +209,47 @@ def cache_verify() -> None:
     raise typer.Exit(1 if rows else 0)
 
 
+def _listed(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def _built(report: Report) -> Iterator[Table | str]:
     from opkit.kernels.package import runtime_library
 
-    headings = ("kernel", "isa", "size", "output sizes", "file")
-    yield terminal.table(headings, [_library(report, library) for library in report.libraries])
+    if report.libraries or not report.binaries:
+        headings = ("kernel", "isa", "size", "output sizes", "file")
+        yield terminal.table(headings, [_library(report, library) for library in report.libraries])
+    if report.binaries:
+        yield terminal.table(("Triton kernel", "architecture", "binaries", "size"), list(_binaries(report)))
     for reason in report.left_out:
         yield f"[yellow]left out:[/yellow] {escape(reason)}"
     for reason in report.python_only:
         yield f"[yellow]for Python alone:[/yellow] {escape(reason)}"
-    count, size = len(report.libraries), sum(library.size for library in report.libraries)
-    yield f"{count} {'library' if count == 1 else 'libraries'}, {_bytes(size)} in {escape(printable(str(report.folder)))}"
-    yield f"the runtime for programs without Python: {escape(str(runtime_library()))}"
+    yield f"{_total(report)} in {escape(printable(str(report.folder)))}"
+    if report.libraries:
+        yield f"the runtime for programs without Python: {escape(str(runtime_library()))}"
+
+
+def _total(report: Report) -> str:
+    files = {each.file: each.size for each in (*report.libraries, *report.binaries)}
+    counts = (
+        (len(report.libraries), "library", "libraries"),
+        (len(files) - len(report.libraries), "Triton binary", "Triton binaries"),
+        (report.tuned, "tuning result", "tuning results"),
+    )
+    listed = [f"{count} {one if count == 1 else more}" for count, one, more in counts if count]
+    return f"{', '.join(listed or ['nothing'])}, {_bytes(sum(files.values()))}"
+
+
+def _binaries(report: Report) -> Iterator[tuple[str, ...]]:
+    """A line for each Triton kernel and architecture; binaries that came out equal count once."""
+    sizes: dict[tuple[str, str], dict[str, int]] = {}
+    for each in report.binaries:
+        name = f"{each.operator}[{each.kernel}]" if "::" in each.operator else each.kernel  # launched by Python
+        key = name, each.form.target
+        sizes.setdefault(key, {})[each.file] = each.size
+    for (name, target), files in sizes.items():
+        yield escape(printable(name)), target, str(len(files)), _bytes(sum(files.values()))
 
 
 def _library(report: Report, library: Library) -> tuple[str, ...]:

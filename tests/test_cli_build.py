@@ -246,6 +246,70 @@ def test_cuda_kernels_are_built_once(folder):
     assert list(libraries(folder / "_opkit_single")) == [("cli_build::on_gpu", "cuda")]
 
 
+TRITON = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def _twice(x, out, x_numel, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, 2 * tl.load(x + at, at < x_numel), at < x_numel)
+
+@opkit.custom_op("cli_build::on_triton", mutates_args=())
+def on_triton(x: Tensor) -> Tensor:
+    return x * 2
+
+on_triton.register_kernel("cuda", opkit.triton_kernel(
+    _twice, grid=lambda x_numel, BLOCK: triton.cdiv(x_numel, BLOCK), BLOCK=128, examples=[{"x": "fp32[1024]"}]
+))
+"""
+
+
+@pytest.fixture
+def triton_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+
+
+def binaries(place):
+    manifest = json.loads((place / "manifest.json").read_text())
+    return {(each["operator"], each["form"]["target"]): each["file"] for each in manifest["triton"]}
+
+
+def test_triton_kernels(folder, triton_cache):
+    (folder / "single.py").write_text(HEAD + TRITON)
+    result = run("single", "--arch", "sm_90,gfx942", "--jobs", 2)
+    assert result.exit_code == 0, result.output
+    place = folder / "_opkit_single"
+    assert list(binaries(place)) == [("cli_build::on_triton", "sm_90"), ("cli_build::on_triton", "gfx942")]
+    assert all((place / file).is_file() for file in binaries(place).values())
+    for each in ("sm_90", "gfx942"):
+        assert re.search(rf"cli_build::on_triton\[_twice\] +{each} +[123] +[\d.]+ KiB", result.stdout)
+    assert re.search(r"\d Triton binaries, [\d.]+ KiB in ", result.stdout)
+    assert "libopkit.so" not in result.stdout
+
+
+def test_c_and_triton_kernels(folder, triton_cache):
+    before = set(sys.modules)
+    (folder / "single.py").write_text(HEAD + operator("alone") + TRITON)
+    result = run("single", "--isa", "baseline", "--arch", "sm_90")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"1 library, \d Triton binar", result.stdout)
+    place = folder / "_opkit_single"
+    assert list(libraries(place)) == [("cli_build::alone", "baseline")]
+    assert list(binaries(place)) == [("cli_build::on_triton", "sm_90")]
+    old = {path.name: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    forget(before)
+    (folder / "single.py").write_text(HEAD + operator("alone") + TRITON.replace("BLOCK=128", "BLOCK=100"))
+    result = run("single", "--isa", "avx2", "--arch", "sm_90")
+    assert result.exit_code == 1
+    assert re.search(r"Nothing was written.*power of 2", result.stderr, re.DOTALL)
+    assert {path.name: path.read_bytes() for path in place.rglob("*") if path.is_file()} == old
+    forget(before)
+    (folder / "single.py").write_text(HEAD + operator("alone"))
+    assert run("single", "--isa", "baseline").exit_code == 0
+    assert {path.name for path in place.iterdir()} == {"manifest.json", *libraries(place).values()}
+
+
 def test_no_compiler_at_all(folder, monkeypatch):
     def without(language):
         raise ToolchainError("no C compiler was found")
@@ -262,7 +326,8 @@ def test_no_compiler_at_all(folder, monkeypatch):
     ("arguments", "status", "complaint"),
     [
         (["no.such.module"], 2, "cannot be imported"),
-        (["json"], 1, "json defines no operator with a kernel in C"),
+        (["json"], 1, "json defines no operator with a kernel in C, C\\+\\+, CUDA or Triton"),
+        (["single", "--arch", "sm_1"], 2, "'sm_1' is no architecture that Triton compiles for"),
         (["single", "--isa", "avx3"], 2, r"--isa avx3: kernels on x86_64 are built for baseline, avx2, avx512"),
         (["single", "--isa", "neon"], 2, r"--isa neon"),
         (["single", "--jobs", "0"], 2, "jobs"),

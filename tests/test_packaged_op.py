@@ -59,6 +59,59 @@ if maps.exists():
 print("compiled", *[path for path in Path(os.environ["OPKIT_CACHE_DIR"]).rglob("*.so")])
 """
 
+NO_COMPILER = """
+import dataclasses, sys, warnings
+
+import torch
+import triton.compiler.compiler
+from opkit import _core
+from opkit.errors import BuildCacheWarning
+from opkit.op.triton import machine
+
+def refuse(*args, **options):
+    raise AssertionError("Triton compiles")
+
+triton.compiler.compiler.compile = refuse
+warnings.simplefilter("error", BuildCacheWarning)
+"""
+
+FOUND = """
+gpu = dataclasses.replace(
+    machine.MACHINES["cuda"],
+    driver=lambda: _core.Driver(sys.argv[1], "cuda"), target=lambda device: sys.argv[2],
+    model=lambda device: "a GPU", shared=lambda device: 65536,
+)
+machine.MACHINES["cuda"] = gpu
+
+import packaged_op
+from opkit.op.triton.entries import Memory
+from opkit.op.triton.evaluation import evaluate
+
+(function,) = [k.function for k in packaged_op.silu_mul._operator.kernels.kernels if k.device == "cuda"]
+bound, variants = function.bound, function.launching.variants
+for dtype in (5, 6, 15):
+    for address, numel in ((4096, 4096), (4096, 4097), (4100, 4096), (4096, 1), (4100, 1)):
+        tensor = Memory(address, dtype, 0, (numel,), (1,))
+        values = [tensor if source.kind == "tensor" else numel for source in bound.sources]
+        named = {source.name: value for source, value in zip(bound.sources, values)} | dict(bound.constants)
+        variants.entry(values, evaluate(bound.where, bound.formulas, named), 0)
+print("found", len(variants._from_package))
+"""
+
+ON_A_GPU = """
+import packaged_op
+
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for shape in ((4, 16), (1, 16), (2, 3, 17), (1, 1), (0, 16)):
+        x, y = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2))
+        assert packaged_op.silu_mul.select(x, y).kernel == "_silu_mul"
+        for gate, up in ((x, y), (x.flatten()[1:], y.flatten()[1:])):
+            if gate.shape == up.shape and gate.ndim:
+                expected = packaged_op.silu_mul.reference(gate.double(), up.double())
+                torch.testing.assert_close(packaged_op.silu_mul(gate, up).double(), expected, rtol=0.02, atol=0.02)
+print("numbers are right")
+"""
+
 
 def can_make_wheels():
     try:
@@ -85,7 +138,8 @@ def wheel(tmp_path_factory, child_environment):
     project = shutil.copytree(
         EXAMPLE, folder / "project", ignore=shutil.ignore_patterns("_opkit", "build", "*.egg-info")
     )
-    environment = child_environment | {"OPKIT_CACHE_DIR": str(folder / "cache")}
+    caches = {f"{name}_CACHE_DIR": str(folder / "cache" / name) for name in ("OPKIT", "TRITON")}
+    environment = child_environment | caches
     checked([sys.executable, "-m", "opkit", "build", "packaged_op"], project, environment)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
     checked([*pip, "--wheel-dir", folder / "wheels", "."], project, environment)
@@ -98,6 +152,7 @@ def test_the_wheel_is_for_one_platform_and_every_python(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert "packaged_op/_opkit/manifest.json" in names
     assert "packaged_op/silu_mul.c" in names
+    assert sum(name.endswith(".cubin") for name in names) >= 3 * 3  # dtypes and architectures
     assert sum(name.endswith(".so") for name in names) == (6 if isa.machine() == "x86_64" else 2)
 
 
@@ -125,3 +180,29 @@ def test_it_works_where_there_is_no_compiler(installed, tmp_path, cap):
     if "loaded" in said:
         chosen = environment.get("OPKIT_ISA", isa.host_isa())
         assert len(re.findall(rf"\.{chosen}\.[0-9a-f]{{8}}\.so", said)) == 2, said
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90", "sm_100"])
+def test_triton_kernels_are_found_without_a_gpu_and_a_compiler(installed, tmp_path, fake_driver, target):
+    environment = {"PATH": "/nonexistent", "OPKIT_CACHE_DIR": str(tmp_path / "cache"), "HOME": str(tmp_path)}
+    said = checked([installed, "-c", NO_COMPILER + FOUND, fake_driver, target], tmp_path, environment)
+    assert "found 9" in said  # for each dtype: as in the example, for odd sizes, for any address
+    assert not (tmp_path / ".triton").exists()
+
+
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fake_driver") / "libfake_cuda.so"
+    flags = ["-std=c11", "-D_GNU_SOURCE", "-DCUDA", "-O1", "-shared", "-fPIC", "-pthread"]
+    subprocess.run(
+        ["gcc", *flags, str(Path(__file__).parent / "kernels" / "fake_driver.c"), "-o", str(path)], check=True
+    )
+    return path
+
+
+@pytest.mark.gpu
+def test_triton_kernels_on_a_gpu_without_a_compiler(installed, tmp_path):
+    environment = os.environ | {
+        "PATH": "/nonexistent", "OPKIT_CACHE_DIR": str(tmp_path / "cache"), "TRITON_CACHE_DIR": str(tmp_path / "triton")
+    }  # fmt: skip
+    assert "numbers are right" in checked([installed, "-c", NO_COMPILER + ON_A_GPU], tmp_path, environment)

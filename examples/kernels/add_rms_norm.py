@@ -76,17 +76,18 @@ def add_rms_norm_backward(
 
 @triton.jit
 def _add_rms_norm(
-    x, residual, weight, total, out, x_stride_m2, residual_stride_m2, batch, d, eps, BLOCK: tl.constexpr, TILE: tl.constexpr
+    x, residual, weight, total, out, x_stride_m2, residual_stride_m2, batch, d: tl.constexpr, eps,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     at = row[:, None] * d + column[None, :]
-    inside = (row < batch)[:, None] & (column < d)[None, :]
+    inside = rows.within(row, column, batch, d, ROWS)
     at_x = row[:, None] * x_stride_m2 + column[None, :]
     at_residual = row[:, None] * residual_stride_m2 + column[None, :]
-    a = tl.load(x + at_x, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    b = tl.load(residual + at_residual, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    a = tl.load(x + at_x, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(residual + at_residual, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weight + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
     stored = (a + b).to(total.dtype.element_ty)
     tl.store(total + at, stored, mask=inside)
@@ -103,7 +104,7 @@ def _add_rms_norm_backward(
 ):  # fmt: skip
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     HELD: tl.constexpr = BLOCK <= 8192
-    ONCE: tl.constexpr = "evict_first" if HELD else "evict_last"
+    ONCE: tl.constexpr = "" if HELD else "evict_last"
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     added = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -125,7 +126,7 @@ def _add_rms_norm_backward(
             w = tl.load(weight + column, mask=column < d, other=0.0).to(tl.float32)
         normal = a * scale[:, None]
         change = g * w[None, :] - normal * (scale * products / d)[:, None]
-        outer = tl.load(grad_total + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        outer = tl.load(grad_total + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + at, change * scale[:, None] + outer, mask=inside)
         added += g * normal
     tl.store(partial + program * d + column, tl.sum(added, 0), mask=column < d)

@@ -81,7 +81,7 @@ def _dropout(x, out, x_numel, seed, threshold, scale, BLOCK: tl.constexpr):
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
     numbers = tl.join(words & 0xFFFF, words >> 16).reshape(BLOCK).to(tl.int32)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    a = tl.load(x + at, mask=at < x_numel, eviction_policy="evict_first").to(tl.float32)
+    a = tl.load(x + at, mask=at < x_numel).to(tl.float32)
     tl.store(out + at, tl.where(numbers >= tl.ceil(threshold).to(tl.int32), a * scale, 0.0), mask=at < x_numel)
 
 

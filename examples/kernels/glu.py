@@ -122,8 +122,8 @@ def _glu(
     gate, up, out, gate_stride_m2, up_stride_m2, batch, d, GELU: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr
 ):
     row, column, inside = _tile(batch, d, TILE, COLUMNS)
-    x = tl.load(gate + row * gate_stride_m2 + column, mask=inside, eviction_policy="evict_first").to(tl.float32)
-    y = tl.load(up + row * up_stride_m2 + column, mask=inside, eviction_policy="evict_first").to(tl.float32)
+    x = tl.load(gate + row * gate_stride_m2 + column, mask=inside).to(tl.float32)
+    y = tl.load(up + row * up_stride_m2 + column, mask=inside).to(tl.float32)
     tl.store(out + row * d + column, _gated(x, y, GELU), mask=inside)
 
 
@@ -133,9 +133,9 @@ def _glu_backward(
     GELU: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, column, inside = _tile(batch, d, TILE, COLUMNS)
-    g = tl.load(grad + row * d + column, mask=inside, eviction_policy="evict_first").to(tl.float32)
-    x = tl.load(gate + row * gate_stride_m2 + column, mask=inside, eviction_policy="evict_first").to(tl.float32)
-    y = tl.load(up + row * up_stride_m2 + column, mask=inside, eviction_policy="evict_first").to(tl.float32)
+    g = tl.load(grad + row * d + column, mask=inside).to(tl.float32)
+    x = tl.load(gate + row * gate_stride_m2 + column, mask=inside).to(tl.float32)
+    y = tl.load(up + row * up_stride_m2 + column, mask=inside).to(tl.float32)
     of_gate, of_up = _gradients(g, x, y, GELU)
     tl.store(d_gate + row * d + column, of_gate, mask=inside)
     tl.store(d_up + row * d + column, of_up, mask=inside)

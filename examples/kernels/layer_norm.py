@@ -73,20 +73,36 @@ def layer_norm_backward(
     return dx.to(x.dtype), torch.stack([rows.partial_sums(g * normal, programs), rows.partial_sums(g, programs)])
 
 
+# As in rms_norm.py. The sums are of what is left of a row when its first element is taken from each: with that, little is
+# lost where the mean is much larger than the deviation.
 @triton.jit
-def _layer_norm(x, weight, bias, out, x_stride_m2, batch, d, eps, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
+def _layer_norm(
+    x, weight, bias, out, x_stride_m2, batch, d: tl.constexpr, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    at = row[:, None] * x_stride_m2 + column[None, :]
-    inside = (row < batch)[:, None] & (column < d)[None, :]
-    a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    w = tl.load(weight + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    b = tl.load(bias + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    centred = tl.where((column < d)[None, :], a - (tl.sum(a, 1) / d)[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(centred * centred, 1) / d + eps)
-    normal = centred * scale[:, None] * w[None, :] + b[None, :]
-    tl.store(out + row[:, None] * d + column[None, :], normal, mask=inside)
+    shift = tl.load(x + row * x_stride_m2, mask=row < batch, other=0.0).to(tl.float32)[:, None]
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    squares = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in tl.range(0, d, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = rows.within(row, column, batch, d, ROWS)
+        at = row[:, None] * x_stride_m2 + column[None, :]
+        a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        a = tl.where(inside, a - shift, 0.0)
+        sums += a
+        squares += a * a
+    mean = tl.sum(sums, 1) / d
+    scale = tl.rsqrt(tl.maximum(tl.sum(squares, 1) / d - mean * mean, 0.0) + eps)
+    centre = shift + mean[:, None]
+    for start in tl.range(0, d, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = rows.within(row, column, batch, d, ROWS)
+        at = row[:, None] * x_stride_m2 + column[None, :]
+        a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        w = tl.load(weight + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        b = tl.load(bias + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        normal = (a - centre) * scale[:, None] * w[None, :] + b[None, :]
+        tl.store(out + row[:, None] * d + column[None, :], normal, mask=inside)
 
 
 @triton.jit
@@ -101,22 +117,27 @@ def _sums(a, h):
 # STAGES and HELD are as in rms_norm.py.
 @triton.jit
 def _layer_norm_backward(
-    grad, x, weight, dx, partial, batch, d, eps, programs, BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
+    grad, x, weight, dx, partial, batch, d: tl.constexpr, eps, programs,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     HELD: tl.constexpr = BLOCK <= 8192
-    ONCE: tl.constexpr = "evict_first" if HELD else "evict_last"
+    ONCE: tl.constexpr = "" if HELD else "evict_last"
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     total_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     total_bias = tl.zeros((ROWS, BLOCK), tl.float32)
     if HELD:
         w = tl.load(weight + column, mask=column < d, other=0.0).to(tl.float32)
+    following = program + tl.arange(0, ROWS) * programs  # the first element of a row is asked for a step ahead
+    next_shift = tl.load(x + following * d, mask=following < batch, other=0.0).to(tl.float32)
     for first in tl.range(program, batch, programs * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS) * programs
         at = row[:, None] * d + column[None, :]
-        inside = (row < batch)[:, None] & (column < d)[None, :]
-        shift = tl.load(x + row * d, mask=row < batch, other=0.0).to(tl.float32)[:, None]
+        inside = rows.within(row, column, batch, d, ROWS)
+        shift = next_shift[:, None]
+        following = row + programs * ROWS
+        next_shift = tl.load(x + following * d, mask=following < batch, other=0.0).to(tl.float32)
         a = tl.load(x + at, mask=inside, other=0.0, eviction_policy=ONCE).to(tl.float32)
         g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy=ONCE).to(tl.float32)
         if not HELD:
@@ -143,10 +164,9 @@ layer_norm.register_kernel(
     "cuda",
     opkit.triton_kernel(
         _layer_norm,
-        grid=lambda batch, BLOCK, TILE: triton.cdiv(batch, max(TILE // BLOCK, 1)),
-        BLOCK=lambda d: triton.next_power_of_2(max(d, 1)),
-        configs=rows.TILES,
-        prune=lambda configs, d: rows.fitting(configs, d, 1024, 4096),
+        grid=lambda batch, ROWS: triton.cdiv(batch, ROWS),
+        configs=rows.CHUNKED,
+        prune=rows.cut,
         examples=[
             {"x": f"bf16[{n}, {d}]", "weight": f"bf16[{d}]", "bias": f"bf16[{d}]", "eps": 1e-5} for n, d in SHAPES
         ],

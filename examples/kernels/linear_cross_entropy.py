@@ -1,9 +1,9 @@
 """Cross-entropy in Triton: of given logits, and of a linear layer whose logits are never all in memory.
 
 **Of logits.** The forward reads each row once, keeping a running maximum and sum for each of a thread's columns, and merges
-them at the end: 2 bytes a logit in bfloat16, so 8192 rows of 32,000 take 61 us at 8.6 TB/s of copying read and written,
-of which this reads half (4.3). It returns each row's log-sum-exp too; with it the backward is elementwise,
-``(exp(logit - lse) - (class == target)) * grad / count``: 2 bytes read and 2 written.
+them at the end: 2 bytes a logit in bfloat16, so 8192 rows of 32,000 take 122 us at 4.3 TB/s. It returns each row's
+log-sum-exp too; with it the backward is elementwise, ``(exp(logit - lse) - (class == target)) * grad / count``: 2 bytes
+read and 2 written, 244 us.
 
 **Of a linear layer.** ``hidden @ weight.T`` is taken for some thousand rows at a time by cuBLAS. One kernel makes of such a
 chunk, in place, the loss and the gradient of the logits, which two further products turn into the gradients of ``hidden``
@@ -102,7 +102,8 @@ def linear_cross_entropy_parts(
 ) -> tuple[Float[Tensor, ""], Tensor, Tensor]:
     """What :func:`linear_cross_entropy` returns, and the gradients of ``hidden`` and ``weight`` where they are asked for.
 
-    A gradient that is not has no elements. In half precision both are those of logits that are rounded to it.
+    A gradient that is not has no elements. In half precision both are those of logits that are rounded to it, and so is
+    the gradient of the logits: in float16, what is below 6e-8 of it is lost, before any scaling of the loss.
     """
     logits = hidden @ weight.T
     losses, lse, count = _row_losses(logits, targets, ignore_index)
@@ -187,7 +188,7 @@ def _cross_entropy_backward(
     column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
     target, shift = tl.load(targets + n).to(tl.int32), tl.load(lse + n) * LOG2_E
     scale = tl.where(target == ignore_index, 0.0, tl.load(grad).to(tl.float32) / tl.load(count))
-    x = tl.load(logits + n * logits_stride_0 + column, mask=column < classes, eviction_policy="evict_first")
+    x = tl.load(logits + n * logits_stride_0 + column, mask=column < classes)
     shares = tl.exp2(x.to(tl.float32) * LOG2_E - shift) - (column == target).to(tl.float32)
     tl.store(out + n * classes + column, shares * scale, mask=column < classes)
 
@@ -211,7 +212,7 @@ def _losses_and_gradients(
         scale = tl.where(kept, 1.0, 0.0) / tl.load(count)
         for start in range(0, classes, PIECES * THREADS * VECTOR):
             column = start + tl.arange(0, PIECES * THREADS * VECTOR)
-            x = tl.load(row + column, mask=column < classes, eviction_policy="evict_first").to(tl.float32)
+            x = tl.load(row + column, mask=column < classes).to(tl.float32)
             shares = tl.exp2((x - found) * LOG2_E) - (column == target).to(tl.float32)
             tl.store(row + column, shares * scale, mask=column < classes)
 
@@ -280,7 +281,7 @@ def _linear_cross_entropy(
     losses = hidden.new_empty(n, dtype=torch.float32)
     count = (targets != ignore_index).sum().float()
     of_hidden = torch.empty_like(hidden if with_hidden else hidden.new_empty(0))
-    of_weight = torch.zeros_like(weight if with_weight else weight.new_empty(0))
+    of_weight = (torch.empty_like if n else torch.zeros_like)(weight if with_weight else weight.new_empty(0))
     step = _rows_at_a_time(n, classes * hidden.element_size())
     chunk = hidden.new_empty(step, classes)
     for part in (slice(start, start + step) for start in range(0, n, step)):

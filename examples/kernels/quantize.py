@@ -41,7 +41,8 @@ NORMAL, SUBNORMALS = (
 def _scaled(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     wide = x.float()
     most = wide.abs().amax(-1).clamp_min(_SMALLEST)
-    return wide * (largest / most).unsqueeze(-1), most / largest
+    inverse = torch.full_like(most, largest) / most  # a number over a tensor is rounded twice
+    return wide * inverse.unsqueeze(-1), most * (1 / largest)
 
 
 # ---- the operators --------------------------------------------------------------------------------------------------
@@ -100,15 +101,16 @@ def dequantize(
 def _to_e4m3(x, HARDWARE: tl.constexpr):
     """Bits of e4m3. ``x`` is within its range."""
     if HARDWARE:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = tl.abs(x)
-    whole = magnitude.to(tl.int32, bitcast=True)
-    normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - (
-        120 << 3
-    )  # 3 bits of mantissa; exponents begin 120 later
-    small = (magnitude + SUBNORMALS).to(tl.int32, bitcast=True) & 15
-    return (tl.where(magnitude < NORMAL, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits, magnitude = x.to(tl.int32, bitcast=True), tl.abs(x)
+        whole = magnitude.to(tl.int32, bitcast=True)
+        normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - (
+            120 << 3
+        )  # 3 bits remain; exponents begin 120 later
+        small = (magnitude + SUBNORMALS).to(tl.int32, bitcast=True) & 15
+        code = (tl.where(magnitude < NORMAL, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return code
 
 
 @triton.jit
@@ -131,7 +133,7 @@ def _store_quantized(q, x, inside, FLOAT8: tl.constexpr, HARDWARE: tl.constexpr)
 def _load(x, row, column, x_stride_m2, batch, d):
     inside = (row < batch)[:, None] & (column < d)[None, :]
     at = x + row[:, None] * x_stride_m2 + column[None, :]
-    return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32), inside
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32), inside
 
 
 # A program takes ROWS rows; where one is longer than BLOCK, it is read a second time, from the cache as far as that goes.
@@ -149,7 +151,7 @@ def _quantize(
             values, inside = _load(x, row, start + column, x_stride_m2, batch, d)
             most = tl.maximum(most, tl.max(tl.abs(values), 1))
     most = tl.maximum(most, SMALLEST)
-    tl.store(scales + row, tl.div_rn(most, tl.full((ROWS,), LARGEST, tl.float32)), mask=row < batch)
+    tl.store(scales + row, most * (1 / LARGEST), mask=row < batch)
     inverse = tl.div_rn(tl.full((ROWS,), LARGEST, tl.float32), most)[:, None]
     if WHOLE:
         at = q + row[:, None] * d + column[None, :]
@@ -174,7 +176,7 @@ def _dequantize(
     scale = tl.load(scales + row, mask=row < batch, other=0.0)[:, None]
     if ON_BITS:
         at = at.to(tl.pointer_type(tl.uint8), bitcast=True)
-    narrow = tl.load(at, mask=inside, eviction_policy="evict_first")
+    narrow = tl.load(at, mask=inside)
     wide = _from_e4m3(narrow) * (scale * 256) if ON_BITS else narrow.to(tl.float32) * scale
     tl.store(out + row[:, None] * d + column[None, :], wide, mask=inside)
 
@@ -256,13 +258,13 @@ dequantize.register_kernel(
 )
 dequantize.register_kernel(
     "cuda",
-    _dequantizer("fp8e4nv", ON_BITS=True, **TYPES),
+    _dequantizer("fp8e4m3", ON_BITS=True, **TYPES),
     when=lambda q, scales: _dequantizes(FLOAT8, q, scales),
     name="fp8_on_bits",
 )
 dequantize.register_kernel(
     "cuda",
-    _dequantizer("fp8e4nv", ON_BITS=False, targets=CONVERTING),
+    _dequantizer("fp8e4m3", ON_BITS=False, targets=CONVERTING),
     when=lambda q, scales: _dequantizes(FLOAT8, q, scales) and _converts(q),
     priority=1,
     name="fp8_in_hardware",

@@ -66,17 +66,25 @@ def rms_norm_backward(
     return dx.to(x.dtype), rows.partial_sums(rows.wide(grad) * normal, programs)
 
 
+# Two passes over a row, the second from the cache: fewer registers than holding it takes, and so more rows at a time.
 @triton.jit
-def _rms_norm(x, weight, out, x_stride_m2, batch, d, eps, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
+def _rms_norm(x, weight, out, x_stride_m2, batch, d: tl.constexpr, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    at = row[:, None] * x_stride_m2 + column[None, :]
-    inside = (row < batch)[:, None] & (column < d)[None, :]
-    a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    w = tl.load(weight + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    scale = tl.rsqrt(tl.sum(a * a, 1) / d + eps)
-    tl.store(out + row[:, None] * d + column[None, :], a * scale[:, None] * w[None, :], mask=inside)
+    squares = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in tl.range(0, d, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = rows.within(row, column, batch, d, ROWS)
+        at = row[:, None] * x_stride_m2 + column[None, :]
+        a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        squares += a * a
+    scale = tl.rsqrt(tl.sum(squares, 1) / d + eps)
+    for start in tl.range(0, d, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = rows.within(row, column, batch, d, ROWS)
+        at = row[:, None] * x_stride_m2 + column[None, :]
+        a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        w = tl.load(weight + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        tl.store(out + row[:, None] * d + column[None, :], a * scale[:, None] * w[None, :], mask=inside)
 
 
 # tl.join puts two terms side by side, so that one reduction across warps makes both sums. STAGES - 1 tiles of both inputs
@@ -84,11 +92,12 @@ def _rms_norm(x, weight, out, x_stride_m2, batch, d, eps, BLOCK: tl.constexpr, T
 # the weight is not kept, and the inputs are read again, from the cache, after the reduction.
 @triton.jit
 def _rms_norm_backward(
-    grad, x, weight, dx, partial, batch, d, eps, programs, BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
+    grad, x, weight, dx, partial, batch, d, eps, programs,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     HELD: tl.constexpr = BLOCK <= 8192
-    ONCE: tl.constexpr = "evict_first" if HELD else "evict_last"
+    ONCE: tl.constexpr = "" if HELD else "evict_last"
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -119,10 +128,9 @@ rms_norm.register_kernel(
     "cuda",
     opkit.triton_kernel(
         _rms_norm,
-        grid=lambda batch, BLOCK, TILE: triton.cdiv(batch, max(TILE // BLOCK, 1)),
-        BLOCK=lambda d: triton.next_power_of_2(max(d, 1)),
-        configs=rows.TILES,
-        prune=lambda configs, d: rows.fitting(configs, d, 1024, 4096),
+        grid=lambda batch, ROWS: triton.cdiv(batch, ROWS),
+        configs=rows.CHUNKED,
+        prune=rows.cut,
         examples=[{"x": f"bf16[{n}, {d}]", "weight": f"bf16[{d}]", "eps": 1e-6} for n, d in SHAPES],
     ),
     when=lambda x: x.dim() > 1 and x.shape[-1] <= LONGEST,

@@ -2,8 +2,8 @@
 
 Feature ``i`` and feature ``i + head_dim / 2`` of a head are turned by one angle, as GPT-NeoX and Llama do it:
 ``y = x * cos + cat(-x2, x1) * sin``. Memory traffic is that of copying queries and keys: 4 bytes an element in bfloat16, so
-8192 tokens with 32 heads of queries and 8 of keys, 128 wide, take 39 us at 4.3 TB/s; ``cos`` and ``sin`` add a fortieth to
-what is read, most of it from the cache. A program has one token: its angles are loaded once and serve all heads.
+8192 tokens with 32 heads of queries and 8 of keys, 128 wide, take 39 us at 4.3 TB/s; ``cos`` and ``sin`` add a fortieth,
+which with several sequences comes from the cache. A program has one token: its angles are loaded once and serve all heads.
 
 The backward is the rotation back, by the transposed matrix: the same kernel with other signs. All tensors may lie in memory
 anyhow: queries and keys within one projection, or heads before positions, are not copied first::
@@ -78,8 +78,8 @@ def _halves(x, stride_head, stride, heads, HALF: tl.constexpr, HEADS: tl.constex
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, COLUMNS)[None, :]
     inside = (head < heads) & (column < HALF)
     at = x + head * stride_head + column * stride
-    left = tl.load(at, mask=inside, eviction_policy="evict_first").to(tl.float32)
-    return left, tl.load(at + HALF * stride, mask=inside, eviction_policy="evict_first").to(tl.float32)
+    left = tl.load(at, mask=inside).to(tl.float32)
+    return left, tl.load(at + HALF * stride, mask=inside).to(tl.float32)
 
 
 @triton.jit

@@ -88,27 +88,30 @@ def router_backward(
 @triton.jit
 def _reversed(keys):
     """Negative floats are ordered by their bits the other way round: turn those above the expert's around, or back."""
-    if keys.dtype.primitive_bitwidth == 64:
-        return keys ^ ((keys >> 63) & 0x7FFFFFFF00000000)
-    return keys ^ ((keys >> 31) & 0x7FFF0000)
+    BITS: tl.constexpr = keys.dtype.primitive_bitwidth
+    return keys ^ ((keys >> (BITS - 1)) & (0x7FFFFFFF00000000 if BITS == 64 else 0x7FFF0000))
 
 
 @triton.jit
 def _keys(x, expert, EXPERTS: tl.constexpr):
     """Integers that are ordered as the logits are; of equal logits, the smaller expert's is larger."""
     if x.dtype.primitive_bitwidth == 32:
-        keys = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (255 - expert)
-        return tl.where(expert < EXPERTS, _reversed(keys), -0x8000000000000000)
-    keys = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16) | (255 - expert)
-    return tl.where(expert < EXPERTS, _reversed(keys), -0x80000000)
+        bits = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (255 - expert)
+        keys = tl.where(expert < EXPERTS, _reversed(bits), -0x8000000000000000)
+    else:
+        bits = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16) | (255 - expert)
+        keys = tl.where(expert < EXPERTS, _reversed(bits), -0x80000000)
+    return keys
 
 
 @triton.jit
 def _logits(keys, dtype: tl.constexpr):
     """The logits of keys, in float32."""
     if dtype.primitive_bitwidth == 32:
-        return (_reversed(keys) >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    return (_reversed(keys) >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        x = (_reversed(keys) >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        x = (_reversed(keys) >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return x
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -138,11 +141,13 @@ def _router(
     ROWS: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     row, expert, inside = _tile(batch, EXPERTS, ROWS, PIECES, COLUMNS)
-    x = tl.load(logits + row * EXPERTS + expert, mask=inside, other=float("-inf"), eviction_policy="evict_first")
+    x = tl.load(logits + row * EXPERTS + expert, mask=inside, other=float("-inf"))
     keys = _keys(x, expert, EXPERTS)
     slot = tl.arange(0, SLOTS)[None, :]
     best = _largest(keys)
     first = _logits(best, logits.dtype.element_ty)
+    if not RENORMALIZE:
+        total = tl.sum(tl.sum(tl.exp2((x.to(tl.float32) - first[None, :, None]) * LOG2_E), 0), 1)
     found = tl.where(slot == 0, best[:, None], 0)
     for i in tl.static_range(1, K):
         best += _largest(_unsigned(keys - best[None, :, None])).to(best.dtype, bitcast=True)
@@ -151,8 +156,6 @@ def _router(
     scores = tl.where(slot < K, scores, 0.0)
     if RENORMALIZE:
         total = tl.sum(scores, 1)
-    else:
-        total = tl.sum(tl.sum(tl.exp2((x.to(tl.float32) - first[None, :, None]) * LOG2_E), 0), 1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     at, inside = row * K + slot, (row < batch) & (slot < K)
     tl.store(weights + at, scores / total[:, None], mask=inside)

@@ -39,7 +39,7 @@ TILES = tiles((16, 32, 8))
 PERSISTENT = [
     *tiles((16, 8), largest=8192, STAGES=2),
     *tiles((16,), largest=8192, STAGES=3),
-    {"TILE": 16384, "num_warps": 512 // LANES, "STAGES": 1},
+    *({"TILE": 16384, "num_warps": 512 // LANES, "STAGES": stages} for stages in (1, 2)),
 ]
 """For kernels in which a program goes from tile to tile."""
 
@@ -48,6 +48,21 @@ def fitting(configs: list[dict[str, int]], d: int, *least: int) -> list[dict[str
     """The configs whose tile is a row, or as many short rows as make it one of the sizes in ``least``."""
     wanted = {max(triton.next_power_of_2(d), size) for size in least}
     return [config for config in configs if config["TILE"] in wanted]
+
+
+def chunked(tiles: tuple[tuple[int, int], ...] = ((4096, 16), (8192, 16), (2048, 8))) -> list[dict[str, int]]:
+    """Configs for kernels that go over a row twice: tiles of so many elements, of which a thread has so many."""
+    sizes = [(tile, tile // share // LANES, 16 << power) for tile, share in tiles for power in range(10)]
+    return [{"BLOCK": b, "ROWS": tile // b, "num_warps": warps} for tile, warps, b in sizes if b <= tile]
+
+
+CHUNKED = chunked()
+
+
+def cut(configs: list[dict[str, int]], d: int) -> list[dict[str, int]]:
+    """The configs that take several whole rows, or one row in pieces."""
+    whole = max(triton.next_power_of_2(d), 16)
+    return [c for c in configs if c["BLOCK"] == whole or (c["BLOCK"] < whole and c["ROWS"] == 1)]
 
 
 def programs(x: Tensor) -> int:
@@ -76,6 +91,14 @@ def column_sums(partial: Float[Tensor, "*batch n d"], dtype: torch.dtype) -> Flo
         ``(*batch, d)`` in ``dtype``.
     """
     return partial.sum(-2).to(dtype)
+
+
+# Where a program has one row, the grid has as many programs as there are rows. A row's length is compiled in, so that
+# nothing is masked where it is that of the tile.
+@triton.jit
+def within(row, column, batch, d: tl.constexpr, ROWS: tl.constexpr):
+    """Which elements of a tile are elements of the matrix."""
+    return (column < d)[None, :] if ROWS == 1 else (row < batch)[:, None] & (column < d)[None, :]
 
 
 @triton.jit

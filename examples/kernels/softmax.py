@@ -61,13 +61,13 @@ def softmax_backward(grad: Float[Tensor, "*batch d"], y: Float[Tensor, "*batch d
 
 
 @triton.jit
-def _softmax(x, out, x_stride_m2, batch, d, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _softmax(x, out, x_stride_m2, batch, d: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = (row < batch)[:, None] & (column < d)[None, :]
+    inside = rows.within(row, column, batch, d, ROWS)
     at = row[:, None] * x_stride_m2 + column[None, :]
-    a = tl.load(x + at, mask=inside, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
+    a = tl.load(x + at, mask=inside, other=-float("inf")).to(tl.float32)
     powers = tl.exp(a - tl.max(a, 1)[:, None])
     tl.store(out + row[:, None] * d + column[None, :], powers * (1.0 / tl.sum(powers, 1))[:, None], mask=inside)
 
@@ -94,16 +94,25 @@ def _softmax_long(x, out, d, BLOCK: tl.constexpr, STAGES: tl.constexpr):
         tl.store(out + begin + column, tl.exp(a - base) * scale, mask=column < d)
 
 
+# Two passes over a row, as in rms_norm.py.
 @triton.jit
-def _softmax_backward(grad, y, out, batch, d, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
+def _softmax_backward(grad, y, out, batch, d: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    at = row[:, None] * d + column[None, :]
-    inside = (row < batch)[:, None] & (column < d)[None, :]
-    g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    p = tl.load(y + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    tl.store(out + at, (g - tl.sum(g * p, 1)[:, None]) * p, mask=inside)
+    products = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in tl.range(0, d, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = rows.within(row, column, batch, d, ROWS)
+        at = row[:, None] * d + column[None, :]
+        g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        products += g * tl.load(y + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    mean = tl.sum(products, 1)[:, None]
+    for start in tl.range(0, d, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = rows.within(row, column, batch, d, ROWS)
+        at = row[:, None] * d + column[None, :]
+        p = tl.load(y + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        tl.store(out + at, (g - mean) * p, mask=inside)
 
 
 @triton.jit
@@ -124,18 +133,6 @@ def _softmax_backward_long(grad, y, out, d, BLOCK: tl.constexpr, STAGES: tl.cons
         tl.store(out + begin + column, (g - mean) * p, mask=column < d)
 
 
-def _short(function, names):
-    """A kernel for rows that stay in registers."""
-    return opkit.triton_kernel(
-        function,
-        grid=lambda batch, BLOCK, TILE: triton.cdiv(batch, max(TILE // BLOCK, 1)),
-        BLOCK=lambda d: triton.next_power_of_2(max(d, 1)),
-        configs=rows.TILES,
-        prune=lambda configs, d: rows.fitting(configs, d, 1024, 4096),
-        examples=[dict.fromkeys(names, f"bf16[{n}, {d}]") for n, d in SHAPES],
-    )
-
-
 def _long(function, names):
     """A kernel for rows that are gone over in chunks."""
     examples = [dict.fromkeys(names, f"bf16[{n}, {d}]") for n, d in LONG]
@@ -145,11 +142,30 @@ def _long(function, names):
 # Kernels that were registered later are asked first.
 softmax.register_kernel("cuda", _long(_softmax_long, ["x"]), dtypes=rows.LOW)
 softmax.register_kernel(
-    "cuda", _short(_softmax, ["x"]), when=lambda x: x.dim() > 1 and x.shape[-1] <= LONGEST, dtypes=rows.LOW
+    "cuda",
+    opkit.triton_kernel(
+        _softmax,
+        grid=lambda batch, BLOCK, TILE: triton.cdiv(batch, max(TILE // BLOCK, 1)),
+        BLOCK=lambda d: triton.next_power_of_2(max(d, 1)),
+        configs=rows.TILES,
+        prune=lambda configs, d: rows.fitting(configs, d, 1024, 4096),
+        examples=[{"x": f"bf16[{n}, {d}]"} for n, d in SHAPES],
+    ),
+    when=lambda x: x.dim() > 1 and x.shape[-1] <= LONGEST,
+    dtypes=rows.LOW,
 )
 softmax_backward.register_kernel("cuda", _long(_softmax_backward_long, ["grad", "y"]), dtypes=rows.LOW)
 softmax_backward.register_kernel(
-    "cuda", _short(_softmax_backward, ["grad", "y"]), when=lambda y: y.shape[-1] <= LONGEST_BACKWARD, dtypes=rows.LOW
+    "cuda",
+    opkit.triton_kernel(
+        _softmax_backward,
+        grid=lambda batch, ROWS: triton.cdiv(batch, ROWS),
+        configs=rows.CHUNKED,
+        prune=rows.cut,
+        examples=[dict.fromkeys(["grad", "y"], f"bf16[{n}, {d}]") for n, d in SHAPES],
+    ),
+    when=lambda y: y.shape[-1] <= LONGEST_BACKWARD,
+    dtypes=rows.LOW,
 )
 
 

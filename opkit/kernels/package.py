@@ -1,7 +1,8 @@
 """Kernels built ahead of time: libraries and a manifest in the folder of the Python package whose operators they serve.
 
-``opkit build`` writes ``<package>/_opkit/manifest.json`` and, beside it, one library for each kernel and instruction set.
-A kernel that is found there, unchanged and from the same source, is loaded without a compiler.
+``opkit build`` writes ``<package>/_opkit/manifest.json`` and, beside it, one library for each kernel and instruction set,
+and the binaries of Triton kernels in ``triton/``. A kernel that is found there, unchanged and from the same source, is
+loaded without a compiler.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from opkit.kernels import inputs, portable
 from opkit.kernels import isa as isas
 from opkit.kernels.binding import Bound
 from opkit.kernels.native import NativeKernel
+from opkit.kernels.triton.shipping import FOLDER as BINARIES
+from opkit.kernels.triton.shipping import TritonBinary
 
 if TYPE_CHECKING:
     from opkit import _core
@@ -63,12 +66,13 @@ class Library:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a folder holds; ``abi`` and ``machine`` say for which opkit and which processors it was built."""
+    """What a folder holds; ``abi`` and ``machine`` say for which opkit and which processors its libraries were built."""
 
     folder: Path
     abi: int
     machine: str
     libraries: tuple[Library, ...]
+    binaries: tuple[TritonBinary, ...] = ()
 
 
 def runtime_library() -> Path:
@@ -123,10 +127,11 @@ def _parsed(folder: Path, noted: Mapping[str, Any]) -> Manifest:
     if noted["format"] != _FORMAT:
         raise ValueError(f"its format is {noted['format']!r}, and this opkit reads {_FORMAT}")
     libraries = tuple(Library(**item) for item in noted["libraries"])
+    binaries = tuple(TritonBinary.from_json(item) for item in noted.get("triton", ()))
     for library in libraries:
         if not _FILE.fullmatch(library.file):
             raise ValueError(f"{library.file!r} is not the name of a library")
-    return Manifest(folder, int(noted["abi"]), str(noted["machine"]), libraries)
+    return Manifest(folder, int(noted["abi"]), str(noted["machine"]), libraries, binaries)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -144,7 +149,7 @@ def load(module: str, native: NativeKernel, bound: Bound, name: str) -> _core.Ke
             if manifest is not None and built:
                 return _opened(chosen(manifest, built, native, bound, portable.root(module) or folder.parent))
         except PackageError as error:
-            _warn(folder, module, str(error))
+            warn(folder, module, str(error))
             return None
     return None
 
@@ -220,12 +225,12 @@ def _opened(path: Path) -> _core.KernelLibrary:
         raise PackageError(f"{path} cannot be loaded: {error}") from error
 
 
-def _warn(folder: Path, module: str, reason: str) -> None:
-    """Say it once."""
+def warn(folder: Path, module: str, reason: str, about: str = "") -> None:
+    """Say once why something is compiled now; once for whatever it is ``about``, or else for each reason."""
     with _reading:
-        if (folder, reason) in _said:
+        if (folder, about or reason) in _said:
             return
-        _said.add((folder, reason))
+        _said.add((folder, about or reason))
     package = portable.real_name(module).rpartition(".")[0] or portable.real_name(module)
     warnings.warn(
         f"{reason}. It is compiled now, if there is a compiler. Run `opkit build {package}` again, or install the package "
@@ -238,8 +243,14 @@ def _warn(folder: Path, module: str, reason: str) -> None:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, built: Iterable[tuple[Library, Path]]) -> Manifest:
-    """Put libraries and their manifest into a folder. Each is given without file, sha256 and size, and the file to copy.
+def write(
+    folder: Path,
+    built: Iterable[tuple[Library, Path]],
+    compiled: Iterable[tuple[TritonBinary, bytes]] = (),
+) -> Manifest:
+    """Put libraries, binaries of Triton kernels, and their manifest into a folder.
+
+    Libraries are given without file, sha256 and size, and with the file to copy; binaries likewise, with the image.
 
     The manifest is replaced by one rename, after all that it names was written and before what only the old one names
     is removed, so that the folder holds a whole package at any time, whatever fails.
@@ -248,30 +259,36 @@ def write(folder: Path, built: Iterable[tuple[Library, Path]]) -> Manifest:
         PackageError: the folder cannot be written to.
     """
     libraries: list[Library] = []
+    binaries: list[TritonBinary] = []
     before = _names(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for library, path in built:
             libraries.append(_put(folder, library, path))
-        _replace(folder / MANIFEST, _text(libraries).encode("ascii"))
+        for binary, image in compiled:
+            binaries.append(_put_binary(folder, binary, image))
+        manifest = Manifest(folder, inputs.abi_version(), isas.machine(), tuple(libraries), tuple(binaries))
+        _replace(folder / MANIFEST, _text(manifest).encode("ascii"))
     except OSError as error:
-        _remove(folder, {library.file for library in libraries} - before)
+        _remove(folder, {each.file for each in (*libraries, *binaries)} - before)
         raise PackageError(f"The package's folder {folder} cannot be written: {error}") from error
-    _remove(folder, before - {library.file for library in libraries})
-    return Manifest(folder, inputs.abi_version(), isas.machine(), tuple(libraries))
+    _remove(folder, before - {each.file for each in (*libraries, *binaries)})
+    return manifest
 
 
 def _remove(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         with contextlib.suppress(OSError):
             (folder / name).unlink()
+    with contextlib.suppress(OSError):
+        (folder / BINARIES).rmdir()  # fails unless nothing is left in it
 
 
 def _names(folder: Path) -> set[str]:
-    """The libraries that a folder's manifest names."""
+    """The files that a folder's manifest names."""
     with contextlib.suppress(PackageError):
         manifest = read(folder)
-        return set() if manifest is None else {library.file for library in manifest.libraries}
+        return set() if manifest is None else {each.file for each in (*manifest.libraries, *manifest.binaries)}
     return set()
 
 
@@ -284,6 +301,14 @@ def _put(folder: Path, library: Library, path: Path) -> Library:
     return dataclasses.replace(library, file=file, sha256=sha256, size=len(content))
 
 
+def _put_binary(folder: Path, binary: TritonBinary, image: bytes) -> TritonBinary:
+    placed = binary.placed(image)
+    path = folder / placed.file
+    path.parent.mkdir(exist_ok=True)
+    _replace(path, image)
+    return placed
+
+
 def _replace(path: Path, content: bytes) -> None:
     """Write a file under another name, then rename it; whoever may read the folder may read it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -294,11 +319,12 @@ def _replace(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _text(libraries: Sequence[Library]) -> str:
+def _text(manifest: Manifest) -> str:
     noted = {
         "format": _FORMAT,
-        "abi": inputs.abi_version(),
-        "machine": isas.machine(),
-        "libraries": [dataclasses.asdict(library) for library in libraries],
+        "abi": manifest.abi,
+        "machine": manifest.machine,
+        "libraries": [dataclasses.asdict(library) for library in manifest.libraries],
+        "triton": [binary.to_json() for binary in manifest.binaries],
     }
     return json.dumps(noted, indent=1) + "\n"

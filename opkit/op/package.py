@@ -1,4 +1,4 @@
-"""``opkit build``: the native kernels of a module's operators, compiled ahead of time into its package."""
+"""``opkit build``: the native and Triton kernels of a module's operators, compiled ahead of time into its package."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -17,9 +17,13 @@ from opkit.kernels import isa as isas
 from opkit.kernels.commands import Request
 from opkit.kernels.package import CUDA, Library
 from opkit.kernels.progress import Progress
+from opkit.kernels.triton import records
+from opkit.kernels.triton.shipping import TritonBinary
 from opkit.op import registry
 from opkit.op.example_calls import programs
 from opkit.op.native import NativeFunction
+from opkit.op.triton import building
+from opkit.op.triton.function import TritonFunction
 
 if TYPE_CHECKING:
     from opkit.op.operator import CustomOp
@@ -46,6 +50,8 @@ class Report:
         programs: the number of each kernel's programs of output sizes, by operator and kernel.
         left_out: kernels that cannot be built here, and why.
         python_only: kernels that cannot be used without Python, and why.
+        binaries: the Triton kernels that it holds.
+        tuned: how many tuning results were put in.
     """
 
     folder: Path
@@ -53,6 +59,8 @@ class Report:
     programs: dict[tuple[str, str], int]
     left_out: tuple[str, ...]
     python_only: tuple[str, ...]
+    binaries: tuple[TritonBinary, ...] = ()
+    tuned: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,35 +87,57 @@ def build(
     output: Path | None = None,
     jobs: int | None = None,
     with_programs: bool = False,
+    architectures: Sequence[str] = (),
+    with_tuning: bool = True,
 ) -> Report:
-    """Compile the native kernels of a module that was imported, and of the modules below its package.
+    """Compile the kernels of a module that was imported, and of the modules below its package.
 
     Args:
         module: its name. Its operators are built, and those of its package's modules as far as they were imported.
-        chosen: the instruction sets for kernels that do not name theirs.
+        chosen: the instruction sets for native kernels that do not name theirs.
         output: the folder to write to; by default ``_opkit`` in the package's.
         jobs: how many compilers run at once.
         with_programs: put programs of output sizes into the libraries, for use without Python.
+        architectures: the GPUs that Triton kernels are compiled for, such as "sm_90" and "gfx942".
+        with_tuning: put the cache's tuning results for the Triton kernels beside them.
 
     Raises:
         PackageError: there is nothing to build, a kernel is a debug build or cannot be compiled, or the folder cannot be
             written to. What the folder held is left as it was.
-        ArgumentError: this kind of machine has no such instruction set.
+        ArgumentError: this kind of machine has no such instruction set, or there is no such architecture.
     """
     functions = native_functions(module)
-    _check(module, functions)
+    _check(functions)
     folder = output or _folder(module)
     items = [item for function in functions for item in _items(function, chosen)]
     found = _programs(functions) if with_programs else {}
+    libraries, notes = _libraries(items, found, portable.root(module) or folder.parent, jobs)
+    compiled = building.build(_kernels(module), architectures, jobs)
+    if not functions and compiled == building.Built():
+        raise _nothing(module)
+    tuned = _tuning(folder, triton_functions(module)) if with_tuning else 0
+    manifest = package.write(folder, libraries, compiled.binaries)
+    counts = {_named(function): len(listed) for function, (listed, _) in found.items()}
+    reasons = tuple(reason for _, reason in found.values() if reason)
+    left_out = (*notes, *compiled.left_out)
+    return Report(folder, manifest.libraries, counts, left_out, reasons, manifest.binaries, tuned)
+
+
+def _libraries(
+    items: Sequence[_Item], found: dict[NativeFunction, tuple[list[Words], str]], root: Path, jobs: int | None
+) -> tuple[list[tuple[Library, Path]], tuple[str, ...]]:
+    """The libraries with the files that they are in now, and notes on those that are left out."""
     requests = [item.request(found.get(item.function, _NOTHING)[0]) for item in items]
     built = list(zip(items, compilation.build_all(requests, jobs), strict=True))
     notes = _failures(built)
-    root = portable.root(module) or folder.parent
-    done = [(_library(item, root), path) for item, path in built if isinstance(path, Path)]
-    manifest = package.write(folder, done)
-    counts = {_named(function): len(listed) for function, (listed, _) in found.items()}
-    reasons = tuple(reason for _, reason in found.values() if reason)
-    return Report(folder, manifest.libraries, counts, notes, reasons)
+    return [(_library(item, root), path) for item, path in built if isinstance(path, Path)], notes
+
+
+def _tuning(folder: Path, kernels: Sequence[TritonFunction]) -> int:
+    try:
+        return records.ship(folder, [identity for function in kernels for identity in function.identities()])
+    except OSError as error:
+        raise PackageError(f"The package's folder {folder} cannot be written: {error}") from error
 
 
 def operators_of(module: str) -> list[CustomOp[Any, Any]]:
@@ -123,8 +153,21 @@ def operators_of(module: str) -> list[CustomOp[Any, Any]]:
 
 def native_functions(module: str) -> list[NativeFunction]:
     """The native kernels of those operators."""
-    kernels = [kernel for op in operators_of(module) for kernel in op._operator.kernels.kernels]  # pyright: ignore[reportPrivateUsage]
-    return [kernel.function for kernel in kernels if isinstance(kernel.function, NativeFunction)]
+    return [function for function in _functions(module) if isinstance(function, NativeFunction)]
+
+
+def triton_functions(module: str) -> list[TritonFunction]:
+    """The Triton kernels of those operators that are launched without Python."""
+    return [function for function in _functions(module) if isinstance(function, TritonFunction)]
+
+
+def _functions(module: str) -> list[Any]:
+    return [kernel.function for _, kernel in _kernels(module)]
+
+
+def _kernels(module: str) -> list[building.OfOperator]:
+    operators = [op._operator for op in operators_of(module)]  # pyright: ignore[reportPrivateUsage]
+    return [(operator, kernel) for operator in operators for kernel in operator.kernels.kernels]
 
 
 def _package(module: str) -> str:
@@ -141,12 +184,14 @@ def _folder(module: str) -> Path:
     return listed[0]
 
 
-def _check(module: str, functions: Sequence[NativeFunction]) -> None:
-    if not functions:
-        raise PackageError(
-            f"{module} defines no operator with a kernel in C, C++ or CUDA. Name the module that defines them, or the "
-            "package that imports it."
-        )
+def _nothing(module: str) -> PackageError:
+    return PackageError(
+        f"{module} defines no operator with a kernel in C, C++, CUDA or Triton. Name the module that defines them, or the "
+        "package that imports it. (Triton kernels that have a pre_hook are compiled at their first launch.)"
+    )
+
+
+def _check(functions: Sequence[NativeFunction]) -> None:
     debug = next((function for function in functions if function.native.debug), None)
     if debug is not None:
         raise PackageError(

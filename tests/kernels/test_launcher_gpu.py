@@ -17,9 +17,9 @@ pytestmark = pytest.mark.gpu
 
 BLOCK = 128
 ROWS = [
-    ("CONTIGUOUS_TENSOR", "x", "tensor"),
-    ("CONTIGUOUS_TENSOR", "y", "tensor"),
-    ("CONTIGUOUS_TENSOR", "out", "tensor"),
+    ("PACKED_TENSOR", "x", "tensor"),
+    ("PACKED_TENSOR", "y", "tensor"),
+    ("PACKED_TENSOR", "out", "tensor"),
 ]
 
 
@@ -128,7 +128,7 @@ def test_a_kernel_is_measured_and_memory_restored(launched):
         assert not call.capturing
         return entry
 
-    rows = [("CONTIGUOUS_TENSOR", "x", "tensor"), ("NUMEL", "x", "exact")]
+    rows = [("PACKED_TENSOR", "x", "tensor"), ("NUMEL", "x", "exact")]
     increment = launched("increment(Tensor(a!) x) -> ()", rows, miss, cuda=True)
     x = torch.zeros(1 << 20, device="cuda")
     increment(x)
@@ -140,7 +140,7 @@ def test_parameters_that_do_not_fit_are_told(launched):
     params = [("ptr", 0, 0), ("i64", 1, 0), *SCRATCH]
     compiled = _here(_increment, {"x": "*fp32", "n": "i32"}, BLOCK=BLOCK)
     entry = _core.Entry(_binary(compiled), (1, 1, 1), params)
-    rows = [("CONTIGUOUS_TENSOR", "x", "tensor"), ("NUMEL", "x", "exact")]
+    rows = [("PACKED_TENSOR", "x", "tensor"), ("NUMEL", "x", "exact")]
     increment = launched("increment(Tensor(a!) x) -> ()", rows, lambda call: entry, cuda=True)
     with pytest.raises(RuntimeError, match="parameter 1 of its compiled function has 4 bytes, and i64 has 8"):
         increment(torch.zeros(4, device="cuda"))

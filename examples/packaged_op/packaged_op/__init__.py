@@ -1,4 +1,4 @@
-"""Two operators with C kernels, which `opkit build packaged_op` compiles ahead of time."""
+"""Two operators with kernels in C and Triton, which `opkit build packaged_op` compiles ahead of time."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import opkit
+from packaged_op.on_gpu import silu_mul_kernel
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -43,3 +44,4 @@ def silu_mul(gate: Float[Tensor, "*batch d"], up: Float[Tensor, "*batch d"]) -> 
 
 
 silu_mul.register_kernel("cpu", opkit.c_kernel(Path(__file__).with_name("silu_mul.c"), dtypes=DTYPES))
+silu_mul.register_kernel("cuda", silu_mul_kernel)

@@ -77,7 +77,7 @@ def identity(request: Request) -> str:
         triton.__version__,
         request.function.cache_key,
         sorted(request.signature.items()),
-        sorted((name, _text(value)) for name, value in request.constexprs.items()),
+        sorted((name, value_text(value)) for name, value in request.constexprs.items()),
         sorted(request.divisible),
         sorted((name, str(value)) for name, value in request.options.items()),
         targets.canonical(request.target),
@@ -86,7 +86,8 @@ def identity(request: Request) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A constant as text that is the same in each process, and for equal values alone."""
     key = getattr(value, "cache_key", None)
     return str(key) if isinstance(key, str) else f"{type(value).__name__} {value}"
 

@@ -30,6 +30,7 @@ from opkit.kernels.triton.configs import Config
 from opkit.kernels.triton.record_format import Entry, Identity, Record, Tried
 
 _FOLDER, _IN_PACKAGE, _LOCKS = "triton_tuning", "tuning", "locks"
+_SHIPPED = "opkit-build.json"
 _PATIENCE, _POLL = 0.2, 0.01
 _LONGEST_NAME = 120
 
@@ -280,6 +281,31 @@ def export_all(path: Path, operators: Collection[str] | None = None) -> int:
     except OSError as error:
         raise ArgumentError(f"{path} cannot be written: {error.strerror or error}.") from error
     return sum(len(record.entries) for record in records)
+
+
+def ship(folder: Path, identities: Collection[Identity]) -> int:
+    """Put the cache's results for these kernels, as they are now, into a package's folder, beside those that are there.
+
+    Returns:
+        How many entries were put there. Without any, nothing is written.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    hashes = {(identity.operator, identity.kernel): identity.hash for identity in identities}
+    fresh = [_of_hash(record, hashes.get((record.operator, record.kernel), "")) for record in listed()]
+    records = [record for record in fresh if record.entries]
+    if records:
+        path = folder / _IN_PACKAGE / _SHIPPED
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = _read(path)
+        _write(path, record_format.merge([*([] if isinstance(held, str) else held), *records]))
+        path.chmod(0o644)
+    return sum(len(record.entries) for record in records)
+
+
+def _of_hash(record: Record, kernel_hash: str) -> Record:
+    return dataclasses.replace(record, entries=tuple(each for each in record.entries if each.hash == kernel_hash))
 
 
 def import_from(path: Path) -> int:

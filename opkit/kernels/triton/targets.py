@@ -14,6 +14,7 @@ _CUDA = re.compile(r"sm_?([1-9]\d{1,2})[af]?")
 _HIP = re.compile(r"(gfx(\d{1,2})[0-9a-f]{2})(:.*)?")
 _OLDEST = 75  # Triton's oldest
 _WIDE_WAVE = 9  # gfx9 and older run 64 threads a wave, gfx10 and newer 32
+_SPECIFIC = 90  # from here on Triton compiles for "sm_90a" and the like, which run nowhere else
 _EXAMPLES = "sm_80, sm_90, sm_100, sm_120, gfx942, gfx950, gfx1100"
 
 
@@ -55,6 +56,22 @@ def canonical(name: str) -> str:
     ('sm_90', 'gfx90a')
     """
     return name_of(parse(name))
+
+
+def runs(built: str, device: str) -> bool:
+    """Whether what was compiled for one architecture runs on another one's devices; both are canonical names.
+
+    Up to 8.9, CUDA's binaries run on later devices of the same major version. From 9.0 on Triton uses what each
+    architecture alone has.
+
+    >>> runs("sm_80", "sm_86"), runs("sm_86", "sm_80"), runs("sm_90", "sm_90"), runs("sm_100", "sm_103")
+    (True, False, True, False)
+    """
+    numbers = _CUDA.fullmatch(built), _CUDA.fullmatch(device)
+    if built == device or numbers[0] is None or numbers[1] is None:
+        return built == device
+    old, new = int(numbers[0][1]), int(numbers[1][1])
+    return old // 10 == new // 10 and old <= new < _SPECIFIC
 
 
 def of_device(major: int, minor: int) -> str:

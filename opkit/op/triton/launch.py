@@ -8,10 +8,12 @@ launch costs what a call through torch's dispatcher does. While a program is tra
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -25,12 +27,14 @@ from opkit.op.triton.graph import wrapped
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launching import Launching
 from opkit.op.triton.machine import MACHINES, machine_of
+from opkit.op.triton.parameters import unwrapped
 from opkit.op.triton.python import launched_by_triton
 
 _NAMESPACE = "opkit_launch"
 _TYPES = {"tensor": "Tensor(a{}!)", "int": "int", "float": "float", "bool": "bool"}
 _KINDS: dict[type, str] = {bool: "bool", int: "int", float: "float", torch.SymInt: "int", torch.SymFloat: "float"}
 _count = itertools.count()
+_recorded: contextvars.ContextVar[list[Values] | None] = contextvars.ContextVar("recorded", default=None)
 _lock = threading.Lock()
 
 
@@ -64,7 +68,10 @@ class Form:
     def run(self, values: Mapping[str, Any]) -> None:
         """Launch the kernel."""
         given = [values[name] for name in self.names]
-        if self.bound.kernel.interpreted or self.bound.kernel.hooked:
+        recorded = _recorded.get()
+        if recorded is not None:
+            recorded.append(Values(self.bound, given, ()))
+        elif self.bound.kernel.interpreted or self.bound.kernel.hooked:
             launched_by_triton(Values(self.bound, given, ()))
         elif private.dispatch_modes():
             wrapped(Values(self.bound, given, ()))
@@ -85,7 +92,7 @@ class Form:
                 f"{self.bound.kernel.name}: it was launched on {device} tensors. A Triton kernel runs on cuda tensors, and in "
                 "the interpreter on the CPU's (opkit.testing.interpret)."
             )
-        launching = Launching(self.bound, machine)
+        launching = Launching(self.bound, machine, unwrapped(self.bound.kernel.function).__module__)
         library = launching.library(packed=False)
         name = self.hidden.partition("(")[0]
         fragment = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -107,6 +114,17 @@ def _device(kernel: TritonKernel, given: list[Any]) -> str:
     raise ArgumentTypeError(
         f"{kernel.name}: it was launched without a tensor, so that there is no device to run it on."
     )
+
+
+@contextlib.contextmanager
+def recording() -> Generator[list[Values]]:
+    """Note the launches in place of making them."""
+    found: list[Values] = []
+    token = _recorded.set(found)
+    try:
+        yield found
+    finally:
+        _recorded.reset(token)
 
 
 def launch(kernel: TritonKernel, values: Mapping[str, Any]) -> None:

@@ -8,22 +8,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from opkit.errors import ArgumentError, KernelError, OpkitError
 from opkit.kernels.triton import compiling, resources, targets
-from opkit.kernels.triton.configs import Config, prune
-from opkit.op import layout, typical_calls
-from opkit.op import layout_program as p
 from opkit.op.core import Operator
 from opkit.op.example_arguments import CallSpec
-from opkit.op.triton.arguments import Values
 from opkit.op.triton.binding import Bound
-from opkit.op.triton.entries import Memory
-from opkit.op.triton.evaluation import evaluate
-from opkit.op.triton.machine import MACHINES
-from opkit.op.triton.python import allocated
-from opkit.op.triton.variants import Variants
+from opkit.op.triton.examples import calls_of, configs_of, request_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +99,7 @@ def compile_for(
     rows = [
         row
         for bound in bounds
-        for call in _calls(operator, bound.kernel.examples if args is None else args)
+        for call in calls_of(operator, bound.kernel.examples if args is None else args)
         for row in _rows(operator, bound, call, architectures)
     ]
     return CompileReport(tuple(rows))
@@ -119,17 +109,13 @@ def _names(operator: Operator) -> str:
     return ", ".join(kernel.name for kernel in operator.kernels.kernels) or "no kernels"
 
 
-def _calls(operator: Operator, examples: Sequence[Mapping[str, Any]]) -> list[CallSpec]:
-    return typical_calls.given(operator, examples) if examples else typical_calls.made_up(operator)
-
-
 def _bound(function: Any) -> Bound | None:
     found = getattr(function, "bound", None)
     return found if isinstance(found, Bound) and not found.kernel.interpreted else None
 
 
 def _rows(operator: Operator, bound: Bound, call: CallSpec, architectures: Sequence[str]) -> Iterator[Compiled]:
-    for config in _configs(operator, bound, call):
+    for config in configs_of(operator, bound, call):
         for target in architectures:
             label = "" if config is None else config.label
             row = Compiled(operator.name, bound.name, target, str(call), label)
@@ -140,13 +126,6 @@ def _rows(operator: Operator, bound: Bound, call: CallSpec, architectures: Seque
                 yield _compiled(operator, bound, call, config, row)
 
 
-def _configs(operator: Operator, bound: Bound, call: CallSpec) -> Sequence[Config | None]:
-    if not bound.kernel.configs:
-        return (None,)
-    _, named = _values(operator, bound, call)
-    return prune(bound.kernel.configs, bound.kernel.prune, named)
-
-
 def _compiled(operator: Operator, bound: Bound, call: CallSpec, config: Any, row: Compiled) -> Compiled:
     try:
         found = resources.of(compiling.build(request_of(operator, bound, call, config, row.target)))
@@ -155,32 +134,3 @@ def _compiled(operator: Operator, bound: Bound, call: CallSpec, config: Any, row
     return dataclasses.replace(
         row, registers=found.registers, shared=found.shared, spills=found.spills, threads=found.threads
     )
-
-
-def request_of(operator: Operator, bound: Bound, call: CallSpec, config: Any, target: str) -> compiling.Request:
-    """What the compiler is asked for when the operator is called like an example."""
-    values, named = _values(operator, bound, call)
-    named = evaluate(bound.where, bound.formulas, {**named, **({} if config is None else config.values)})
-    seen = [_seen(values.of(source)) for source in bound.sources]
-    return Variants(bound, MACHINES["cuda"]).request(seen, named, target)
-
-
-def _values(operator: Operator, bound: Bound, call: CallSpec) -> tuple[Values, dict[str, Any]]:
-    args, kwargs = typical_calls.arguments_of(operator, call, "meta")
-    operands = layout.operands(operator, args, kwargs)
-    values = Values(bound, operands, _outputs(operator, bound, args, kwargs, operands))
-    return values, {**values.named(), **bound.constants}
-
-
-def _outputs(
-    operator: Operator, bound: Bound, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
-) -> list[Any]:
-    new = iter(allocated(operator, layout.layout_of(operator, args, kwargs), args, kwargs))
-    return [next(new) if output.alias is None else operands[output.alias] for output in bound.facts.outputs]
-
-
-def _seen(value: Any) -> Any:
-    """A value as the launcher shows it, of a tensor whose memory is aligned as torch allocates it."""
-    if isinstance(value, torch.Tensor):
-        return Memory(0, p.DTYPES[value.dtype], 0, tuple(value.shape), tuple(value.stride()), False)
-    return value

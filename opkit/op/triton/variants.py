@@ -2,7 +2,8 @@
 
 A variant is found by the classes of the call's values (element types, alignment, which integers are 1 or divisible by 16,
 which need 64 bits), the constexprs and options, and the architecture. Tensors that 32 bits cannot index get a variant of
-64-bit program ids, grids beyond the hardware's limits one that is launched in pieces.
+64-bit program ids, grids beyond the hardware's limits one that is launched in pieces. What the operator's package has is
+loaded; anything else is compiled.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -14,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opkit.errors import KernelError, ResourceError
-from opkit.kernels.triton import compiling, signatures
+from opkit.kernels.triton import compiling, packaged, signatures, targets
+from opkit.kernels.triton.packaged import Wanted
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.entries import MOST_PROGRAMS, Memory, Variant, source_of
 from opkit.op.triton.evaluation import as_grid, exact
@@ -40,17 +42,18 @@ class Variants:
         self._constexprs = [*(p.name for p in settled if p.constexpr), *bound.options]
         self._computed = [p.name for p in settled if not p.constexpr]
         self._built: dict[Any, Variant] = {}
+        self._from_package: dict[tuple[int, bool], Variant] = {}
         self._lock = threading.Lock()
 
     def entry(self, values: Sequence[Any], named: Mapping[str, Any], device: int) -> _core.Entry:
         """What the launcher is to do for values like these. ``named`` are the evaluated constexprs, options and grid."""
         grid = as_grid(self.bound.where, named["grid"])
-        x, y, z = MOST_PROGRAMS
+        x = MOST_PROGRAMS[0]
         if grid[0] > x:
             raise KernelError(
                 f"{self.bound.where}: grid gave {grid}. Along x there can be {x} programs; use y and z too."
             )
-        chunked = grid[1] > y or grid[2] > z
+        chunked = in_pieces(grid)
         key = self._key(values, named, device, chunked)
         found = self._built.get(key)
         if found is None:
@@ -110,17 +113,34 @@ class Variants:
 
     def _variant(self, values: Sequence[Any], named: Mapping[str, Any], device: int, chunked: bool) -> Variant:
         request = self.request(values, named, self.machine.target(device), chunked)
-        targets = self.bound.kernel.targets
-        if targets and request.target not in targets:
-            raise KernelError(f"{self.bound.where}: it is for {', '.join(targets)}, and this GPU is {request.target}.")
-        built = compiling.build(request)
+        only = self.bound.kernel.targets
+        if only and targets.canonical(request.target) not in map(targets.canonical, only):
+            raise KernelError(f"{self.bound.where}: it is for {', '.join(only)}, and this GPU is {request.target}.")
         most = self.machine.shared(device)
+        found = packaged.find(Wanted(self.module, self.bound.facts.operator, self.bound.name, most), request)
+        return self._compiled(request, device, most) if found is None else self._loaded(found, chunked)
+
+    def _loaded(self, found: compiling.Binary, chunked: bool) -> Variant:
+        """The variant of a binary of the operator's package, which may serve several classes of values."""
+        key = id(found), chunked  # packaged.find keeps what it found
+        if key not in self._from_package:
+            self._from_package[key] = Variant(self.bound, self.machine, found, chunked)
+        return self._from_package[key]
+
+    def _compiled(self, request: compiling.Request, device: int, most: int) -> Variant:
+        built = compiling.build(request)
         if built.shared > most:
             raise ResourceError(
                 f"{self.bound.where}: a block needs {built.shared} bytes of shared memory, and {self.machine.model(device)} "
                 f"has {most}. Use smaller blocks or fewer stages."
             )
-        return Variant(self.bound, self.machine, built, chunked)
+        return Variant(self.bound, self.machine, built, request.offsets)
+
+
+def in_pieces(grid: tuple[int, int, int]) -> bool:
+    """Whether a grid is beyond the hardware's limits, so that it is launched in pieces."""
+    x, y, z = MOST_PROGRAMS
+    return grid[0] > x or grid[1] > y or grid[2] > z
 
 
 def _class(value: Any) -> Any:

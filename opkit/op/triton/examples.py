@@ -1,0 +1,99 @@
+"""Example calls of Triton kernels, and what the compiler is asked for when the operator is called like them."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from opkit.kernels.triton import compiling
+from opkit.kernels.triton.configs import Config, prune
+from opkit.op import layout, typical_calls
+from opkit.op import layout_program as p
+from opkit.op.core import Operator
+from opkit.op.example_arguments import CallSpec
+from opkit.op.triton.arguments import Values
+from opkit.op.triton.binding import Bound
+from opkit.op.triton.entries import Memory
+from opkit.op.triton.evaluation import as_grid, evaluate
+from opkit.op.triton.machine import MACHINES
+from opkit.op.triton.python import allocated
+from opkit.op.triton.variants import Variants, in_pieces
+
+_INT32 = 2**31
+
+
+def calls_of(operator: Operator, examples: Sequence[Mapping[str, Any]]) -> list[CallSpec]:
+    """The calls that the examples name; without any, some that are made up from the operator's annotations.
+
+    Raises:
+        ArgumentError: an example cannot be read, or nothing can be made up.
+    """
+    return typical_calls.given(operator, examples) if examples else typical_calls.made_up(operator)
+
+
+def values_of(operator: Operator, bound: Bound, call: CallSpec) -> Values:
+    """What a kernel is given when the operator is called like an example, with tensors that have no numbers."""
+    args, kwargs = typical_calls.arguments_of(operator, call, "meta")
+    operands = layout.operands(operator, args, kwargs)
+    return Values(bound, operands, _outputs(operator, bound, args, kwargs, operands))
+
+
+def configs_for(values: Values) -> Sequence[Config | None]:
+    """The configs that a call with these values may use; a None of a kernel that has none."""
+    kernel = values.bound.kernel
+    return prune(kernel.configs, kernel.prune, _named(values)) if kernel.configs else (None,)
+
+
+def request_for(values: Values, config: Config | None, target: str) -> compiling.Request:
+    """What the compiler is asked for by a call with these values.
+
+    Raises:
+        KernelError: a function that the author gave raised.
+    """
+    bound = values.bound
+    named = evaluate(bound.where, bound.formulas, {**_named(values), **({} if config is None else config.values)})
+    seen = [_seen(values.of(source)) for source in bound.sources]
+    pieces = in_pieces(as_grid(bound.where, named["grid"]))
+    return Variants(bound, MACHINES["cuda"]).request(seen, named, target, pieces)
+
+
+def configs_of(operator: Operator, bound: Bound, call: CallSpec) -> Sequence[Config | None]:
+    """The configs that a call may use; a None of a kernel that has none."""
+    return configs_for(values_of(operator, bound, call))
+
+
+def request_of(operator: Operator, bound: Bound, call: CallSpec, config: Any, target: str) -> compiling.Request:
+    """What the compiler is asked for when the operator is called like an example.
+
+    Raises:
+        KernelError: a function that the author gave raised.
+    """
+    return request_for(values_of(operator, bound, call), config, target)
+
+
+def _named(values: Values) -> dict[str, Any]:
+    return {**values.named(), **values.bound.constants}
+
+
+def _outputs(
+    operator: Operator, bound: Bound, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
+) -> list[Any]:
+    new = iter(allocated(operator, layout.layout_of(operator, args, kwargs), args, kwargs))
+    return [next(new) if output.alias is None else operands[output.alias] for output in bound.facts.outputs]
+
+
+def _seen(value: Any) -> Any:
+    """A value as the launcher shows it, of a tensor whose memory is aligned as torch allocates it."""
+    if isinstance(value, torch.Tensor):
+        sizes, strides = tuple(value.shape), tuple(value.stride())
+        offset = int(value.storage_offset()) * value.element_size()
+        return Memory(offset, p.DTYPES[value.dtype], 0, sizes, strides, _is_large(sizes, strides))
+    return value
+
+
+def _is_large(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) >= _INT32
