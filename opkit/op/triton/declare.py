@@ -118,6 +118,11 @@ def _autotuner(function: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"configs": tuple(function.configs), "reset_to_zero": tuple(function.reset_to_zero or ())}
     if getattr(function, "user_defined_pre_hook", False):
         found["pre_hook"] = function.pre_hook
+    if getattr(function, "user_defined_post_hook", False):
+        raise DeclarationError(
+            f"{getattr(function, "base_fn", function).__name__}: triton.autotune was given a post_hook, which opkit does not call. What the "
+            "operator writes to (mutates_args) is restored after each measurement; leave the hook out."
+        )
     if function.early_config_prune is not None:
         found["prune"] = function.early_config_prune
     return found

@@ -129,3 +129,9 @@ def test_a_grid_that_no_gpu_takes(on_cpu, op):
     made.register_kernel("cpu", opkit.triton_kernel(_copy, grid=lambda x: 2**31 + x.numel, bind=_BOUND, BLOCK_SIZE=64))
     with pytest.raises(RuntimeError, match=r"Along x there can be 2147483647 programs; use y and z too"):
         made(torch.ones(5))
+
+
+def test_a_post_hook_is_refused():
+    tuned = triton.autotune([triton.Config({"BLOCK_SIZE": 64})], key=[], post_hook=lambda args, exception: None)(_copy)
+    with pytest.raises(DeclarationError, match="_copy: triton.autotune was given a post_hook, which opkit does not call"):
+        opkit.triton_kernel(tuned, grid=1, bind=_BOUND)
