@@ -329,7 +329,7 @@ def weight_known(out, weight: tl.constexpr):
             {"configs": [{"BLOCK": 1}, {"num_warps": 4}]},
             r"the config num_warps=4 has no value for BLOCK. Add it, or give one for all: BLOCK=...",
         ),
-        (blocked, {"configs": [{"BLOCK": 1}], "BLOCK": lambda x: 2}, r"BLOCK is given by configs= and by a function"),
+        (blocked, {"configs": [{"BLOCK": 1}], "BLOCK": lambda x: 2}, r"BLOCK is given a value, and by the config"),
         (blocked, {"configs": ["BLOCK"]}, r"configs: 'BLOCK' is no configuration"),
         (blocked, {"BLOK": 64}, r"'BLOK' is neither a parameter \(x, out, BLOCK\) nor an option .* Nearest: BLOCK"),
         (blocked, {"num_warp": 4}, r"'num_warp' is neither .* Nearest: num_warps"),
@@ -338,7 +338,7 @@ def weight_known(out, weight: tl.constexpr):
         (
             blocked,
             {"BLOCK": 1, "reset_to_zero": ("total",)},
-            r"'total' is no parameter that receives a tensor. Those are x, out",
+            r"reset_to_zero names 'total'; the tensors are x, weight, out",
         ),
         (len, {}, r"takes a function decorated with @triton.jit .* got <built-in function len>"),
     ],

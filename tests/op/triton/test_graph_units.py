@@ -34,7 +34,8 @@ def by_blocks(n, BLOCK):
 
 
 def adding(**options):
-    return opkit.triton_kernel(add, **{"grid": by_blocks, "n": lambda out: out.numel, "BLOCK": 64, **options})
+    given = {"grid": by_blocks, "n": lambda out: out.numel, "BLOCK": 64, **options}
+    return opkit.triton_kernel(add, **{name: value for name, value in given.items() if value is not None})
 
 
 def plus(x: Tensor, y: Tensor) -> Tensor:
@@ -62,9 +63,7 @@ def test_what_torch_cannot_record_is_a_unit(device, captured, options, monkeypat
 
     monkeypatch.setattr(python, "chosen", lambda values: values.bound.kernel.configs[0])
     monkeypatch.setattr(python, "_launch", lambda values, config: None)
-    kernel = adding(**options)
-    kernel.values.pop("BLOCK") if options.get("BLOCK", 64) is None else None
-    op = device.define(plus, kernel)
+    op = device.define(plus, adding(**options))
     captured.compiled(lambda x, y: op(x, y) + 1)(torch.randn(100), torch.randn(100))
     assert not captured.launches
     assert len(captured.calls_of(op)) == 1
