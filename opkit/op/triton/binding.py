@@ -165,9 +165,7 @@ class _Binder:
         if lacking and parameter.has_default:
             constants.setdefault(name, parameter.default)
         if lacking and name not in constants:
-            raise self.error(
-                f"the config {lacking[0]} has no value for {name}. Add it, or give one for all: {name}=..."
-            )
+            raise self.error(f"the config {lacking[0]} has no value for {name}, as others do. Add it.")
 
     def _tensor(self, parameter: str, name: str) -> Source:
         source = self.names.find(name)
