@@ -119,9 +119,10 @@ def _autotuner(function: Any) -> dict[str, Any]:
     if getattr(function, "user_defined_pre_hook", False):
         found["pre_hook"] = function.pre_hook
     if getattr(function, "user_defined_post_hook", False):
+        name = getattr(function, "base_fn", function).__name__
         raise DeclarationError(
-            f"{getattr(function, "base_fn", function).__name__}: triton.autotune was given a post_hook, which opkit does not call. What the "
-            "operator writes to (mutates_args) is restored after each measurement; leave the hook out."
+            f"{name}: triton.autotune was given a post_hook, which opkit does not call. What the operator writes to "
+            "(mutates_args) is restored after each measurement; leave the hook out."
         )
     if function.early_config_prune is not None:
         found["prune"] = function.early_config_prune

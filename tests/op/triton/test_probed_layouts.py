@@ -35,7 +35,9 @@ _TOLD = {
 
 def tensor(random):
     sizes = [random.choice([1, 1, 2, 3]) for _ in range(random.choice([2, 3, 4]))]
-    x = torch.empty([size * random.choice([1, 1, 2]) for size in sizes]).permute(random.sample(range(len(sizes)), len(sizes)))
+    x = torch.empty([size * random.choice([1, 1, 2]) for size in sizes]).permute(
+        random.sample(range(len(sizes)), len(sizes))
+    )
     for d in range(x.dim()):
         x = x.narrow(d, 0, min(x.shape[d], random.choice([1, 2, 3])))
         if x.shape[d] == 1 and random.random() < 0.3:
@@ -47,7 +49,7 @@ def tensor(random):
 def test_what_is_told_stays_where_it_lies(on_cpu, op, told):
     made, seeded = op(first), random.Random(str(told))
     made.register_kernel("cpu", opkit.triton_kernel(_read, grid=1, B=_TOLD[told]))
-    for _, x in zip(range(60), iter(lambda: tensor(seeded), None)):
+    for x in [tensor(seeded) for _ in range(60)]:
         if any(d >= x.dim() for d in told):
             continue
         on_cpu.fake.library.fake_reset()
