@@ -1,7 +1,7 @@
 """Every Python block of the README and docs/ runs, and every opkit command that is cheap enough to run.
 
-A document's blocks run in order in one process, at the line numbers that they have in the document. A block whose fence
-reads ```` ```python my_ops.py ```` is also saved under that name, for the commands that follow.
+A document's blocks run in order in one process, at the line numbers that they have in the document. Blocks whose fence
+reads ```` ```python my_ops.py ```` are saved under that name, together, and imported where they stand.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -51,11 +52,20 @@ def blocks(text: str) -> list[Block]:
 
 
 def script(text: str) -> str:
-    """The Python blocks of a document, with every other line blank, so that line numbers agree."""
+    """The Python blocks of a document that are no file's; a file's names are imported where its blocks stand."""
+    found = [block for block in blocks(text) if block.language == "python"]
+    return _placed(text, [(block, block.lines if block.file is None else _imported(block.file)) for block in found])
+
+
+def _imported(file: str) -> tuple[str, ...]:
+    return (f"from {Path(file).stem} import *",)
+
+
+def _placed(text: str, placed: Iterable[tuple[Block, Sequence[str]]]) -> str:
+    """Lines where their blocks are, with every other line blank, so that line numbers agree."""
     lines = [""] * len(text.splitlines())
-    for block in blocks(text):
-        if block.language == "python":
-            lines[block.first_line - 1 : block.first_line - 1 + len(block.lines)] = block.lines
+    for block, content in placed:
+        lines[block.first_line - 1 : block.first_line - 1 + len(content)] = content
     return "\n".join(lines) + "\n"
 
 
@@ -67,9 +77,10 @@ def commands(text: str) -> list[list[str]]:
 
 
 def save(text: str, folder: Path) -> None:
-    for block in blocks(text):
-        if block.file is not None:
-            (folder / block.file).write_text("\n".join(block.lines) + "\n", encoding="utf-8")
+    found = [block for block in blocks(text) if block.file is not None]
+    for file in {block.file for block in found}:
+        parts = [(block, block.lines) for block in found if block.file == file]
+        (folder / file).write_text(_placed(text, parts), encoding="utf-8")
 
 
 def run(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
@@ -85,6 +96,7 @@ def test_python_blocks_run(path, tmp_path, child_environment):
     text = path.read_text(encoding="utf-8")
     program = tmp_path / f"{path.stem.lower()}_blocks.py"
     program.write_text(script(text), encoding="utf-8")
+    save(text, tmp_path)
     run([*WARNINGS, program.name], tmp_path, child_environment)
 
 
@@ -103,7 +115,14 @@ def test_links_lead_somewhere(path):
 
 
 def test_blocks_keep_their_line_numbers():
-    text = "one\n```python my.py\nx = 1\n```\n\n```bash\n$ opkit doctor  # a remark\npip install .\n```\n"
+    text = "one\n```python\nx = 1\n```\n\n```bash\n$ opkit doctor  # a remark\npip install .\n```\n"
     assert [block.first_line for block in blocks(text)] == [3, 7]
     assert script(text).splitlines()[2] == "x = 1"
     assert commands(text) == [["opkit", "doctor"]]
+
+
+def test_blocks_of_one_file_are_saved_together(tmp_path):
+    text = "```python my.py\nx = 1\n```\n\n```python\nprint(x)\n```\n```python my.py\ny = x\n```\n"
+    save(text, tmp_path)
+    assert (tmp_path / "my.py").read_text(encoding="utf-8").splitlines() == ["", "x = 1", *[""] * 6, "y = x", ""]
+    assert [line for line in script(text).splitlines() if line] == ["from my import *", "print(x)", "from my import *"]

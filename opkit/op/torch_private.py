@@ -84,6 +84,15 @@ def sizes_known(tensor: Any) -> bool:
     return all(type(size) is int for size in tensor.shape)
 
 
+def sizes_depend_on_data(tensor: Any) -> bool:
+    """Whether a size or stride of ``tensor`` is a symbol of which nothing is known until the program runs."""
+    if all(type(number) is int for number in (*tensor.shape, *tensor.stride())):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols((*tensor.shape, *tensor.stride())))
+
+
 def functionalizing() -> bool:
     """Whether AOTAutograd (or export) is functionalising the program that calls us."""
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FUNCTIONAL) is not None

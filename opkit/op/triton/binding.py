@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,13 +120,15 @@ class _Binder:
         }.items():
             self._settle(name, value, constants, formulas, descriptors)
         for parameter in self.parameters:
+            if parameter.name in self.config_names:
+                self._check_configs(parameter, constants, [f.name for f in formulas])
             if not {parameter.name} & ({*constants, *descriptors, *self.config_names} | {f.name for f in formulas}):
                 self._take(parameter, given, constants, formulas)
-        self._complete_configs(constants, formulas)
         for f in formulas:
             self._read_inputs(f, formulas, constants, given)
         self._read_prune(given)
         self._check_outputs([*given.values(), *self.read])
+        self._check_zeroed([name for name, source in given.items() if source.kind == "tensor"] + [*descriptors])
         return self._bound(given, constants, formulas, descriptors)
 
     def _settle(
@@ -154,6 +156,19 @@ class _Binder:
         asked = self.kernel.bind.get(name, name)
         told = {*self.kernel.values, *self.kernel.options, *self.config_names, *self.absent, *EVERYTHING}
         return name in told or self.names.find(asked) is not None or any(p.name == name for p in self.parameters)
+
+    def _check_configs(self, parameter: Parameter, constants: dict[str, Any], computed: Sequence[str]) -> None:
+        """A parameter that configs give: all of them do, or it has a value besides."""
+        name = parameter.name
+        if name in computed:
+            raise self.error(f"{name} is given by configs= and by a function. Take it out of one of them.")
+        lacking = [config.label for config in self.kernel.configs if name not in config.constexprs]
+        if lacking and parameter.has_default:
+            constants.setdefault(name, parameter.default)
+        if lacking and name not in constants:
+            raise self.error(
+                f"the config {lacking[0]} has no value for {name}. Add it, or give one for all: {name}=..."
+            )
 
     def _tensor(self, parameter: str, name: str) -> Source:
         source = self.names.find(name)
@@ -194,17 +209,6 @@ class _Binder:
             f"is given: bind={{{parameter.name!r}: ...}}."
         )
 
-    def _complete_configs(self, constants: dict[str, Any], formulas: Iterable[Formula]) -> None:
-        """What some configs leave out has a default."""
-        told = {*constants, *(f.name for f in formulas)}
-        for parameter in self.parameters:
-            lacking = [c for c in self.kernel.configs if parameter.name not in c.values]
-            if parameter.name not in self.config_names or not lacking or parameter.name in told:
-                continue
-            if not parameter.has_default:
-                raise self.error(f"the config {lacking[0].label} says nothing of {parameter.name}, as others do.")
-            constants[parameter.name] = parameter.default
-
     def _read_inputs(
         self, f: Formula, formulas: Iterable[Formula], constants: Mapping[str, Any], given: Mapping[str, Source]
     ) -> None:
@@ -243,6 +247,13 @@ class _Binder:
             if output.alias is None and len(self.facts.arguments) + number not in reached:
                 name = self.kernel.outputs[number] if number < len(self.kernel.outputs) else output.name
                 raise self.error(f"no parameter receives the output {name}, which would be left unwritten. Add {name}.")
+
+    def _check_zeroed(self, tensors: Sequence[str]) -> None:
+        for name in self.kernel.reset_to_zero:
+            if name not in tensors and self.absent.get(name, name) is not None:
+                raise self.error(
+                    f"reset_to_zero=: {name!r} is no parameter that receives a tensor. Those are {', '.join(tensors)}."
+                )
 
     def _bound(
         self, given: Mapping[str, Source], constants: dict[str, Any], formulas: list[Formula],

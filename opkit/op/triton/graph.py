@@ -73,7 +73,7 @@ def _visible(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) ->
     if operator.forced or any(kernel.autotune for kernel in operator.kernels.kernels):
         return None
     kernel, _ = choose(operator, args, kwargs)
-    if kernel is None:
+    if kernel is None or _beyond(pytree.tree_leaves((tuple(args), kwargs))):
         return None
     if kernel.traceable:
         return kernel.function
@@ -81,15 +81,22 @@ def _visible(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) ->
     if bound is None:
         return None
     shapes = _fake_outputs(operator, args, kwargs)
-    leaves = pytree.tree_leaves((tuple(args), kwargs, shapes))
-    large = any(isinstance(leaf, torch.Tensor) and _large(leaf) for leaf in leaves)
-    return None if large else _traced(operator, bound, shapes)
+    return None if _beyond(shapes) else _traced(operator, bound, shapes)
 
 
-def _large(tensor: torch.Tensor) -> bool:
-    """Whether some element lies further from the first than 32 bits count, for which opkit compiles its kernels otherwise."""
-    last: Any = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return bool(tensor.numel() > _MOST_ELEMENTS) or bool(last >= _MOST_ELEMENTS)
+def _beyond(values: Sequence[Any]) -> bool:
+    """Whether 32 bits do not count the offsets in some tensor, for which opkit compiles its kernels otherwise, or may not.
+
+    Of sizes that depend on data nothing is known, not even whether there is anything to launch.
+    """
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return any(private.sizes_depend_on_data(tensor) or bool(_extent(tensor) > _MOST_ELEMENTS) for tensor in tensors)
+
+
+def _extent(tensor: torch.Tensor) -> Any:
+    """How many elements lie between a tensor's first and its last, these included."""
+    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return sum(steps, start=1)
 
 
 def _traced(operator: Operator, bound: Bound, shapes: Sequence[torch.Tensor]) -> Callable[..., Any]:
@@ -122,7 +129,8 @@ def wrapped(values: Values) -> None:
         wrap_triton(function)[grid](**arguments)
         return
     launch = checked(values, launch_of(values))
-    wrap_triton(kernel.function)[launch.grid](**launch.arguments, **launch.options)
+    options = {name: value for name, value in launch.options.items() if name in _REPRESENTED}
+    wrap_triton(kernel.function)[launch.grid](**launch.arguments, **options)
 
 
 def _with_configs(values: Values) -> tuple[Any, Callable[[Any], Any], dict[str, Any]]:

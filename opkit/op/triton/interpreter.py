@@ -27,6 +27,7 @@ from opkit.errors import ArgumentError, InterpreterError
 from opkit.op.triton.messages import receive, send
 
 _SECONDS = 300.0
+_MARK = "OPKIT_INTERPRETER_OF"  # set in the child: what it imports must not start another
 
 
 class Interpreter:
@@ -37,13 +38,14 @@ class Interpreter:
     """
 
     def __init__(self, module: str, file: str | Path | None = None, seconds: float = _SECONDS) -> None:
+        _check_outermost(module)
         self.module = module
         self.seconds = seconds
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         self._lock = threading.Lock()
         command = [sys.executable, "-c", "from opkit.op.triton.interpreted_child import main; main()"]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=_environment()
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=_environment(module)
         )
         try:
             load = {"do": "load", "module": module, "file": None if file is None else str(file), "path": sys.path}
@@ -121,10 +123,24 @@ class Interpreter:
         return f"status {status}. {' | '.join(lines[-5:])}"
 
 
-def _environment() -> dict[str, str]:
+def _check_outermost(module: str) -> None:
+    above = os.environ.get(_MARK)
+    if above is not None:
+        raise InterpreterError(
+            f"{module} was to be interpreted while {above} was imported for the interpreter. Define operators at the top of "
+            'the file, and put what calls them under `if __name__ == "__main__":`.'
+        )
+
+
+def _environment(module: str) -> dict[str, str]:
     above = str(Path(opkit.config.__file__).parents[1])
     paths = [above, os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return {
+        **os.environ,
+        _MARK: module,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
 
 
 def _name(op: Any) -> str:

@@ -118,6 +118,13 @@ def test_a_module_that_fails_says_why(tmp_path):
         Interpreter("broken", file)
 
 
+def test_a_script_that_interprets_while_it_is_imported_says_what_to_do(tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text("from opkit.testing import Interpreter\nInterpreter('again', __file__)\n")
+    with pytest.raises(InterpreterError, match=r"again was to be interpreted while script was .*__main__"):
+        Interpreter("script", file)
+
+
 def test_interpret_finds_the_module_of_an_operator():
     for op in [op for op in opkit.operators() if op.name.startswith("triton_tests::")]:
         opkit.remove(op.name)
