@@ -128,7 +128,6 @@ class _Binder:
             self._read_inputs(f, formulas, constants, given)
         self._read_prune(given)
         self._check_outputs([*given.values(), *self.read])
-        self._check_zeroed([name for name, source in given.items() if source.kind == "tensor"] + [*descriptors])
         return self._bound(given, constants, formulas, descriptors)
 
     def _settle(
@@ -166,9 +165,7 @@ class _Binder:
         if lacking and parameter.has_default:
             constants.setdefault(name, parameter.default)
         if lacking and name not in constants:
-            raise self.error(
-                f"the config {lacking[0]} has no value for {name}. Add it, or give one for all: {name}=..."
-            )
+            raise self.error(f"the config {lacking[0]} has no value for {name}, as others do. Add it.")
 
     def _tensor(self, parameter: str, name: str) -> Source:
         source = self.names.find(name)
@@ -247,13 +244,6 @@ class _Binder:
             if output.alias is None and len(self.facts.arguments) + number not in reached:
                 name = self.kernel.outputs[number] if number < len(self.kernel.outputs) else output.name
                 raise self.error(f"no parameter receives the output {name}, which would be left unwritten. Add {name}.")
-
-    def _check_zeroed(self, tensors: Sequence[str]) -> None:
-        for name in self.kernel.reset_to_zero:
-            if name not in tensors and self.absent.get(name, name) is not None:
-                raise self.error(
-                    f"reset_to_zero=: {name!r} is no parameter that receives a tensor. Those are {', '.join(tensors)}."
-                )
 
     def _bound(
         self, given: Mapping[str, Source], constants: dict[str, Any], formulas: list[Formula],

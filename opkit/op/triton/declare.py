@@ -159,9 +159,9 @@ def _check(kernel: TritonKernel) -> None:
 
 
 def _check_configs(kernel: TritonKernel, values: Mapping[str, Any]) -> None:
-    for config in kernel.configs:
-        for name in config.constexprs:
-            if name in values:
-                raise DeclarationError(
-                    f"{kernel!r}: {name} is given a value, and by the config {config.label} another."
-                )
+    """A value beside configs is for those that do not give it; there must be one."""
+    for name in values:
+        if kernel.configs and all(name in config.constexprs for config in kernel.configs):
+            raise DeclarationError(
+                f"{kernel!r}: {name} is given a value, and by the config {kernel.configs[0].label} another."
+            )

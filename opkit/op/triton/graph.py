@@ -90,13 +90,12 @@ def _beyond(values: Sequence[Any]) -> bool:
     Of sizes that depend on data nothing is known, not even whether there is anything to launch.
     """
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return any(private.sizes_depend_on_data(tensor) or bool(_extent(tensor) > _MOST_ELEMENTS) for tensor in tensors)
+    return any(private.sizes_depend_on_data(tensor) or _large(tensor) for tensor in tensors)
 
 
-def _extent(tensor: torch.Tensor) -> Any:
-    """How many elements lie between a tensor's first and its last, these included."""
-    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return sum(steps, start=1)
+def _large(tensor: torch.Tensor) -> bool:
+    last: Any = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool(tensor.numel() > _MOST_ELEMENTS) or bool(last >= _MOST_ELEMENTS)
 
 
 def _traced(operator: Operator, bound: Bound, shapes: Sequence[torch.Tensor]) -> Callable[..., Any]:

@@ -238,13 +238,13 @@ def test_configs_and_options_are_the_compilers():
     assert [f.name for f in made.formulas] == ["num_stages"]
 
 
-def test_what_a_config_does_not_say_has_a_value_besides():
+def test_what_a_config_does_not_say_has_a_default():
     @triton.jit
     def kernel(x, out, BLOCK: tl.constexpr, ROWS: tl.constexpr = 4):
         pass
 
-    made = bound(kernel, configs=[{"BLOCK": 1}, {"ROWS": 2}], BLOCK=64)
-    assert made.constants == {"BLOCK": 64, "ROWS": 4, "grid": 1}
+    made = bound(kernel, configs=[{"BLOCK": 1}, {"BLOCK": 1, "ROWS": 2}])
+    assert made.constants == {"ROWS": 4, "grid": 1}
 
 
 def test_decorators_are_read():
@@ -327,9 +327,13 @@ def weight_known(out, weight: tl.constexpr):
         (
             blocked,
             {"configs": [{"BLOCK": 1}, {"num_warps": 4}]},
-            r"the config num_warps=4 has no value for BLOCK. Add it, or give one for all: BLOCK=...",
+            r"the config num_warps=4 has no value for BLOCK, as others do. Add it",
         ),
-        (blocked, {"configs": [{"BLOCK": 1}], "BLOCK": lambda x: 2}, r"BLOCK is given by configs= and by a function"),
+        (
+            blocked,
+            {"configs": [{"BLOCK": 1}], "BLOCK": lambda x: 2},
+            r"BLOCK is given a value, and by the config BLOCK=1 another",
+        ),
         (blocked, {"configs": ["BLOCK"]}, r"configs: 'BLOCK' is no configuration"),
         (blocked, {"BLOK": 64}, r"'BLOK' is neither a parameter \(x, out, BLOCK\) nor an option .* Nearest: BLOCK"),
         (blocked, {"num_warp": 4}, r"'num_warp' is neither .* Nearest: num_warps"),
@@ -338,7 +342,7 @@ def weight_known(out, weight: tl.constexpr):
         (
             blocked,
             {"BLOCK": 1, "reset_to_zero": ("total",)},
-            r"'total' is no parameter that receives a tensor. Those are x, out",
+            r"reset_to_zero names 'total'; the tensors are x, weight, out",
         ),
         (len, {}, r"takes a function decorated with @triton.jit .* got <built-in function len>"),
     ],

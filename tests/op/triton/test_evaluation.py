@@ -36,9 +36,9 @@ def test_circles_are_refused():
         names(("a", lambda b: b), ("b", lambda a: a))
 
 
-def test_defaults_that_are_private_are_the_authors_own():
-    assert formula("grid", lambda d, _step=4: d // _step).inputs == ("d",)
-    assert formula("grid", lambda d, step=4: d // step).inputs == ("d", "step")
+def test_defaults_serve_where_a_name_means_nothing():
+    assert formula("grid", lambda d, step=4: d // step, lambda name: name == "d").inputs == ("d",)
+    assert formula("grid", lambda d, step=4: d // step, lambda name: True).inputs == ("d", "step")
 
 
 def test_a_result_is_kept_for_its_values():

@@ -49,11 +49,11 @@ def _do_nothing(arguments):
     "options",
     [
         {"pre_hook": _do_nothing},
-        {"configs": [triton.Config({"BLOCK": 64}, pre_hook=_do_nothing), triton.Config({"BLOCK": 32})], "BLOCK": None},
+        {"configs": [triton.Config({"BLOCK": 64}, pre_hook=_do_nothing), triton.Config({"BLOCK": 32})]},
         {"reset_to_zero": ("out",)},
         {"maxnreg": 64},
         {"num_ctas": 2},
-        {"configs": [{"BLOCK": 64, "maxnreg": 64}], "BLOCK": None},
+        {"configs": [{"BLOCK": 64, "maxnreg": 64}]},
     ],
     ids=["hook", "a config's hook", "reset_to_zero", "maxnreg", "num_ctas", "a config's option"],
 )
@@ -62,9 +62,8 @@ def test_what_torch_cannot_record_is_a_unit(device, captured, options, monkeypat
 
     monkeypatch.setattr(python, "chosen", lambda values: values.bound.kernel.configs[0])
     monkeypatch.setattr(python, "_launch", lambda values, config: None)
-    kernel = adding(**options)
-    kernel.values.pop("BLOCK") if options.get("BLOCK", 64) is None else None
-    op = device.define(plus, kernel)
+    given = {"BLOCK": 64, **options} if "configs" not in options else options
+    op = device.define(plus, opkit.triton_kernel(add, grid=by_blocks, n=lambda out: out.numel, **given))
     captured.compiled(lambda x, y: op(x, y) + 1)(torch.randn(100), torch.randn(100))
     assert not captured.launches
     assert len(captured.calls_of(op)) == 1
@@ -151,6 +150,17 @@ def test_an_output_beyond_32_bits_makes_a_unit(device, captured, m):
     traced(captured, op, torch.empty(m, device="meta"), torch.empty(2**16, device="meta"))
     assert len(captured.launches) == (m == 2**4)
     assert len(captured.calls_of(op)) == (m == 2**16)
+
+
+def test_many_elements_in_one_place_make_a_unit(device, captured):
+    """A launch counts them, however they lie."""
+
+    def first_of(x: Float[Tensor, "m"]) -> Float[Tensor, ""]:
+        return x[0].clone()
+
+    op = device.define(first_of, opkit.triton_kernel(first, grid=1))
+    traced(captured, op, torch.empty_strided((2**31,), (0,), device="meta"))
+    assert not captured.launches
 
 
 def traced(captured, op, *like):

@@ -8,7 +8,6 @@ import triton.language as tl
 import opkit
 from opkit.errors import ArgumentTypeError, DeclarationError, KernelError
 from opkit.op.triton import machine
-from opkit.op.triton.launch import _forms
 
 
 @triton.jit
@@ -44,7 +43,7 @@ def test_a_launch(device):
         torch.testing.assert_close(out, x + y)
     assert device.grids == ["2,1,1"] * 3
     assert len(device.requests) == 1
-    assert len(_forms[kernel]) == 1
+    assert len(kernel.forms) == 1
 
 
 def test_sizes_and_strides_follow_from_the_tensors(device):
@@ -76,7 +75,7 @@ def test_none_and_numbers(device):
     assert [request.signature["bias"] for request in device.requests] == ["constexpr", "*fp32", "constexpr"]
     assert [request.signature["a"] for request in device.requests] == ["fp32", "fp32", "i32"]
     assert [request.constexprs["HAS_BIAS"] for request in device.requests] == [False, True, False]
-    assert len(_forms[kernel]) == 3
+    assert len(kernel.forms) == 3
 
 
 def test_a_value_that_is_none_of_these():

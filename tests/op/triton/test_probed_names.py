@@ -119,7 +119,7 @@ def _two(x, out, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr = 5):
 
 def test_configs_say_all_that_has_no_default(on_cpu, op):
     made = op(like)
-    with pytest.raises(DeclarationError, match="the config A=256 has no value for B, as others do"):
+    with pytest.raises(DeclarationError, match="the config A=256 has no value for B"):
         made.register_kernel("cpu", opkit.triton_kernel(_two, grid=1, configs=[{"A": 128, "B": 3}, {"A": 256}]))
     made.register_kernel("cpu", opkit.triton_kernel(_two, grid=1, B=1, configs=[{"A": 128, "C": 3}, {"A": 256}]))
     made(torch.ones(3))
