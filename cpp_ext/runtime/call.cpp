@@ -293,8 +293,9 @@ void Call::make_contiguous() {
     for (size_t i = 0; i < operands_.size(); i++) {
         Operand& operand = operands_[i];
         const View& view = views_[i];
-        if (!operand.pointed || view.contiguous || view.handle == nullptr) continue;
-        if ((operand.told != 0 && packed(view, operand.told)) || shares_copy(i)) continue;
+        if (!operand.pointed || view.handle == nullptr) continue;
+        // torch calls contiguous what has any stride along dimensions of one element, and those may be told
+        if ((operand.told == 0 ? view.contiguous : packed(view, operand.told)) || shares_copy(i)) continue;
         int64_t* strides = arena_.take<int64_t>(view.rank);
         for (int64_t d = view.rank, stride = 1; d-- > 0; stride *= view.sizes[d]) strides[d] = stride;
         Handle copy;

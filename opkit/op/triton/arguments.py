@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opkit.errors import KernelError, ShapeError
+from opkit.errors import KernelError
 from opkit.kernels.facts import Facts, Shape
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.evaluation import TensorInfo, as_grid, evaluate
@@ -41,8 +41,10 @@ def sizes_of(facts: Facts, operands: Sequence[Any]) -> dict[str, Any]:
     """The value of each named size in a call."""
     found: dict[str, Any] = {}
     for argument, value in zip(facts.arguments, operands, strict=True):
-        if argument.kind == "tensor" and argument.shape is not None and value is not None:
-            for name, size in _named(argument.shape, value.shape):
+        if argument.shape is None or value is None:
+            continue
+        for tensor in value if argument.kind == "tensors" else (value,):
+            for name, size in _named(argument.shape, tensor.shape):
                 found.setdefault(name, size)
     return found
 
@@ -93,11 +95,8 @@ class Values:
         return of(tensor)[source.detail]
 
     def size(self, source: Source) -> Any:
-        """A named size."""
-        name = self.bound.facts.sizes[source.detail]
-        if name not in self.sizes:
-            raise ShapeError(f"{self.bound.where}: the size {name} is not known, as no tensor that has it was given.")
-        return self.sizes[name]
+        """A named size; 0 where no tensor that has it was given."""
+        return self.sizes.get(self.bound.facts.sizes[source.detail], 0)
 
 
 _READERS: Mapping[str, Callable[[Values, Source], Any]] = {

@@ -118,6 +118,12 @@ def _autotuner(function: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"configs": tuple(function.configs), "reset_to_zero": tuple(function.reset_to_zero or ())}
     if getattr(function, "user_defined_pre_hook", False):
         found["pre_hook"] = function.pre_hook
+    if getattr(function, "user_defined_post_hook", False):
+        name = getattr(function, "base_fn", function).__name__
+        raise DeclarationError(
+            f"{name}: triton.autotune was given a post_hook, which opkit does not call. What the operator writes to "
+            "(mutates_args) is restored after each measurement; leave the hook out."
+        )
     if function.early_config_prune is not None:
         found["prune"] = function.early_config_prune
     return found
@@ -153,9 +159,9 @@ def _check(kernel: TritonKernel) -> None:
 
 
 def _check_configs(kernel: TritonKernel, values: Mapping[str, Any]) -> None:
-    for config in kernel.configs:
-        for name in config.constexprs:
-            if name in values:
-                raise DeclarationError(
-                    f"{kernel!r}: {name} is given a value, and by the config {config.label} another."
-                )
+    """A value beside configs is for those that do not give it; there must be one."""
+    for name in values:
+        if kernel.configs and all(name in config.constexprs for config in kernel.configs):
+            raise DeclarationError(
+                f"{kernel!r}: {name} is given a value, and by the config {kernel.configs[0].label} another."
+            )

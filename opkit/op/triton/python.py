@@ -148,7 +148,7 @@ def _dense(bound: Bound, tensors: Sequence[Any]) -> tuple[list[Any], list[tuple[
         if alias is not None:
             given[i] = given[alias]  # an argument that is returned
             continue
-        given[i] = tensor.contiguous()
+        given[i] = tensor.clone(memory_format=torch.contiguous_format)  # contiguous() may keep strides that are told
         if i >= count or facts.arguments[i].written:
             back.append((tensor, given[i]))
     return given, back

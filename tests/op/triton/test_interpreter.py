@@ -40,6 +40,12 @@ def test_rows_that_lie_apart_are_read_where_they_lie(run):
     torch.testing.assert_close(run("rms_norm", x, weight).double(), rms_norm(x, weight), rtol=1e-5, atol=1e-5)
 
 
+def test_strides_of_dimensions_of_one_element_mislead_nobody(run):
+    x, weight = torch.randn(1, 5, 37).transpose(0, 1), torch.randn(37)
+    assert x.stride(-2) == 5 * 37  # though the rows, which that is told for, lie 37 apart
+    torch.testing.assert_close(run("rms_norm", x, weight).double(), rms_norm(x, weight), rtol=1e-5, atol=1e-5)
+
+
 def test_a_layout_that_the_kernel_is_not_told_is_made_contiguous(run):
     x, weight = torch.randn(37, 6).t(), torch.randn(37)
     out = run("rms_norm", x, weight)
