@@ -36,8 +36,8 @@ def test_circles_are_refused():
         names(("a", lambda b: b), ("b", lambda a: a))
 
 
-def test_defaults_of_names_that_mean_nothing_are_the_authors_own():
-    assert formula("grid", lambda d, _step=4: d // _step, lambda name: name == "d").inputs == ("d",)
+def test_defaults_serve_where_a_name_means_nothing():
+    assert formula("grid", lambda d, step=4: d // step, lambda name: name == "d").inputs == ("d",)
     assert formula("grid", lambda d, step=4: d // step, lambda name: True).inputs == ("d", "step")
 
 

@@ -34,8 +34,7 @@ def by_blocks(n, BLOCK):
 
 
 def adding(**options):
-    given = {"grid": by_blocks, "n": lambda out: out.numel, "BLOCK": 64, **options}
-    return opkit.triton_kernel(add, **{name: value for name, value in given.items() if value is not None})
+    return opkit.triton_kernel(add, **{"grid": by_blocks, "n": lambda out: out.numel, "BLOCK": 64, **options})
 
 
 def plus(x: Tensor, y: Tensor) -> Tensor:
@@ -50,11 +49,11 @@ def _do_nothing(arguments):
     "options",
     [
         {"pre_hook": _do_nothing},
-        {"configs": [triton.Config({"BLOCK": 64}, pre_hook=_do_nothing), triton.Config({"BLOCK": 32})], "BLOCK": None},
+        {"configs": [triton.Config({"BLOCK": 64}, pre_hook=_do_nothing), triton.Config({"BLOCK": 32})]},
         {"reset_to_zero": ("out",)},
         {"maxnreg": 64},
         {"num_ctas": 2},
-        {"configs": [{"BLOCK": 64, "maxnreg": 64}], "BLOCK": None},
+        {"configs": [{"BLOCK": 64, "maxnreg": 64}]},
     ],
     ids=["hook", "a config's hook", "reset_to_zero", "maxnreg", "num_ctas", "a config's option"],
 )
@@ -63,7 +62,8 @@ def test_what_torch_cannot_record_is_a_unit(device, captured, options, monkeypat
 
     monkeypatch.setattr(python, "chosen", lambda values: values.bound.kernel.configs[0])
     monkeypatch.setattr(python, "_launch", lambda values, config: None)
-    op = device.define(plus, adding(**options))
+    given = {"BLOCK": 64, **options} if "configs" not in options else options
+    op = device.define(plus, opkit.triton_kernel(add, grid=by_blocks, n=lambda out: out.numel, **given))
     captured.compiled(lambda x, y: op(x, y) + 1)(torch.randn(100), torch.randn(100))
     assert not captured.launches
     assert len(captured.calls_of(op)) == 1

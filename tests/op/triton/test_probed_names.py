@@ -4,10 +4,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from jaxtyping import Shaped
 from torch import Tensor
 
 import opkit
 from opkit.errors import DeclarationError
+from opkit.op.triton.arguments import Values, launch_of
 
 
 def like(x: Tensor) -> Tensor:
@@ -117,7 +119,7 @@ def _two(x, out, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr = 5):
 
 def test_configs_say_all_that_has_no_default(on_cpu, op):
     made = op(like)
-    with pytest.raises(DeclarationError, match="the config A=256 has no value for B"):
+    with pytest.raises(DeclarationError, match="the config A=256 has no value for B, as others do"):
         made.register_kernel("cpu", opkit.triton_kernel(_two, grid=1, configs=[{"A": 128, "B": 3}, {"A": 256}]))
     made.register_kernel("cpu", opkit.triton_kernel(_two, grid=1, B=1, configs=[{"A": 128, "C": 3}, {"A": 256}]))
     made(torch.ones(3))
@@ -134,6 +136,26 @@ def test_a_grid_that_no_gpu_takes(on_cpu, op):
 def test_a_post_hook_is_refused():
     tuned = triton.autotune([triton.Config({"BLOCK_SIZE": 64})], key=[], post_hook=lambda args, exception: None)(_copy)
     with pytest.raises(
-        DeclarationError, match="_copy: triton.autotune was given a post_hook, which opkit does not call"
+        DeclarationError, match=r"_copy: triton\.autotune was given a post_hook, which opkit does not call"
     ):
         opkit.triton_kernel(tuned, grid=1, bind=_BOUND)
+
+
+def sized(x: Shaped[Tensor, "n"], weight: Shaped[Tensor, "k"] | None = None) -> Tensor:
+    return torch.empty_like(x)
+
+
+@triton.jit
+def _sized(x, out, weight, k):
+    pass
+
+
+def test_a_size_that_no_tensor_tells_is_0_in_python_too(on_cpu, op):
+    made = op(sized)
+    made.register_kernel("cpu", opkit.triton_kernel(_sized, grid=1))
+    bound = made._operator.kernels.kernels[0].function.bound
+    for weight, k in ((None, 0), (torch.ones(3), 3)):
+        x = torch.ones(5)
+        made(x, weight)
+        assert on_cpu.launches[-1].values["k"] == k
+        assert launch_of(Values(bound, [x, weight], [x])).arguments["k"] == k
