@@ -66,7 +66,7 @@ def check(case: Case, inputs: tuple[torch.Tensor, ...], dtype: torch.dtype) -> s
     if case.random:
         return ""
     ours = case.ours(*inputs)
-    return difference(ours, case.plain(*widened(inputs, dtype)))
+    return difference(ours, case.plain(*widened(inputs, dtype)), case.slack)
 
 
 def peers(case: Case, inputs: tuple[torch.Tensor, ...], moved: int) -> Peers:

@@ -306,6 +306,7 @@ CASES = [
     Case(
         "linear_cross_entropy, both ways", LOGITS, _layer, _loss_and_gradients, _plain_loss_and_gradients,
         _liger(_liger_loss_and_gradients), _layer_bytes,
+        slack=4.0,  # the weight's gradient is added up in its own dtype over 8 chunks
     ),
     *[case for routed in ROUTERS for case in _routers(*routed)],
     *_quantizers("int8", torch.int8, quantize.quantize_int8),
