@@ -63,8 +63,8 @@ def _difference(a: Tensor, b: Tensor, slack: float) -> str:
         return f"shape {tuple(a.shape)}, expected {tuple(b.shape)}"
     if not a.is_floating_point():
         wrong = (a != b).float().mean().item()
-        rounded = a.dtype is torch.int8 and (a.int() - b.int()).abs().max() <= 1  # a tie falls as the last bit before it
-        return "" if wrong < (1e-3 if rounded else 1e-4) else f"{wrong:.2%} are not equal"
+        near = a.dtype is torch.int8 and (a.int() - b.int()).abs().max() <= 1  # ties fall as the last bit before does
+        return "" if wrong < (1e-3 if near else 1e-4) else f"{wrong:.2%} are not equal"
     step, wide = STEPS[a.dtype], b.float()
     room = step * (2 * wide.abs() + wide.square().mean().sqrt())
     excess = ((a.float() - wide).abs() / room).nan_to_num(math.inf).max().item() if wide.numel() else 0.0
