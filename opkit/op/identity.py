@@ -48,9 +48,5 @@ def renew(operator: Operator) -> None:
     if not operator.traced_hash:
         return
     operator.traced_hash = ""
-    namespace = getattr(torch.ops, operator.namespace)
-    base = operator.opname.split(".")[0]
-    if base in vars(namespace):
-        delattr(namespace, base)
-        namespace._dir.remove(base)  # else the name outlives the operator's removal, and listing the namespace fails
+    private.forget_operator(operator.namespace, operator.opname.split(".")[0])
     operator.overload = private.library_utils.lookup_op(operator.name)

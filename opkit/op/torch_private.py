@@ -284,3 +284,18 @@ def without_functional_wrapper(tensor: torch.Tensor) -> torch.Tensor:
 def fake_mode_of(args: Any, kwargs: Any) -> Any:
     """The fake mode of the fake tensors in a call, or the one in force."""
     return torch._guards.detect_fake_mode(torch.utils._pytree.tree_leaves((args, kwargs)))
+
+
+def hidden_operator(name: str) -> Any:
+    """An operator that nobody but its holder knows: ``torch.ops`` does not list it, also when it is gone."""
+    overload = library_utils.lookup_op(name)
+    forget_operator(*name.split("::"))
+    return overload
+
+
+def forget_operator(namespace: str, name: str) -> None:
+    """Drop what ``torch.ops`` remembers of an operator, so that the next look-up asks the dispatcher."""
+    known = getattr(torch.ops, namespace)
+    if name in vars(known):
+        delattr(known, name)
+        known._dir.remove(name)  # else the name outlives the operator's removal, and listing the namespace fails

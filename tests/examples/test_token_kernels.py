@@ -15,7 +15,7 @@ from row_kernels import check, tensors
 
 from opkit.kernels.triton import compiling, resources
 from opkit.op import typical_calls
-from opkit.op.triton import launch, testing
+from opkit.op.triton import examples, launch
 from opkit.op.triton.arguments import Values
 from opkit.op.triton.evaluation import evaluate
 from opkit.op.triton.machine import MACHINES
@@ -281,7 +281,7 @@ def test_what_is_launched_by_hand_compiles_without_spills(name, target):
     bound = launch.Form(getattr(k.linear_cross_entropy, name), kinds).bound
     values = Values(bound, list(given.values()), ())
     named = evaluate(bound.where, bound.formulas, {**values.named(), **bound.constants})
-    seen = [testing._seen(values.of(source)) for source in bound.sources]
+    seen = [examples._seen(values.of(source)) for source in bound.sources]
     found = resources.of(compiling.build(Variants(bound, MACHINES["cuda"]).request(seen, named, target)))
     assert found.spills == 0
     assert found.threads <= 1024

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from opkit import _core
+from opkit.op import torch_private as private
 
 SOURCE = Path(__file__).with_name("fake_driver.c")
 NAMESPACE = "opkit_launched"
@@ -131,7 +132,7 @@ class Launched:
         like = next((a for a in args if isinstance(a, torch.Tensor)), None)
         if layout is None and like is not None:
             layout = [6, like.dim(), *like.shape, *row_major(like.shape)] * len(self.schema.returns)
-        return getattr(getattr(torch.ops, NAMESPACE), self.name)(*args, opk_layout=layout)
+        return private.hidden_operator(f"{NAMESPACE}::{self.name}")(*args, opk_layout=layout)
 
     def direct(self, *values: Tensor | int | float | None, stream: int | None = None) -> None:
         """Call the trampoline with these values of the sources, without torch."""

@@ -43,7 +43,7 @@ class Interpreter:
         self.seconds = seconds
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         self._lock = threading.Lock()
-        command = [sys.executable, "-c", "from opkit.op.triton.interpreted_child import main; main()"]
+        command = [sys.executable, "-P", "-c", "from opkit.op.triton.interpreted_child import main; main()"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=_environment(module)
         )

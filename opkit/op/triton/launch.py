@@ -102,7 +102,7 @@ class Form:
             fragment.impl(name, torch.library.fallthrough_kernel, "ADInplaceOrView")
         key = private.dispatch_key_of(device)
         self._kept += [launching, fragment, library.register(f"{_NAMESPACE}::{name}", key, True)]
-        overload = private.builtin(private.library_utils.lookup_op(f"{_NAMESPACE}::{name}"))
+        overload = private.builtin(private.hidden_operator(f"{_NAMESPACE}::{name}"))
         self._overloads[device] = functools.partial(overload, opk_layout=[])  # it has no outputs
         return self._overloads[device]
 

@@ -262,7 +262,7 @@ def test_a_build_that_was_killed_is_built_again(place):
 
 
 def test_it_outlives_a_short_program(place, child_environment):
-    place.compile_by(f"sleep 0.5\n{COPY}")
+    place.compile_by(f"sleep 5\n{COPY}")
     code = (
         "import sys; from pathlib import Path; from opkit.kernels import bridge\n"
         "paths = bridge.TorchPaths('2.99.0', 'abc', Path(sys.argv[1]), Path(sys.argv[1]))\n"
