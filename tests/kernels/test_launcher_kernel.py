@@ -162,7 +162,9 @@ kept = [_core.launch_kernel(description, _core.Launcher("t::x", "_k", [], None, 
 
 
 def test_a_process_has_so_many_of_them(child_environment):
-    result = subprocess.run([sys.executable, "-P", "-c", _EXHAUST], env=child_environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", _EXHAUST], env=child_environment, capture_output=True, text=True
+    )
     message = (
         "RuntimeError: opkit: t::x, kernel _k: a process can have 1024 kernels that are launched, and they are used up"
     )
