@@ -125,6 +125,9 @@ class Launched:
         head, _, returns = str(self.schema).removeprefix(f"{NAMESPACE}::").rpartition(" -> ")
         library.define(f"{head[:-1]}, *, int[]? opk_layout=None) -> {returns}")
         self._kept = [library, self.library.register(f"{NAMESPACE}::{self.name}", key, True)]
+        self._overload = private.hidden_operator(
+            f"{NAMESPACE}::{self.name}"
+        )  # here: threads that look it up list it twice
         return self
 
     def __call__(self, *args: Any, layout: Sequence[int] | None = None) -> Any:
@@ -132,7 +135,7 @@ class Launched:
         like = next((a for a in args if isinstance(a, torch.Tensor)), None)
         if layout is None and like is not None:
             layout = [6, like.dim(), *like.shape, *row_major(like.shape)] * len(self.schema.returns)
-        return private.hidden_operator(f"{NAMESPACE}::{self.name}")(*args, opk_layout=layout)
+        return self._overload(*args, opk_layout=layout)
 
     def direct(self, *values: Tensor | int | float | None, stream: int | None = None) -> None:
         """Call the trampoline with these values of the sources, without torch."""
