@@ -254,7 +254,7 @@ def test_compiles_without_spills(name, dtype, targets):
     }
     (call,) = typical_calls.given(op._operator, [given])
     for target in [target for target in targets if target in (kernel.targets or ARCHITECTURES)]:
-        request = testing.request_of(op._operator, function.bound, call, next(iter(kernel.configs), None), target)
+        request = examples.request_of(op._operator, function.bound, call, next(iter(kernel.configs), None), target)
         assert resources.of(compiling.build(request)).spills == 0, target
 
 
