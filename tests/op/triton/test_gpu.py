@@ -285,10 +285,3 @@ def test_a_kernel_for_another_architecture_says_so():
     op.register_kernel("cuda", opkit.triton_kernel(copy, grid=1, n=1, BLOCK=64, targets=("gfx942",)))
     with pytest.raises((RuntimeError, KernelError), match="gfx942"):
         op(torch.randn(4, device="cuda"))
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_tensor_on_another_gpu_than_the_current_one(ops):
-    x = torch.randn(1000, device="cuda:1")
-    with torch.cuda.device(0):
-        torch.testing.assert_close(ops.scaled(x), 2 * x)
