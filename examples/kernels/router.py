@@ -190,7 +190,7 @@ def _router_backward(
 
 WIDEST = 256
 FORWARD = [{"COLUMNS": columns, "num_warps": warps} for columns, warps in ((16, 4), (8, 4), (32, 4), (16, 8), (64, 4))]
-BACKWARD = [{"TILE": tile, "num_warps": warps} for tile, warps in ((2048, 4), (4096, 4), (8192, 8))]
+BACKWARD = [{"TILE": tile, "num_warps": warps} for tile, warps in ((1024, 2), (1024, 1), (1024, 4), (2048, 8))]
 SHAPES = [(131072, 128, 8), (131072, 64, 6), (131072, 8, 2), (131072, 256, 8)]
 CASES = [(*shape, True) for shape in SHAPES] + [(*SHAPES[0], False)]
 

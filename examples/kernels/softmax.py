@@ -27,8 +27,12 @@ LONGEST, LONGEST_BACKWARD = 32768, 16384
 SHAPES = [(32768, 1024), (16384, 4096), (8192, 8192)]
 LONG = [(1024, 131072)]
 CHUNKS = [
-    {"BLOCK": block, "STAGES": stages, "num_warps": threads // rows.LANES}
-    for block, stages, threads in ((8192, 3, 512), (16384, 2, 1024), (4096, 3, 256), (16384, 1, 512))
+    {"BLOCK": 8 * threads, "PIECES": pieces, "num_warps": threads // rows.LANES}
+    for threads, pieces in ((512, 2), (1024, 4), (1024, 2), (512, 4))
+]
+CHUNKS_BACKWARD = [
+    {"BLOCK": block, "BACKWARDS": backwards, "num_warps": threads // rows.LANES}
+    for block, threads, backwards in ((4096, 512, True), (16384, 1024, True), (16384, 1024, False), (8192, 1024, True))
 ]
 
 
@@ -72,26 +76,34 @@ def _softmax(x, out, x_stride_m2, batch, d: tl.constexpr, BLOCK: tl.constexpr, T
     tl.store(out + row[:, None] * d + column[None, :], powers * (1.0 / tl.sum(powers, 1))[:, None], mask=inside)
 
 
+# What a thread has of a tile is one column of each piece, so that the sum is scaled once for all pieces, by the thread alone.
 @triton.jit
-def _softmax_long(x, out, d, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _softmax_long(x, out, d: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
     begin = tl.program_id(0) * d
-    at = tl.arange(0, BLOCK)
-    largest = -float("inf")
+    at = tl.arange(0, PIECES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.range(0, d, BLOCK, num_stages=STAGES):
+    for start in tl.range(0, d, PIECES * BLOCK):
         column = start + at
-        a = tl.load(x + begin + column, mask=column < d, other=-float("inf"), eviction_policy="evict_last")
-        a = a.to(tl.float32)
+        inside = (column < d) | (d % (PIECES * BLOCK) == 0)
+        a = tl.load(x + begin + column, mask=inside, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
         larger = tl.maximum(largest, tl.max(a, 0))
-        base = tl.where(larger == -float("inf"), 0.0, larger)  # -inf less -inf would be NaN
-        total = total * tl.exp(largest - base) + tl.exp(a - base)
+        base = _finite(larger)
+        total = total * tl.exp(largest - base) + tl.sum(tl.exp(a - base[None, :]), 0)
         largest = larger
-    base = tl.where(largest == -float("inf"), 0.0, largest)
-    scale = 1.0 / tl.sum(total, 0)
-    for back in tl.range(0, d, BLOCK, num_stages=STAGES):
-        column = (d - 1) // BLOCK * BLOCK - back + at
-        a = tl.load(x + begin + column, mask=column < d, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        tl.store(out + begin + column, tl.exp(a - base) * scale, mask=column < d)
+    base = _finite(tl.max(largest, 0))
+    scale = 1.0 / tl.sum(total * tl.exp(largest - base), 0)
+    for back in tl.range(0, d, PIECES * BLOCK):
+        column = (d - 1) // (PIECES * BLOCK) * (PIECES * BLOCK) - back + at
+        inside = (column < d) | (d % (PIECES * BLOCK) == 0)
+        a = tl.load(x + begin + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        tl.store(out + begin + column, tl.exp(a - base) * scale, mask=inside)
+
+
+@triton.jit
+def _finite(largest):
+    # -inf less -inf would be NaN.
+    return tl.where(largest == -float("inf"), 0.0, largest)
 
 
 # Two passes over a row, as in rms_norm.py.
@@ -115,32 +127,35 @@ def _softmax_backward(grad, y, out, batch, d: tl.constexpr, BLOCK: tl.constexpr,
         tl.store(out + at, (g - mean) * p, mask=inside)
 
 
+# One program of many threads fills a multiprocessor: with two, what they read would no longer fit into the cache together.
 @triton.jit
-def _softmax_backward_long(grad, y, out, d, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _softmax_backward_long(grad, y, out, d: tl.constexpr, BLOCK: tl.constexpr, BACKWARDS: tl.constexpr):
     begin = tl.program_id(0) * d
     at = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.range(0, d, BLOCK, num_stages=STAGES):
+    for start in tl.range(0, d, BLOCK):
         column = start + at
-        g = tl.load(grad + begin + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        p = tl.load(y + begin + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        inside = (column < d) | (d % BLOCK == 0)
+        g = tl.load(grad + begin + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        p = tl.load(y + begin + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         total += g * p
     mean = tl.sum(total, 0)
-    for back in tl.range(0, d, BLOCK, num_stages=STAGES):
-        column = (d - 1) // BLOCK * BLOCK - back + at
-        g = tl.load(grad + begin + column, mask=column < d, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        p = tl.load(y + begin + column, mask=column < d, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        tl.store(out + begin + column, (g - mean) * p, mask=column < d)
+    for start in tl.range(0, d, BLOCK):
+        column = ((d - 1) // BLOCK * BLOCK - start if BACKWARDS else start) + at
+        inside = (column < d) | (d % BLOCK == 0)
+        g = tl.load(grad + begin + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        p = tl.load(y + begin + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        tl.store(out + begin + column, (g - mean) * p, mask=inside)
 
 
-def _long(function, names):
+def _long(function, names, configs):
     """A kernel for rows that are gone over in chunks."""
     examples = [dict.fromkeys(names, f"bf16[{n}, {d}]") for n, d in LONG]
-    return opkit.triton_kernel(function, grid=lambda batch: batch, configs=CHUNKS, examples=examples)
+    return opkit.triton_kernel(function, grid=lambda batch: batch, configs=configs, examples=examples)
 
 
 # Kernels that were registered later are asked first.
-softmax.register_kernel("cuda", _long(_softmax_long, ["x"]), dtypes=rows.LOW)
+softmax.register_kernel("cuda", _long(_softmax_long, ["x"], CHUNKS), dtypes=rows.LOW)
 softmax.register_kernel(
     "cuda",
     opkit.triton_kernel(
@@ -154,7 +169,7 @@ softmax.register_kernel(
     when=lambda x: x.dim() > 1 and x.shape[-1] <= LONGEST,
     dtypes=rows.LOW,
 )
-softmax_backward.register_kernel("cuda", _long(_softmax_backward_long, ["grad", "y"]), dtypes=rows.LOW)
+softmax_backward.register_kernel("cuda", _long(_softmax_backward_long, ["grad", "y"], CHUNKS_BACKWARD), dtypes=rows.LOW)
 softmax_backward.register_kernel(
     "cuda",
     opkit.triton_kernel(
