@@ -4,6 +4,7 @@ An operator is one reference, any number of kernels, and rules: what the author 
 """
 
 from opkit import errors as errors
+from opkit.contract.checking import check as check
 from opkit.kernels.native import c_kernel as c_kernel
 from opkit.kernels.native import cpp_kernel as cpp_kernel
 from opkit.kernels.native import cuda_kernel as cuda_kernel

@@ -93,6 +93,10 @@ class CacheError(OpkitError, OSError):
     """The build cache cannot be used at all, and neither can a temporary folder in its place."""
 
 
+class ContractError(OpkitError, AssertionError):
+    """An operator breaks its contract; the message is the whole report of :func:`opkit.check`."""
+
+
 class SanitizerError(KernelError):
     """A kernel built with ``debug=True`` read or wrote memory that is not its own, or did something undefined."""
 

@@ -77,11 +77,19 @@ def parse(annotation: Any) -> TensorPattern:
     Raises:
         DefinitionError: the shape string cannot be read.
     """
-    text = annotation.dim_str
+    return parse_shape(annotation.dim_str, _dtypes(annotation.dtypes))
+
+
+def parse_shape(text: str, dtypes: frozenset[torch.dtype] | None = None) -> TensorPattern:
+    """The pattern of a shape string such as "*batch d".
+
+    Raises:
+        DefinitionError: the shape string cannot be read.
+    """
     dims = tuple(_parse_dim(item, text) for item in text.split())
     if sum(dim.kind == "many" for dim in dims) > 1:
         raise DefinitionError(f"the shape pattern {text!r} has more than one item that stands for any number of sizes")
-    return TensorPattern(text=text, dims=dims, dtypes=_dtypes(annotation.dtypes))
+    return TensorPattern(text=text, dims=dims, dtypes=dtypes)
 
 
 def _dtypes(names: Any) -> frozenset[torch.dtype] | None:

@@ -1,0 +1,59 @@
+"""opkit.check: what it takes, and what it returns. What it does is in ``run``, which is imported at the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opkit.contract.report import Progress, Report
+
+
+def check(
+    op: Any,
+    *,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    reference: Callable[..., Any] | None = None,
+    max_examples: int = 50,
+    seed: int = 0,
+    properties: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+    budget: float | None = None,
+    device: str = "cpu",
+    database: bool | Path = True,
+    progress: Progress | None = None,
+) -> Report:
+    """Search for arguments on which an operator breaks its contract.
+
+    Args:
+        op: an operator of opkit's or of ``torch.library``'s, an ``OpOverload``, or any callable.
+        args: for each positional argument a :func:`opkit.testing.tensor`, a list of these, a Hypothesis strategy, or a value. By
+            default what the operator's annotations, or else its schema, say.
+        kwargs: the same for keyword arguments.
+        reference: a function that says what ``op`` computes; an operator of opkit's has its own. Without one, only properties
+            that need none are asked.
+        max_examples: how many examples a cheap property is tried on; those that compile take a share.
+        seed: of the search. Equal seeds search alike.
+        properties: only these: names such as "numbers.reference", or groups such as "numbers".
+        exclude: none of these.
+        budget: seconds for everything; the search ends in time, with what it has.
+        device: where tensors are.
+        database: keep failing examples in opkit's cache directory, or in this folder, and try them first the next time.
+        progress: called with the name of a property, and the share of the work that is done, before each.
+
+    Raises:
+        ArgumentError: ``op`` is nothing to check, its arguments cannot be inferred, or a property is unknown.
+
+    >>> import opkit, torch
+    >>> from opkit.testing import tensor
+    >>> report = opkit.check(torch.add, args=(tensor("n"), tensor("n")), reference=torch.sub, properties=["numbers.reference"])
+    >>> report.failures[0].property
+    'numbers.reference'
+    """
+    from opkit.contract import run  # Hypothesis takes a while to import
+
+    return run.run(
+        op, args, kwargs, reference, max_examples, seed, properties, exclude, budget, device, database, progress
+    )

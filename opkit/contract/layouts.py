@@ -1,0 +1,128 @@
+"""How a tensor lies in its memory: a table of layouts, each a function from sizes to strides."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+_FEWEST_SIZES = {"transposed": 2, "reversed": 2, "padded": 2, "channels_last": 4, "overlapping": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Strides and an offset, in elements, and how many elements of memory these reach over."""
+
+    strides: tuple[int, ...]
+    offset: int
+    elements: int
+    negated: bool = False
+
+
+def _packed(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor whose dimensions lie in ``order``, the slowest first."""
+    strides = [0] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def _layout(shape: Sequence[int], strides: Sequence[int], offset: int = 0, negated: bool = False) -> Layout:
+    empty = 0 in shape
+    reach = 0 if empty else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return Layout(tuple(strides), offset, offset + reach, negated)
+
+
+def _contiguous(shape: Sequence[int]) -> Layout:
+    return _layout(shape, _packed(shape, range(len(shape))))
+
+
+def _offset(shape: Sequence[int]) -> Layout:
+    return _layout(shape, _packed(shape, range(len(shape))), offset=1)
+
+
+def _transposed(shape: Sequence[int]) -> Layout:
+    order = [*range(len(shape))]
+    order[-2:] = reversed(order[-2:])
+    return _layout(shape, _packed(shape, order))
+
+
+def _reversed(shape: Sequence[int]) -> Layout:
+    return _layout(shape, _packed(shape, range(len(shape))[::-1]))
+
+
+def _strided(shape: Sequence[int]) -> Layout:
+    return _layout(shape, [2 * stride for stride in _packed(shape, range(len(shape)))], offset=1)
+
+
+def _padded(shape: Sequence[int]) -> Layout:
+    wider = [*shape[:-1], shape[-1] + 3]
+    return _layout(shape, _packed(wider, range(len(shape))), offset=2)
+
+
+def _channels_last(shape: Sequence[int]) -> Layout:
+    return _layout(shape, _packed(shape, [0, *range(2, len(shape)), 1]))
+
+
+def _expanded(shape: Sequence[int]) -> Layout:
+    rest = _packed((1, *shape[1:]), range(len(shape)))
+    return _layout(shape, (0, *rest[1:]))
+
+
+def _expanded_last(shape: Sequence[int]) -> Layout:
+    rest = _packed((*shape[:-1], 1), range(len(shape)))
+    return _layout(shape, (*rest[:-1], 0))
+
+
+def _overlapping(shape: Sequence[int]) -> Layout:
+    strides = list(_packed(shape, range(len(shape))))
+    strides[-2] = 1
+    return _layout(shape, strides)
+
+
+def _negated(shape: Sequence[int]) -> Layout:
+    return _layout(shape, _packed(shape, range(len(shape))), negated=True)
+
+
+LAYOUTS: dict[str, Callable[[Sequence[int]], Layout]] = {
+    "contiguous": _contiguous,
+    "offset": _offset,
+    "transposed": _transposed,
+    "strided": _strided,
+    "padded": _padded,
+    "reversed": _reversed,
+    "expanded": _expanded,
+    "expanded_last": _expanded_last,
+    "channels_last": _channels_last,
+    "overlapping": _overlapping,
+    "negated": _negated,
+}
+"""Names of layouts, the simplest first. ``negated`` is torch's lazy minus: what is in memory has the other sign."""
+
+WRITABLE = ("contiguous", "offset", "transposed", "strided", "padded", "reversed", "channels_last")
+"""Layouts in which no two elements share memory, so that a kernel may write to the tensor."""
+
+
+def fits(name: str, shape: Sequence[int]) -> bool:
+    """Whether tensors of this shape can lie so, and differently from a contiguous one.
+
+    >>> fits("transposed", (2, 3)), fits("transposed", (3,))
+    (True, False)
+    """
+    return name in ("contiguous", "offset", "negated") or len(shape) >= _FEWEST_SIZES.get(name, 1)
+
+
+def layout_of(name: str, shape: Sequence[int]) -> Layout:
+    """Strides, offset and extent of a tensor of ``shape``; one of too few dimensions lies contiguous.
+
+    >>> layout_of("transposed", (2, 3)).strides
+    (1, 2)
+    """
+    return LAYOUTS[name if fits(name, shape) else "contiguous"](shape)
+
+
+def dense(shape: Sequence[int]) -> int:
+    """How many elements a tensor of ``shape`` has."""
+    return math.prod(shape)

@@ -1,0 +1,173 @@
+"""What an author says of an operator's arguments, and strategies for whole calls made from it."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from opkit.contract import sizes as joint
+from opkit.contract.cases import Case, TensorCase
+from opkit.contract.fills import FILLS, ORDINARY
+from opkit.contract.layouts import LAYOUTS, fits
+from opkit.errors import ArgumentError
+from opkit.op import patterns
+from opkit.op.patterns import TensorPattern
+
+_SEEDS = 4
+Bound = float | str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorArgument:
+    """A tensor argument as :func:`tensor` describes it."""
+
+    pattern: TensorPattern
+    dtypes: tuple[torch.dtype, ...] | None
+    optional: bool = False
+    low: Bound = None
+    high: Bound = None
+    layouts: tuple[str, ...] | None = None
+    fills: tuple[str, ...] | None = None
+    differentiable: bool = True
+
+
+def tensor(
+    shape: str | Sequence[int] = "...",
+    dtypes: torch.dtype | Iterable[torch.dtype] | None = None,
+    *,
+    optional: bool = False,
+    low: Bound = None,
+    high: Bound = None,
+    layouts: Iterable[str] | None = None,
+    fills: Iterable[str] | None = None,
+    differentiable: bool = True,
+) -> TensorArgument:
+    """A tensor argument, for :func:`opkit.check`.
+
+    Args:
+        shape: as in jaxtyping: equal names are equal sizes over all arguments of a call, ``*batch`` is any number of leading
+            sizes, ``#n`` a size that may be 1, ``2*n+1`` is computed, ``...`` stands for any sizes; or a sequence of numbers.
+        dtypes: those to try. By default what the arguments before it have, or float32. Arguments with equal ``dtypes`` have the
+            same one in each call.
+        optional: whether it may be None.
+        low: the least element, a number or an expression over sizes such as ``"-n"``.
+        high: the largest element, such as ``"n-1"`` for an index.
+        layouts: restricts how it lies in memory; names of ``opkit.testing.LAYOUTS``.
+        fills: restricts what is in it; names of ``opkit.testing.FILLS``. ``low`` and ``high`` hold all the same.
+        differentiable: False where the operator promises no gradient for it.
+
+    Raises:
+        ArgumentError: a name of a layout or a fill is unknown.
+
+    >>> tensor("b n", dtypes=(torch.float32, torch.bfloat16)).pattern.text
+    'b n'
+    """
+    text = shape if isinstance(shape, str) else " ".join(str(int(size)) for size in shape)
+    several = (dtypes,) if isinstance(dtypes, torch.dtype) else None if dtypes is None else tuple(dtypes)
+    return TensorArgument(
+        pattern=patterns.parse_shape(text),
+        dtypes=several,
+        optional=optional,
+        low=low,
+        high=high,
+        layouts=_names("layouts", layouts, LAYOUTS),
+        fills=_names("fills", fills, FILLS),
+        differentiable=differentiable,
+    )
+
+
+def _names(what: str, given: Iterable[str] | None, known: Mapping[str, Any]) -> tuple[str, ...] | None:
+    found = None if given is None else tuple(given)
+    wrong = [name for name in found or () if name not in known]
+    if wrong:
+        raise ArgumentError(f"tensor({what}=...): {wrong[0]!r} is not one of {', '.join(known)}.")
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """What of a call is searched; a property asks for what it needs."""
+
+    layouts: tuple[str, ...] = ("contiguous",)
+    fills: tuple[str, ...] = ORDINARY
+    dtypes: tuple[torch.dtype, ...] | None = None  # only these, where the specs allow any of them
+    largest: int = max(joint.SIZES)
+    elements: int = joint.MOST_ELEMENTS
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSpec:
+    """The arguments of an operator: :class:`TensorArgument`, lists of these, Hypothesis strategies, constants."""
+
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def tensors(self) -> list[TensorArgument]:
+        """Every tensor argument, in order."""
+        return [*_tensors((*self.args, *dict(self.kwargs).values()))]
+
+    def cases(self, how: Drawing | None = None) -> SearchStrategy[Case]:
+        """A strategy for calls: joint sizes and dtypes; layouts, fills and seeds of each tensor; everything else."""
+        return _cases(self, how or Drawing())
+
+
+def _tensors(value: Any) -> Iterator[TensorArgument]:
+    if isinstance(value, TensorArgument):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+@st.composite
+def _cases(draw: Callable[..., Any], spec: CallSpec, how: Drawing) -> Case:
+    sizes = joint.JointSizes(draw, [each.pattern for each in spec.tensors()], how.largest, how.elements)
+    dtypes = _dtypes(draw, spec, how)
+
+    def value(item: Any) -> Any:
+        if isinstance(item, TensorArgument):
+            return (
+                None if item.optional and draw(st.booleans()) else _tensor(draw, item, dtypes[item.dtypes], sizes, how)
+            )
+        if isinstance(item, SearchStrategy):
+            return draw(item)
+        return type(item)(map(value, item)) if isinstance(item, (list, tuple)) else item
+
+    args = tuple(value(item) for item in spec.args)
+    return Case(args, tuple((name, value(item)) for name, item in spec.kwargs))
+
+
+def _dtypes(draw: Callable[..., Any], spec: CallSpec, how: Drawing) -> dict[Any, torch.dtype]:
+    """One dtype for each group of tensors that list the same."""
+    found: dict[Any, torch.dtype] = {}
+    for group in dict.fromkeys(each.dtypes for each in spec.tensors()):
+        if group is None:
+            continue
+        wanted = [dtype for dtype in group if how.dtypes is None or dtype in how.dtypes or not dtype.is_floating_point]
+        found[group] = draw(st.sampled_from(wanted or list(group)))
+    floating = next((dtype for dtype in found.values() if dtype.is_floating_point or dtype.is_complex), None)
+    return {None: floating or next(iter(found.values()), torch.float32), **found}
+
+
+def _tensor(
+    draw: Callable[..., Any], item: TensorArgument, dtype: torch.dtype, sizes: joint.JointSizes, how: Drawing
+) -> TensorCase:
+    shape = sizes.shape(item.pattern)
+    layouts = [name for name in how.layouts if fits(name, shape) and name in (item.layouts or LAYOUTS)]
+    fills = [name for name in how.fills if name in (item.fills or FILLS)] or [*(item.fills or ORDINARY)]
+    return TensorCase(
+        shape=shape,
+        dtype=dtype,
+        layout=draw(st.sampled_from(layouts or [*(item.layouts or ("contiguous",))])),
+        fill=draw(st.sampled_from(fills)) if dtype.is_floating_point or dtype.is_complex else "normal",
+        seed=draw(st.integers(0, _SEEDS - 1)),
+        low=sizes.value(item.low),
+        high=sizes.value(item.high),
+    )
