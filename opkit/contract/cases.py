@@ -63,7 +63,7 @@ class TensorCase:
     def __str__(self) -> str:
         parts = [f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"]
         parts += [self.layout] if self.layout != "contiguous" else []
-        parts += [self.fill] if self.fill != "normal" and self.differentiable else []
+        parts += [self.fill] if self.fill != "normal" and (self.differentiable or self.fill == "edges") else []
         parts += [f"seed={self.seed}"] if self.seed else []
         parts += ["requires_grad"] if self.requires_grad else []
         parts += [f"same as tensor {self.same_as}"] if self.same_as is not None else []

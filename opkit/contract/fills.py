@@ -62,8 +62,29 @@ def _huge(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return _normal(n, _WIDE, seed).clamp(-4, 4) * (torch.finfo(dtype).max / 8)
 
 
+def _halves(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randint(-9, 10, (n,), generator=_generator(seed)).to(_WIDE) / 2
+
+
+def _constant(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.full((n,), 0.75 + seed / 2, dtype=_WIDE)
+
+
+def _small(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return _normal(n, _WIDE, seed) * 1e-3
+
+
+def _shifted(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return _normal(n, _WIDE, seed) + {torch.float64: 1e5, torch.float32: 1e3}.get(dtype, 32.0)
+
+
+def _distinct(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A permutation of numbers a small step apart: no two are equal, as long as the dtype has that many."""
+    return (torch.randperm(n, generator=_generator(seed)).to(_WIDE) - n // 2) / 64
+
+
 def _large(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return _normal(n, _WIDE, seed) * 100
+    return _normal(n, _WIDE, seed) * (1000 if dtype == torch.float64 else 100)
 
 
 def _tiny(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -84,6 +105,11 @@ FILLS: dict[str, Callable[[int, torch.dtype, int], torch.Tensor]] = {
     "integers": _small_integers,
     "ones": _ones,
     "zeros": _zeros,
+    "halves": _halves,
+    "constant": _constant,
+    "distinct": _distinct,
+    "small": _small,
+    "shifted": _shifted,
     "large": _large,
     "signed_zeros": _signed_zeros,
     "infinite": _infinite,
@@ -92,11 +118,18 @@ FILLS: dict[str, Callable[[int, torch.dtype, int], torch.Tensor]] = {
     "denormal": _denormal,
     "tiny": _tiny,
     "huge": _huge,
+    "edges": _normal,
 }
 """Names of fills, the simplest first. Each gives ``n`` float numbers for a seed, for tensors of floating dtypes."""
 
 ORDINARY = ("normal", "positive", "integers")
 """Fills on which two right kernels agree to rounding."""
+
+NUMERIC = ("normal", "positive", "integers", "halves", "constant", "distinct", "small", "shifted", "zeros")
+"""Fills for comparing numbers: long sums, ties of rounding, no ties at all, small and large means beside the deviation."""
+
+CONSTANT = ("ones", "constant", "zeros")
+"""Fills whose elements are all equal: rounding errors of a sum do not cancel."""
 
 EXTREME = ("signed_zeros", "infinite", "nan", "special", "denormal", "tiny", "huge", "large")
 """Fills that ask for what kernels forget."""
@@ -107,7 +140,8 @@ def fill(
 ) -> torch.Tensor:
     """``n`` elements of ``dtype``; ``low`` and ``high``, both included, bound what is drawn.
 
-    Integers are drawn from ``low`` to ``high`` (-4 to 4 by default; 0 to 8 where the dtype has no sign), whatever the fill.
+    Integers are drawn from ``low`` to ``high`` (-4 to 4 by default; 0 to 8 where the dtype has no sign), whatever the fill;
+    ``edges`` without bounds takes them from either end of the dtype.
 
     >>> fill(4, torch.int64, "normal", seed=0, low=2, high=2)
     tensor([2, 2, 2, 2])
@@ -115,7 +149,7 @@ def fill(
     if dtype == torch.bool:
         return torch.randint(2, (n,), generator=_generator(seed), dtype=torch.bool)
     if not (dtype.is_floating_point or dtype.is_complex):
-        return _integers(n, dtype, seed, low, high)
+        return _integers(n, dtype, name, seed, low, high)
     if dtype.is_complex:
         part = torch.empty((), dtype=dtype).real.dtype
         both = [fill(n, part, name, 2 * seed + side, low, high) for side in (0, 1)]
@@ -130,8 +164,12 @@ def fill(
     return drawn.to(dtype)
 
 
-def _integers(n: int, dtype: torch.dtype, seed: int, low: float | None, high: float | None) -> torch.Tensor:
-    signed = torch.iinfo(dtype).min < 0
+def _integers(n: int, dtype: torch.dtype, name: str, seed: int, low: float | None, high: float | None) -> torch.Tensor:
+    info = torch.iinfo(dtype)
+    signed = info.min < 0
+    if name == "edges" and low is None and high is None:  # the least number is left out: its division by -1 is a trap
+        edges = torch.tensor([0, 1, 2, info.max, info.min + 1, info.max - 1, info.max // 2], dtype=torch.int64)
+        return edges[torch.randint(len(edges), (n,), generator=_generator(seed))].to(dtype)
     first = int(low) if low is not None else (-4 if signed else 0)
     last = int(high) if high is not None else max(first + 8, 4)
     if last < first:  # no number is allowed: an index into nothing

@@ -11,6 +11,7 @@ from hypothesis.strategies import SearchStrategy
 if TYPE_CHECKING:
     from opkit.contract.cases import Case
     from opkit.contract.subject import Subject
+    from opkit.contract.sweep import Sweep
 
 
 class Violation(Exception):
@@ -60,6 +61,7 @@ class Property:
         cost: seconds that one case takes, roughly: cheap properties run first.
         skip: why the property does not apply to this operator, or "".
         least: how many cases are tried at least, whatever ``max_examples`` is.
+        first: a fixed list of cases that are tried before the search; see ``sweep``.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Property:
     cost: float = 0.001
     skip: Callable[[Subject], str] = always
     least: int = 1
+    first: Callable[[Subject], Sweep] | None = None
 
     @property
     def group(self) -> str:

@@ -69,7 +69,9 @@ def search(
     log = _Log()
     count = max(prop.least, round(max_examples * prop.share))
     try:
-        cut_short = _explore(prop, subject, count, seed, started + seconds, database, log)
+        cut_short = _sweep(prop, subject, count, started + seconds, log)
+        if not cut_short and log.failure is None:
+            cut_short = _explore(prop, subject, count, seed, started + seconds, database, log)
     except NotApplicable as reason_found:
         return Found(tuple(log.tried), skipped=str(reason_found), seconds=time.monotonic() - started)
     except Exception as error:  # of the property itself, or of torch where no refusal was expected
@@ -78,6 +80,34 @@ def search(
     return Found(
         tuple(log.tried), tuple(log.refused), tuple(log.remarks), log.failure, "", time.monotonic() - started, cut_short
     )
+
+
+def _sweep(prop: Property, subject: Subject, count: int, deadline: float, log: _Log) -> bool:
+    """Try the property's first cases, and make the one that fails small; whether time ran out."""
+    if prop.first is None:
+        return False
+
+    def breaks(case: Case) -> bool:
+        if time.monotonic() > deadline:
+            raise _OutOfTime
+        try:
+            _ask(prop, subject, case, log)
+        except Violation:
+            return True
+        except hypothesis_errors.UnsatisfiedAssumption:
+            return False
+        return False
+
+    plan = prop.first(subject)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            broken = next((row for row in plan.rows(2 * count) if breaks(plan.case(row))), None)
+            if broken is not None:
+                plan.shrink(broken, breaks)
+    except _OutOfTime:
+        return True
+    return False
 
 
 def _explore(

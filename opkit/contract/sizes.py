@@ -60,6 +60,12 @@ def shapes(*patterns_: str, largest: int = max(SIZES), elements: int = MOST_ELEM
     return joint()
 
 
+def choose(draw: Callable[..., Any], label: tuple[str, int], strategy: st.SearchStrategy[Any]) -> Any:
+    """Draw from the strategy, or decide what ``label`` names where ``draw`` is no Hypothesis draw but knows of labels."""
+    decide = getattr(draw, "decide", None)
+    return draw(strategy) if decide is None else decide(label, strategy)
+
+
 @dataclasses.dataclass
 class JointSizes:
     """The sizes of one call. Names are drawn in the order in which patterns use them."""
@@ -102,9 +108,13 @@ class JointSizes:
         if name not in self.known:
             one = sizes(self.largest)
             several = st.lists(one, max_size=MOST_BATCH_DIMS).map(tuple)
-            self.known[name] = self.draw(several if dim.kind == "many" else one)
+            many = dim.kind == "many"
+            self.known[name] = choose(
+                self.draw, ("sizes" if many else "size", len(self.known)), several if many else one
+            )
         if dim.broadcast:
-            self._broadcast[id(pattern), name] = self.draw(st.booleans())
+            label = ("broadcast", len(self._broadcast))
+            self._broadcast[id(pattern), name] = choose(self.draw, label, st.booleans())
 
     def _sizes(self, pattern: TensorPattern, dim: Dim) -> tuple[int, ...]:
         if dim.kind == "number":

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -126,22 +127,26 @@ def _tensors(value: Any) -> Iterator[TensorArgument]:
             yield from _tensors(item)
 
 
-@st.composite
-def _cases(draw: Callable[..., Any], spec: CallSpec, how: Drawing) -> Case:
+def assemble(draw: Callable[..., Any], spec: CallSpec, how: Drawing) -> Case:
+    """A call whose every decision is made by ``draw``: each is labelled, see :func:`opkit.contract.sizes.choose`."""
     sizes = joint.JointSizes(draw, [each.pattern for each in spec.tensors()], how.largest, how.elements)
     dtypes = _dtypes(draw, spec, how)
+    numbers = itertools.count()
 
     def value(item: Any) -> Any:
+        number = next(numbers)
         if isinstance(item, TensorArgument):
-            return (
-                None if item.optional and draw(st.booleans()) else _tensor(draw, item, dtypes[item.dtypes], sizes, how)
-            )
+            absent = item.optional and joint.choose(draw, ("none", number), st.booleans())
+            return None if absent else _tensor(draw, item, dtypes[item.dtypes], sizes, how, number)
         if isinstance(item, SearchStrategy):
-            return draw(item)
+            return joint.choose(draw, ("value", number), item)
         return type(item)(map(value, item)) if isinstance(item, (list, tuple)) else item
 
     args = tuple(value(item) for item in spec.args)
     return Case(args, tuple((name, value(item)) for name, item in spec.kwargs))
+
+
+_cases = st.composite(assemble)
 
 
 def _dtypes(draw: Callable[..., Any], spec: CallSpec, how: Drawing) -> dict[Any, torch.dtype]:
@@ -151,23 +156,28 @@ def _dtypes(draw: Callable[..., Any], spec: CallSpec, how: Drawing) -> dict[Any,
         if group is None:
             continue
         wanted = [dtype for dtype in group if how.dtypes is None or dtype in how.dtypes or not dtype.is_floating_point]
-        found[group] = draw(st.sampled_from(wanted or list(group)))
+        found[group] = joint.choose(draw, ("dtype", len(found)), st.sampled_from(wanted or list(group)))
     floating = next((dtype for dtype in found.values() if dtype.is_floating_point or dtype.is_complex), None)
     return {None: floating or next(iter(found.values()), torch.float32), **found}
 
 
 def _tensor(
-    draw: Callable[..., Any], item: TensorArgument, dtype: torch.dtype, sizes: joint.JointSizes, how: Drawing
+    draw: Callable[..., Any],
+    item: TensorArgument,
+    dtype: torch.dtype,
+    sizes: joint.JointSizes,
+    how: Drawing,
+    number: int,
 ) -> TensorCase:
-    shape = sizes.shape(item.pattern)
+    shape, floating = sizes.shape(item.pattern), dtype.is_floating_point or dtype.is_complex
     layouts = [name for name in how.layouts if fits(name, shape) and name in (item.layouts or LAYOUTS)]
     fills = [name for name in how.fills if name in (item.fills or FILLS)] or [*(item.fills or ORDINARY)]
     return TensorCase(
         shape=shape,
         dtype=dtype,
-        layout=draw(st.sampled_from(layouts or [*(item.layouts or ("contiguous",))])),
-        fill=draw(st.sampled_from(fills)) if dtype.is_floating_point or dtype.is_complex else "normal",
-        seed=draw(st.integers(0, _SEEDS - 1)),
+        layout=joint.choose(draw, ("layout", number), st.sampled_from(layouts or [*(item.layouts or ("contiguous",))])),
+        fill=joint.choose(draw, ("fill", number), st.sampled_from(fills)) if floating else "normal",
+        seed=joint.choose(draw, ("seed", number), st.integers(0, _SEEDS - 1)),
         low=sizes.value(item.low),
         high=sizes.value(item.high),
     )

@@ -1,7 +1,224 @@
-"""layout: ..."""
+"""layout: what the operator computes does not depend on how its arguments lie in memory, nor on which memory they share."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-from opkit.contract.prop import Property
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
 
-PROPERTIES: tuple[Property, ...] = ()
+import torch
+from hypothesis.strategies import SearchStrategy
+
+from opkit.contract.cases import Call, Case, TensorCase
+from opkit.contract.compared import Pair, steadily
+from opkit.contract.fills import fill
+from opkit.contract.layouts import WRITABLE
+from opkit.contract.outcome import Outcome, described, same_bits
+from opkit.contract.prop import Property, Violation
+from opkit.contract.specs import Drawing
+from opkit.contract.subject import Subject
+from opkit.contract.sweep import Sweep
+
+_FILLS = ("normal", "distinct")
+_SIZES = (3, 2, 17, 5, 65, 4, 33, 1, 8)
+_PAIRS = 3
+
+
+def _layouts(*names: str) -> Drawing:
+    return Drawing(layouts=("contiguous", *names), fills=_FILLS, largest=129, elements=4096)
+
+
+_PLAIN = Drawing(fills=_FILLS, largest=129, elements=4096)
+
+
+def _drawn(how: Drawing) -> Any:
+    def cases(subject: Subject) -> SearchStrategy[Case]:
+        return subject.spec.cases(how)
+
+    return cases
+
+
+def _swept(how: Drawing) -> Any:
+    def first(subject: Subject) -> Sweep:
+        return Sweep(subject.spec, how, sizes=_SIZES)
+
+    return first
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_neg().resolve_conj().clone(memory_format=torch.contiguous_format)
+
+
+def _altered(call: Call, before: Call) -> list[bool]:
+    """Which tensors were written to."""
+    return [not same_bits(a, b) for a, b in zip(call.tensors(), before.tensors(), strict=True)]
+
+
+def _as_contiguous(subject: Subject, case: Case) -> None:
+    if all(tensor.layout == "contiguous" for tensor in case.tensors()):
+        return
+    before = case.make(subject.device).map(_dense)
+    plain = subject.call(before.map(torch.clone))
+    written = _altered(plain.call, before)
+    if any(w and t.layout not in WRITABLE for w, t in zip(written, case.tensors(), strict=True)):
+        return
+    lying = [f"{at} {t.layout}" for at, t in enumerate(case.tensors()) if t.layout != "contiguous"]
+    _same(subject, case, subject.run(case), plain, before, f"where tensor {' and '.join(lying)}")
+
+
+def _same(subject: Subject, case: Case, got: Outcome, plain: Outcome, before: Call, where: str) -> None:
+    """Compare results, and what was written to, with those of contiguous copies.
+
+    Raises:
+        Violation: they differ by more than another order of the same sums explains.
+    """
+    if len(got.results) != len(plain.results):
+        raise Violation(f"{where}: it returns {len(got.results)} values, and {len(plain.results)} of contiguous copies")
+    for pair in _pairs(got, plain):
+        if not isinstance(pair.got, torch.Tensor) or not isinstance(pair.own, torch.Tensor):
+            continue
+        if pair.got.shape != pair.own.shape or pair.got.dtype != pair.own.dtype:
+            raise Violation(
+                f"{pair.name} is {described(pair.got)} {where}, and {described(pair.own)} of contiguous copies"
+            )
+        found = steadily(subject, case, pair, plain, before)
+        if found:
+            raise Violation(f"{pair.name} differs {where}: {found}")
+
+
+def _pairs(got: Outcome, plain: Outcome) -> Iterator[Pair]:
+    for at, both in enumerate(zip(got.results, plain.results, strict=True)):
+        yield Pair(f"result {at}", ("result", at), *both)
+    for at, both in enumerate(zip(got.call.tensors(), plain.call.tensors(), strict=True)):
+        yield Pair(f"argument tensor {at} afterwards", ("argument", at), *both)
+
+
+def _partners(case: Case) -> list[tuple[int, int]]:
+    """Pairs of tensors that one tensor could be passed for."""
+    numbered = list(enumerate(case.tensors()))
+    pairs = itertools.combinations(numbered, 2)
+    return [(i, j) for (i, a), (j, b) in pairs if _alike(a, b) and a.shape == b.shape][:_PAIRS]
+
+
+def _alike(a: TensorCase, b: TensorCase) -> bool:
+    return (a.dtype, a.low, a.high) == (b.dtype, b.low, b.high)
+
+
+def _twice(subject: Subject, case: Case) -> None:
+    for first, second in _partners(case):
+        copies = _put(case, second, case.tensors()[first])
+        once = _put(case, second, dataclasses.replace(case.tensors()[first], same_as=first))
+        before = copies.make(subject.device)
+        plain = subject.run(copies)
+        if any(_altered(plain.call, before)):
+            continue
+        where = f"where tensors {first} and {second} are the same tensor"
+        _same(subject, copies, subject.run(once), plain, before, where)
+
+
+def _put(case: Case, number: int, tensor: TensorCase) -> Case:
+    return case.map(lambda at, each: tensor if at == number else each)
+
+
+def _shared(subject: Subject, case: Case) -> None:
+    tensors = case.tensors()
+    numbered = itertools.combinations(range(len(tensors)), 2)
+    for first, second in [(i, j) for i, j in numbered if _alike(tensors[i], tensors[j])][:_PAIRS]:
+        for overlap in (False, True):
+            _one_storage(subject, case, first, second, overlap)
+
+
+def _one_storage(subject: Subject, case: Case, first: int, second: int, overlap: bool) -> None:
+    one, other = case.tensors()[first], case.tensors()[second]
+    sizes = [torch.Size(each.shape).numel() for each in (one, other)]
+    start = sizes[0] // 2 if overlap else sizes[0]
+    if overlap and (not start or not sizes[1]):
+        return
+    memory = fill(max(sizes[0], start + sizes[1]), one.dtype, one.fill, one.seed, one.low, one.high).to(subject.device)
+    views = {first: memory[: sizes[0]].view(one.shape), second: memory[start : start + sizes[1]].view(other.shape)}
+    call = case.make(subject.device)
+    numbers = {id(tensor): at for at, tensor in enumerate(call.tensors())}
+    shared = call.map(lambda tensor: views.get(numbers[id(tensor)], tensor))
+    before = shared.map(_dense)
+    plain = subject.call(before.map(torch.clone))
+    if any(_altered(plain.call, before)):
+        return
+    how = "overlap in" if overlap else "lie side by side in"
+    _same(subject, case, subject.call(shared), plain, before, f"where tensors {first} and {second} {how} one storage")
+
+
+def _one_alone(subject: Subject) -> str:
+    return "" if len(subject.spec.tensors()) > 1 else "there are no two tensors"
+
+
+def _any(subject: Subject) -> str:
+    return "" if subject.spec.tensors() else "there is no tensor"
+
+
+def _none_written(subject: Subject) -> str:
+    return _one_alone(subject) or (
+        "" if subject.functional else "it writes to an argument: no other may share its memory"
+    )
+
+
+_STRIDES = _layouts("transposed", "strided", "reversed", "channels_last")
+_VIEWS = _layouts("offset", "padded", "negated")
+_EXPANDED = _layouts("expanded", "expanded_last", "overlapping")
+
+PROPERTIES = (
+    Property(
+        "layout.strides",
+        rule="Transposed, strided and channels-last arguments give what contiguous copies of them give.",
+        defect="strides that are taken for granted, strides of the wrong argument or dimension",
+        check=_as_contiguous,
+        cases=_drawn(_STRIDES),
+        first=_swept(_STRIDES),
+        skip=_any,
+        cost=0.0006,
+    ),
+    Property(
+        "layout.views",
+        rule="So do views that begin in the middle of a storage, rows with gaps between, and torch's lazy minus.",
+        defect="a storage offset that is forgotten, aligned loads of what is not aligned, a row length for a row stride",
+        check=_as_contiguous,
+        cases=_drawn(_VIEWS),
+        first=_swept(_VIEWS),
+        skip=_any,
+        cost=0.0006,
+    ),
+    Property(
+        "layout.expanded",
+        rule="So do tensors whose elements share memory, where the operator does not write to them.",
+        defect="a stride of zero that is read as a dense one, elements that overlap",
+        check=_as_contiguous,
+        cases=_drawn(_EXPANDED),
+        first=_swept(_EXPANDED),
+        skip=_any,
+        cost=0.0006,
+    ),
+    Property(
+        "layout.same_tensor",
+        rule="The same tensor in two places gives what two copies of it give.",
+        defect="a workspace in an argument's memory, a shortcut where two pointers are equal",
+        check=_twice,
+        cases=_drawn(_PLAIN),
+        first=_swept(_PLAIN),
+        skip=_none_written,
+        share=0.5,
+        cost=0.0008,
+    ),
+    Property(
+        "layout.shared_storage",
+        rule="Views of one storage, side by side or overlapping, give what copies give.",
+        defect="reads past the end that find a neighbour, data that is taken by storage rather than by tensor",
+        check=_shared,
+        cases=_drawn(_PLAIN),
+        first=_swept(_PLAIN),
+        skip=_none_written,
+        share=0.5,
+        cost=0.0012,
+    ),
+)

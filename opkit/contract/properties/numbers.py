@@ -4,12 +4,33 @@
 
 from __future__ import annotations
 
-import torch
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
 
-from opkit.contract.cases import Case
-from opkit.contract.outcome import first_difference
-from opkit.contract.prop import Property, Violation
+import torch
+from hypothesis.strategies import SearchStrategy
+
+from opkit.contract.cases import Call, Case
+from opkit.contract.compared import Judge, Pair, pairs
+from opkit.contract.exact import Expected, expected
+from opkit.contract.fills import EXTREME, NUMERIC, ORDINARY
+from opkit.contract.outcome import Outcome, described
+from opkit.contract.prop import Property, Refusal, Remark, Violation
+from opkit.contract.special import excused, flushed, zero_signs
+from opkit.contract.specs import Drawing
 from opkit.contract.subject import Subject
+from opkit.contract.sweep import Sweep
+from opkit.errors import OpkitError
+
+_SMALL = (0, 1, 2, 3, 4, 7, 8, 9, 17)
+_NONE = (0, 1, 3, 2)
+_ENDS = (1, 2, 3, 5, 8, 17)
+_DELIBERATE = (TypeError, ValueError, NotImplementedError, OpkitError)
+_ASKS = re.compile(r"expect|must be|should|support|only|require|not implemented|contiguous|dtype", re.IGNORECASE)
+_FLUSHED = ("denormal", "special", "tiny")
 
 
 def needs_reference(subject: Subject) -> str:
@@ -17,19 +38,218 @@ def needs_reference(subject: Subject) -> str:
     return "" if subject.reference is not None else "there is no reference"
 
 
-def _reference(subject: Subject, case: Case) -> None:
-    ours, expected = subject.run(case), subject.expect(case)
-    for number, (a, b) in enumerate(zip(ours.tensors(), expected.tensors(), strict=True)):
-        if a.shape != b.shape or not torch.allclose(a.double(), b.double(), rtol=1e-2, atol=1e-2, equal_nan=True):
-            raise Violation(f"output {number} differs from the reference's at {first_difference(a, b)}")
+def _drawn(how: Drawing) -> Any:
+    def cases(subject: Subject) -> SearchStrategy[Case]:
+        return subject.spec.cases(how)
 
+    return cases
+
+
+def _swept(how: Drawing, **sizes: Any) -> Any:
+    def first(subject: Subject) -> Sweep:
+        return Sweep(subject.spec, how, **sizes)
+
+    return first
+
+
+def _wanted(found: Expected, got: Outcome) -> Outcome:
+    """What the reference gives in its dtype; where it has none for that, its exact results in the operator's dtypes."""
+    if found.own is not None:
+        return found.own
+    assert found.exact is not None
+
+    def cast(exact: Any, ours: Any) -> Any:
+        both = isinstance(exact, torch.Tensor) and isinstance(ours, torch.Tensor)
+        return exact.to(ours.dtype) if both else exact
+
+    if len(found.exact.results) != len(got.results):
+        return found.exact
+    return Outcome(got.call, tuple(map(cast, found.exact.results, got.results)), None)
+
+
+def compare(subject: Subject, case: Case, **how: Any) -> None:
+    """Run the operator and the reference, and compare all that they return and write to.
+
+    Raises:
+        Violation: they differ by more than right kernels do.
+        Remark: the reference cannot be run in float64.
+    """
+    found = expected(subject, case)
+    got = subject.run(case)
+    judge = Judge(subject, case, found, **how)
+    for pair in pairs(subject, got, _wanted(found, got), case):
+        judge.ask(pair)
+    if found.exact is None:
+        raise Remark(f"the reference was compared in its own dtype: in float64 it cannot be run ({found.why})")
+
+
+def _reference(subject: Subject, case: Case) -> None:
+    compare(subject, case)
+
+
+def _extreme(subject: Subject, case: Case) -> None:
+    flushes = any(tensor.fill in _FLUSHED for tensor in case.tensors())
+
+    def alternates(pair: Pair) -> Iterator[Any]:
+        if flushes:
+            yield pair.of(flushed(subject, case))
+
+    excuse = functools.partial(excused, subject, case)
+    compare(subject, case, floor=_floor(case), alternates=alternates, excused=excuse)
+    zero_signs(subject, case)
+
+
+def _floor(case: Case) -> float:
+    """What may be flushed to zero: the dtypes whose arithmetic is float32's or float64's have the same exponents."""
+    found = [torch.finfo(t.dtype).smallest_normal for t in case.tensors() if t.differentiable and t.dtype.itemsize != 1]
+    return min(found, default=0.0)
+
+
+def _empty(subject: Subject, case: Case) -> None:
+    if not any(0 in tensor.shape or not tensor.shape for tensor in case.tensors()):
+        return
+    sizes = [leaf.numel() for leaf in subject.expect(case).tensors()]
+    del_me = [torch.full((max(size, 1),), float("nan")) for size in sizes for _ in range(2)]
+    del del_me  # memory that is handed out next holds no zeros by chance
+    compare(subject, case)
+
+
+def _has_integers(subject: Subject) -> str:
+    found = [d for each in subject.spec.tensors() for d in each.dtypes or ()]
+    exact = any(not (dtype.is_floating_point or dtype.is_complex) for dtype in found)
+    return needs_reference(subject) or ("" if exact else "no argument is of an integer dtype")
+
+
+def _integers(subject: Subject, case: Case) -> None:
+    if any(not tensor.differentiable and tensor.dtype != torch.bool for tensor in case.tensors()):
+        compare(subject, case)
+        compare(subject, case.map(_at_the_ends))
+
+
+def _at_the_ends(number: int, tensor: Any) -> Any:
+    return tensor if tensor.differentiable else dataclasses.replace(tensor, fill="edges")
+
+
+def _has_scalars(subject: Subject) -> str:
+    drawn = [each for each in (*subject.spec.args, *dict(subject.spec.kwargs).values()) if _varies(each)]
+    return needs_reference(subject) or ("" if drawn else "no argument beside tensors varies, and none is optional")
+
+
+def _varies(item: Any) -> bool:
+    if isinstance(item, (list, tuple)):
+        return any(map(_varies, item))
+    return isinstance(item, SearchStrategy) or getattr(item, "optional", False)
+
+
+def _dtypes(subject: Subject, case: Case) -> None:
+    wanted, got = subject.expect(case), subject.run(case)
+    for number, (ours, theirs) in enumerate(zip(got.results, wanted.results, strict=False)):
+        both = isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
+        if both and ours.dtype != theirs.dtype:
+            raise Violation(f"result {number} is {described(ours)}, and the reference's is {described(theirs)}")
+
+
+def _accepts(subject: Subject, case: Case) -> None:
+    refusal = _refusal(subject, case.make(subject.device), subject.function)
+    reference = _refusal(subject, case.make(subject.device), subject.reference)
+    if refusal is None and reference is not None:
+        raise Remark(f"it gives a result where the reference raises {reference}")
+    if refusal is None or reference is not None:
+        return
+    said = f"it raises {refusal}, and the reference gives a result"
+    raise Remark(said) if _deliberate(refusal.error) else Violation(said)
+
+
+def _refusal(subject: Subject, call: Call, function: Any) -> Refusal | None:
+    try:
+        subject.call(call, function)
+    except Refusal as refusal:
+        return refusal
+    return None
+
+
+def _deliberate(error: BaseException) -> bool:
+    """Whether the author of the operator, or torch for a dtype, says that it does not take this."""
+    said = isinstance(error, RuntimeError) and _ASKS.search(str(error)) is not None
+    return isinstance(error, _DELIBERATE) or (said and type(error) is RuntimeError)
+
+
+_NUMERIC = Drawing(fills=NUMERIC)
+_FORGOTTEN = Drawing(fills=EXTREME, largest=65, elements=1024)
+_FEW = Drawing(fills=ORDINARY, largest=17, elements=512)
+_NOTHING = Drawing(fills=("normal", "ones"), largest=3)
 
 PROPERTIES = (
     Property(
-        "numbers.reference",
-        rule="Results are the reference's, to the rounding of their dtype.",
-        defect="a wrong formula, a dropped term, swapped operands",
-        check=_reference,
+        "numbers.accepts",
+        rule="It gives a result wherever the reference does, or says in plain words that it does not.",
+        defect="an index error on an empty tensor, a division by a size of zero, an assertion about a size",
+        check=_accepts,
         skip=needs_reference,
+        first=_swept(_FEW, sizes=_SMALL),
+        cost=0.0004,
+    ),
+    Property(
+        "numbers.dtypes",
+        rule="Results have the dtypes of the reference's, for every dtype and mixture of dtypes.",
+        defect="float32 results from 16-bit arguments, a result in the dtype of the wrong argument",
+        check=_dtypes,
+        cases=_drawn(_FEW),
+        first=_swept(_FEW, sizes=_ENDS),
+        skip=needs_reference,
+        share=0.5,
+        cost=0.0005,
+    ),
+    Property(
+        "numbers.reference",
+        rule="Results, and arguments that are written to, are the reference's in float64, to what rounding explains.",
+        defect="a wrong formula, a dropped term, swapped operands, a wrong tail, a sum in too narrow a dtype",
+        check=_reference,
+        cases=_drawn(_NUMERIC),
+        first=_swept(_NUMERIC),
+        skip=needs_reference,
+        cost=0.001,
+    ),
+    Property(
+        "numbers.empty",
+        rule="Tensors of no elements and of no dimensions are right too: a sum of nothing is 0.",
+        defect="uninitialised results where a loop does not run, a wrong shape, a division by a size of zero",
+        check=_empty,
+        cases=_drawn(_NOTHING),
+        first=_swept(_NOTHING, sizes=_NONE),
+        skip=needs_reference,
+        share=0.5,
+        cost=0.001,
+    ),
+    Property(
+        "numbers.integers",
+        rule="Integers are exact, and wrap around at the ends of their dtype as the reference's do.",
+        defect="integers that pass through float, a narrower accumulator, saturation",
+        check=_integers,
+        cases=_drawn(_FEW),
+        first=_swept(Drawing(largest=1025), sizes=(*_ENDS, 1025)),
+        skip=_has_integers,
+        share=0.5,
+        cost=0.001,
+    ),
+    Property(
+        "numbers.scalars",
+        rule="Every value of an argument that is no tensor counts, and optional tensors may be left out.",
+        defect="a flag that is ignored, a default in the place of the argument, a special case at 0 or 1",
+        check=_reference,
+        cases=_drawn(_FEW),
+        first=_swept(_FEW, sizes=_ENDS),
+        skip=_has_scalars,
+        cost=0.001,
+    ),
+    Property(
+        "numbers.extreme",
+        rule="NaN, infinities, signed zeros, denormals, huge and tiny numbers come out as the reference's do.",
+        defect="a lost NaN, an overflow on the way to a result that is none, a softmax without its maximum",
+        check=_extreme,
+        cases=_drawn(_FORGOTTEN),
+        first=_swept(_FORGOTTEN, sizes=(3, 1, 2, 17, 33, 64, 8)),
+        skip=needs_reference,
+        cost=0.0012,
     ),
 )
