@@ -42,6 +42,7 @@ class _Log:
     refused: list[tuple[Case, str]] = dataclasses.field(default_factory=list)
     remarks: dict[str, None] = dataclasses.field(default_factory=dict)
     failure: tuple[Case, str] | None = None
+    longest: float = 0.0
 
 
 def search(
@@ -51,6 +52,7 @@ def search(
     seed: int = 0,
     seconds: float = float("inf"),
     database: Path | None = None,
+    left: float = float("inf"),
 ) -> Found:
     """Look for a case that breaks the property.
 
@@ -61,6 +63,7 @@ def search(
         seed: of the search; equal seeds search alike.
         seconds: after which the search ends with what it has, in the middle of shrinking too.
         database: a folder where failing cases are kept, to be tried first the next time.
+        left: seconds until no case may run any more: one that would take as long as the longest yet is not begun.
     """
     started = time.monotonic()
     reason = prop.skip(subject)
@@ -69,7 +72,7 @@ def search(
     log = _Log()
     count = max(prop.least, round(max_examples * prop.share))
     try:
-        cut_short = _explore(prop, subject, count, seed, started + seconds, database, log)
+        cut_short = _explore(prop, subject, count, seed, started + seconds, started + left, database, log)
     except NotApplicable as reason_found:
         return Found(tuple(log.tried), skipped=str(reason_found), seconds=time.monotonic() - started)
     except Exception as error:  # of the property itself, or of torch where no refusal was expected
@@ -81,7 +84,14 @@ def search(
 
 
 def _explore(
-    prop: Property, subject: Subject, count: int, seed: int, deadline: float, database: Path | None, log: _Log
+    prop: Property,
+    subject: Subject,
+    count: int,
+    seed: int,
+    deadline: float,
+    end: float,
+    database: Path | None,
+    log: _Log,
 ) -> bool:
     """Run Hypothesis; whether time ran out."""
 
@@ -89,9 +99,13 @@ def _explore(
     @hypothesis.settings(**_settings(count, database))
     @hypothesis.given(prop.cases(subject))
     def attempt(case: Case) -> None:
-        if time.monotonic() > deadline:
+        started = time.monotonic()
+        if started > deadline or started + log.longest > end:
             raise _OutOfTime
-        _ask(prop, subject, case, log)
+        try:
+            _ask(prop, subject, case, log)
+        finally:
+            log.longest = max(log.longest, time.monotonic() - started)
 
     _key(attempt, f"{subject.name} {prop.name}")
     try:
