@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 _HEADINGS = ("operator", "", "failed", "held", "skipped", "examples", "seconds")
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 _INTERRUPTED = 130
+_VERDICTS = {
+    (True, True): "[green]holds[/green]",
+    (False, True): "[yellow]not asked[/yellow]",
+    (False, False): "[bold red]fails[/bold red]",
+}
 
 
 def check(
@@ -74,6 +79,7 @@ class _Results:
     reports: list[Report] = dataclasses.field(default_factory=list)
     not_checked: dict[str, str] = dataclasses.field(default_factory=dict)
     interrupted: bool = False
+    broken: bool = False
 
 
 # ---- what is asked for -----------------------------------------------------------------------------------------------
@@ -140,6 +146,7 @@ def _part(shown: Callable[[str, float], None], name: str, number: int, count: in
 
 
 def _one(target: Target, options: dict[str, Any], named: bool, results: _Results) -> None:
+    from opkit.contract import packages
     from opkit.contract.checking import check
     from opkit.contract.run import Interrupted
 
@@ -148,20 +155,24 @@ def _one(target: Target, options: dict[str, Any], named: bool, results: _Results
     except errors.ArgumentError as error:
         if named:
             raise
-        results.not_checked[target.name] = str(error)
+        hint = f" {packages.DECLARATION} in its module says so for opkit check."
+        results.not_checked[target.name] = str(error).removeprefix(f"{target.name}: ") + hint
     except Interrupted as interrupt:
         results.interrupted = True
-        results.reports.append(interrupt.report)
+        results.reports.append(dataclasses.replace(interrupt.report, name=target.name))
     except KeyboardInterrupt:
         results.interrupted = True
+    except Exception as error:  # a mistake in the check or in a spec; the other operators are checked all the same
+        results.broken = True
+        results.not_checked[target.name] = f"the check itself ended with {type(error).__name__}: {error}"
 
 
 def _status(results: _Results) -> int:
     if results.interrupted:
         return _INTERRUPTED
-    if not results.reports:
+    if not results.reports and not results.broken:
         return 2
-    return 0 if all(report.ok for report in results.reports) else 1
+    return 1 if results.broken or not all(report.ok for report in results.reports) else 0
 
 
 # ---- telling ---------------------------------------------------------------------------------------------------------
@@ -197,10 +208,10 @@ def _told(results: _Results, verbose: bool, scripts: dict[tuple[str, str], Path]
     if results.reports:
         yield terminal.table(_HEADINGS, [_row(report) for report in results.reports])
     for report in results.reports:
+        if verbose:
+            yield _Plain(f"\n{_lines(str(report))}")
         for failure in report.failures:
             yield _Plain("\n" + _failure(report, failure, scripts.get((report.name, failure.property)), verbose))
-        if verbose:
-            yield _Plain(f"\n{_lines(report)}")
     for name, reason in results.not_checked.items():
         yield _Plain(f"\nnot checked: {printable(name)}: {printable(reason)}")
     if results.interrupted:
@@ -208,17 +219,18 @@ def _told(results: _Results, verbose: bool, scripts: dict[tuple[str, str], Path]
 
 
 def _row(report: Report) -> tuple[str, ...]:
-    verdict = "[green]holds[/green]" if report.ok else "[bold red]fails[/bold red]"
+    verdict = _VERDICTS[report.ok and bool(report.passed), report.ok]
     counts = (len(report.failures), len(report.passed), len(report.skipped), report.examples)
     return escape(printable(report.name)), verdict, *(f"{count:,}" for count in counts), f"{report.seconds:.1f}"
 
 
 def _failure(report: Report, failure: Failure, script: Path | None, verbose: bool) -> str:
-    lines = [f"{report.name} breaks {failure}"]
+    lines = (
+        [f"A script that shows {failure.property}:", failure.repro] if verbose else [f"{report.name} breaks {failure}"]
+    )
     lines += [f"  This script shows it: {script}"] if script is not None else []
-    lines += ["", failure.repro] if verbose else []
-    return "\n".join(map(printable, "\n".join(lines).splitlines()))
+    return _lines("\n".join(lines))
 
 
-def _lines(report: Report) -> str:
-    return "\n".join(map(printable, str(report).splitlines()))
+def _lines(text: str) -> str:
+    return "\n".join(map(printable, text.splitlines()))

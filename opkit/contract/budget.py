@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from opkit.contract.prop import Property
+from opkit.contract.search import Found
 
 _COMPILES = "compile"
 _COMPILER = "torch._inductor.compile_fx"
@@ -26,10 +27,11 @@ class Budget:
         """Seconds until the end."""
         return self._end - time.monotonic()
 
-    def spent(self, prop: Property, cases: int, seconds: float) -> None:
+    def spent(self, prop: Property, found: Found) -> None:
         """Note what a property's cases took, to learn by how much this operator is slower than others."""
+        cases = len(found.tried)
         self._cases += cases
-        self._excess += max(0.0, seconds - cases * prop.cost)
+        self._excess += cases * max(0.0, found.case_seconds - prop.cost)
 
     def case(self, prop: Property) -> float:
         """Seconds that one case is expected to take: the property's own, what this operator adds, and imports."""

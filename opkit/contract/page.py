@@ -52,14 +52,16 @@ def _summary(reports: Sequence[Report]) -> Iterator[str]:
         counts = (len(report.failures), len(report.passed), len(report.skipped), report.examples)
         cells = "".join(f'<td class="number">{count:,}</td>' for count in counts)
         yield (
-            f'<tr><th scope="row"><a href="#op-{number}">{escape(report.name)}</a></th><td>{_verdict(report.ok)}</td>'
+            f'<tr><th scope="row"><a href="#op-{number}">{escape(report.name)}</a></th><td>{_verdict(report)}</td>'
             f'{cells}<td class="number">{report.seconds:.1f}</td></tr>'
         )
     yield "</tbody></table></div>"
 
 
-def _verdict(ok: bool) -> str:
-    return '<span class="good">holds</span>' if ok else '<span class="bad">fails</span>'
+def _verdict(report: Report) -> str:
+    if report.ok and not report.passed:
+        return '<span class="quiet">not asked</span>'
+    return '<span class="good">holds</span>' if report.ok else '<span class="bad">fails</span>'
 
 
 def _left_out(not_checked: Mapping[str, str]) -> Iterator[str]:
@@ -74,7 +76,7 @@ def _left_out(not_checked: Mapping[str, str]) -> Iterator[str]:
 
 
 def _operator(number: int, report: Report) -> Iterator[str]:
-    yield f'<section aria-labelledby="op-{number}">\n<h2 id="op-{number}">{escape(report.name)} {_verdict(report.ok)}</h2>'
+    yield f'<section aria-labelledby="op-{number}">\n<h2 id="op-{number}">{escape(report.name)} {_verdict(report)}</h2>'
     yield f"<p>{report.examples:,} distinct examples in {report.seconds:.1f} s, seed {report.seed}.</p>"
     for place, failure in enumerate(report.failures):
         yield from _failure(f"op-{number}-failure-{place}", failure)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from opkit.contract.repro import script
 from opkit.contract.search import Found, search
 from opkit.contract.subject import Subject, subject_of
 from opkit.errors import ArgumentError
+from opkit.op import torch_private as private
 
 _DATABASE = "check"
 _CRASHES = "memory.crash"
@@ -56,6 +58,8 @@ def run(
     started = time.monotonic()
     asked = chosen(properties, exclude)
     subject = subject_of(op, args, kwargs, reference, device)
+    if isinstance(op, private.CustomOpDef):
+        importlib.import_module("torch._dynamo")  # as torch does in its first call, which would seem a slow operator's
     folder = config.get().cache_dir / _DATABASE if database is True else database or None
     found: list[tuple[Property, Found]] = []
     with _undisturbed(), progress_of(progress, subject.name) as tell:
@@ -106,7 +110,7 @@ def _answers(
         done += budget.need(prop)
         seconds = budget.share([each for each in asked[number:] if not reasons[each.name]])
         found = _asked(prop, subject, max_examples, seed, seconds, budget, folder)
-        budget.spent(prop, len(found.tried), found.seconds)
+        budget.spent(prop, found)
         if prop.name == _CRASHES and found.failure:
             reasons |= {each.name: f"a call ends the process: see {_CRASHES}" for each in asked}
         yield prop, found

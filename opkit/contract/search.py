@@ -30,10 +30,15 @@ class Found:
     skipped: str = ""
     seconds: float = 0.0
     cut_short: bool = False
+    case_seconds: float = 0.0  # what one case took
 
 
 class _OutOfTime(BaseException):
     """Ends a search from within; Hypothesis passes what is no Exception through."""
+
+
+class _Ended(BaseException):
+    """Ends a search at once, with the reason; Hypothesis would look for a smaller example of any Exception."""
 
 
 @dataclasses.dataclass
@@ -42,7 +47,13 @@ class _Log:
     refused: list[tuple[Case, str]] = dataclasses.field(default_factory=list)
     remarks: dict[str, None] = dataclasses.field(default_factory=dict)
     failure: tuple[Case, str] | None = None
-    longest: float = 0.0
+    times: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def usual(self) -> float:
+        """Seconds that a case takes; the first pays for imports and caches, and is no measure where there are others."""
+        counted = self.times[1:] or self.times
+        return sum(counted) / len(counted) if counted else 0.0
 
 
 def search(
@@ -63,7 +74,7 @@ def search(
         seed: of the search; equal seeds search alike.
         seconds: after which the search ends with what it has, in the middle of shrinking too.
         database: a folder where failing cases are kept, to be tried first the next time.
-        left: seconds until no case may run any more: one that would take as long as the longest yet is not begun.
+        left: seconds until no case may run any more: one that would not end in time is not begun.
     """
     started = time.monotonic()
     reason = prop.skip(subject)
@@ -73,14 +84,13 @@ def search(
     count = max(prop.least, round(max_examples * prop.share))
     try:
         cut_short = _explore(prop, subject, count, seed, started + seconds, started + left, database, log)
-    except NotApplicable as reason_found:
+    except _Ended as reason_found:
         return Found(tuple(log.tried), skipped=str(reason_found), seconds=time.monotonic() - started)
     except Exception as error:  # of the property itself, or of torch where no refusal was expected
         reason = f"could not be asked: {type(error).__name__}: {error}"
         return Found(tuple(log.tried), skipped=reason, seconds=time.monotonic() - started)
-    return Found(
-        tuple(log.tried), tuple(log.refused), tuple(log.remarks), log.failure, "", time.monotonic() - started, cut_short
-    )
+    spent = time.monotonic() - started
+    return Found(tuple(log.tried), tuple(log.refused), tuple(log.remarks), log.failure, "", spent, cut_short, log.usual)
 
 
 def _explore(
@@ -100,12 +110,12 @@ def _explore(
     @hypothesis.given(prop.cases(subject))
     def attempt(case: Case) -> None:
         started = time.monotonic()
-        if started > deadline or started + log.longest > end:
+        if started > deadline or (len(log.times) > 1 and started + log.usual > end):
             raise _OutOfTime
         try:
             _ask(prop, subject, case, log)
         finally:
-            log.longest = max(log.longest, time.monotonic() - started)
+            log.times.append(time.monotonic() - started)
 
     _key(attempt, f"{subject.name} {prop.name}")
     try:
@@ -130,6 +140,8 @@ def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
         hypothesis.reject()
     except Remark as remark:
         log.remarks[str(remark)] = None
+    except NotApplicable as reason:
+        raise _Ended(str(reason)) from reason
     except Violation as violation:
         log.failure = (case, str(violation))
         raise
