@@ -2,6 +2,7 @@
 
 from opkit.contract.fills import FILLS as FILLS
 from opkit.contract.layouts import LAYOUTS as LAYOUTS
+from opkit.contract.plugin import contract as contract
 from opkit.contract.sizes import shapes as shapes
 from opkit.contract.specs import tensor as tensor
 from opkit.op.triton.interpreter import Interpreter as Interpreter

@@ -215,7 +215,10 @@ def _aliasing(subject: Subject, case: Case) -> None:
     if len(real.results) != len(fake.results):
         return
     ours, told = (fakes.shared_memory(fakes.named_tensors(each)) for each in (real, fake))
-    for pairs, which, other in ((ours - told, "the kernel's", "the fake's"), (told - ours, "the fake's", "the kernel's")):
+    for pairs, which, other in (
+        (ours - told, "the kernel's", "the fake's"),
+        (told - ours, "the fake's", "the kernel's"),
+    ):
         if pairs:
             first, second = min(pairs)
             raise Violation(f"{first} and {second} share memory in {which} results, and not in {other}. {_REPAIR}.")
