@@ -57,7 +57,7 @@ def run(
 
 
 def _chosen(wanted: Iterable[str] | None, exclude: Iterable[str]) -> list[Property]:
-    """The properties that were asked for, the cheap ones first."""
+    """The properties that were asked for: whether calls end the process, and then the cheap ones first."""
     names = {name for prop in table.PROPERTIES for name in (prop.name, prop.group)}
     unknown = [name for name in [*(wanted or ()), *exclude] if name not in names]
     if unknown:
@@ -65,7 +65,7 @@ def _chosen(wanted: Iterable[str] | None, exclude: Iterable[str]) -> list[Proper
         raise ArgumentError(f"opkit.check: there is no property {unknown[0]!r}. There are: {known}.")
     left_out = set(exclude)
     chosen = [p for p in table.PROPERTIES if wanted is None or {p.name, p.group} & set(wanted)]
-    return sorted((p for p in chosen if not {p.name, p.group} & left_out), key=lambda p: p.cost)
+    return sorted((p for p in chosen if not {p.name, p.group} & left_out), key=lambda p: (p.name != _CRASHES, p.cost))
 
 
 def _share(rest: Sequence[Property], deadline: float) -> float:
