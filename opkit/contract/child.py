@@ -62,11 +62,15 @@ class Worker:
 
     Args:
         question: asked in the child, of each case; what it returns is told as text.
+
+    Attributes:
+        asked: how many cases the latest child was asked about.
     """
 
     def __init__(self, question: Callable[[Case], object]) -> None:
         self.question = question
         self._life: _Life | None = None
+        self.asked = 0
 
     def ask(self, case: Case, seconds: float = SECONDS, fresh: bool = False) -> str:
         """What the question returns, as text; ``fresh`` asks a new child, which has answered for no other case.
@@ -76,6 +80,7 @@ class Worker:
             Violation: so did the question, in the child. The same of ``Refusal``, ``Remark`` and ``NotApplicable``.
             RuntimeError: the question raised something else.
         """
+        self.asked += 1
         if fresh:
             return in_child(lambda: self.question(case), seconds)
         try:
@@ -83,7 +88,7 @@ class Worker:
         except wire.Unwritten:
             return in_child(lambda: self.question(case), seconds)
         if self._life is None or not self._life.send(line):
-            self._life = _Life(self._serve)
+            self._life, self.asked = _Life(self._serve), 1
             self._life.send(line)
         try:
             return self._life.answer(seconds)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from opkit.contract import child, heap
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from opkit.contract.subject import Subject
 
 _PATIENCE = 30.0  # seconds after which a call that computes all the time is taken for one that never returns
-_SHORT = 2.0  # seconds for a call, once another has not returned
-_MOST_HUNG = 8  # calls that do not return; a smaller example is not worth more time
+_SHORT = 0.5  # seconds for a call, once another has not returned
+_MOST_HUNG, _MOST_CRASHED = 24, 100  # calls; a still smaller example is not worth more time
 _MANY = 30  # calls that bring to light what one has damaged
 
 
@@ -28,7 +29,9 @@ class Crashes:
         self._subject = subject
         self._calls = 2
         self._seconds = child.SECONDS
+        self._slowest = 0.0
         self._hung: set[str] = set()
+        self._crashed: dict[str, str] = {}
         self._worker = Worker(self._survive)
 
     def check(self, case: Case) -> None:
@@ -41,8 +44,12 @@ class Crashes:
         """
         if str(case) in self._hung:
             raise _never()
+        if str(case) in self._crashed:
+            raise Violation(self._crashed[str(case)])
+        started = time.monotonic()
         try:
             self._worker.ask(case, self._seconds)
+            self._slowest = max(self._slowest, time.monotonic() - started)
         except Ended as ended:
             self._hanging(case, ended) if ended.hung else self._crashing(case, ended)
 
@@ -53,20 +60,26 @@ class Crashes:
         heap.inspect()
 
     def _crashing(self, case: Case, ended: Ended) -> None:
-        try:
-            self._worker.ask(case, _PATIENCE, fresh=True)
-        except Ended as again:
-            raise Violation(f"the call {again}") from ended
-        except Refusal:
-            pass
+        if len(self._crashed) < _MOST_CRASHED:
+            self._crashed[str(case)] = self._blame(case, ended)
+            raise Violation(self._crashed[str(case)]) from ended
+
+    def _blame(self, case: Case, ended: Ended) -> str:
+        """Whether the case by itself ends the process, or what earlier ones have damaged."""
+        if self._worker.asked == 1 or (again := self._ending(case)):
+            return f"the call {ended}"
         self._calls = _MANY  # from now on, each case has to show by itself what it damages
+        again = self._ending(case)
+        return f"one of {_MANY} equal calls {again}" if again else f"after other calls, the call {ended}"
+
+    def _ending(self, case: Case) -> str:
         try:
             self._worker.ask(case, _PATIENCE, fresh=True)
         except Ended as again:
-            raise Violation(f"one of {_MANY} equal calls {again}") from ended
+            return str(again)
         except Refusal:
-            pass
-        raise Violation(f"after other calls, the call {ended}") from ended
+            return ""
+        return ""
 
     def _hanging(self, case: Case, ended: Ended) -> None:
         if len(self._hung) >= _MOST_HUNG:
@@ -85,14 +98,14 @@ class Crashes:
                 raise Violation(f"the call {again}") from again
             if not again.busy and _returns_here(self._subject, case):
                 raise NotApplicable("a call returns here, and does not in a forked process") from again
-            self._seconds = _SHORT
+            self._seconds = max(_SHORT, 10 * self._slowest)
             return
         self._seconds = _PATIENCE
         raise Refusal(TimeoutError(f"a call takes more than {child.SECONDS:g} s"))
 
 
 def _never() -> Violation:
-    return Violation(f"the call did not return (for {_PATIENCE:g} s, or {_SHORT:g} s once one had not)")
+    return Violation(f"the call did not return: one was given {_PATIENCE:g} s, and others less once it was clear")
 
 
 def _returns_here(subject: Subject, case: Case) -> bool:

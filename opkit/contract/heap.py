@@ -12,7 +12,7 @@ import platform
 from collections.abc import Generator
 
 _PERTURB = -6  # M_PERTURB of malloc.h
-_CACHED = range(24, 1033, 16)  # sizes of which each thread keeps freed blocks, which are handed out as they were left
+_CACHED = range(24, 521, 16)  # of the sizes of which each thread keeps freed blocks, to hand them out as they were left
 _KEPT = 7  # of each size
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 

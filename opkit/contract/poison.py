@@ -36,9 +36,8 @@ def _apart(a: object, b: object) -> str:
 
 
 def dependence(case: Case, bytes_: tuple[int, ...], run: Callable[[int], Outcome]) -> str:
-    """How results depend on which of ``bytes_`` memory held, or ""; also "" where they differ with nothing changed."""
+    """How results depend on which of ``bytes_`` memory held, or ""; also "" where equal calls differ."""
     first = run(bytes_[0])
-    if difference(case, first, run(bytes_[0])):
-        return ""  # not deterministic, which is another property's business
-    found = (difference(case, first, run(byte)) for byte in bytes_[1:])
-    return next((each for each in found if each), "")
+    found = next(filter(None, (difference(case, first, run(byte)) for byte in bytes_[1:])), "")
+    varies = found and difference(case, first, run(bytes_[0]))
+    return "" if varies else found

@@ -124,7 +124,8 @@ def _report(subject: Subject, found: list[tuple[Property, Found]], seconds: floa
                 )
             )
         else:
-            passed.append(_passed(prop, each))
+            held = _passed(prop, each)
+            (skipped if isinstance(held, Skipped) else passed).append(held)
     return Report(subject.name, tuple(failures), tuple(passed), tuple(skipped), len(examples), seconds, seed)
 
 

@@ -109,6 +109,7 @@ def _explore(
 
 def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
     log.tried[str(case)] = None
+    found = ""
     try:
         prop.check(subject, case)
     except Refusal as refusal:
@@ -117,8 +118,12 @@ def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
     except Remark as remark:
         log.remarks[str(remark)] = None
     except Violation as violation:
-        log.failure = (case, str(violation))
-        raise
+        found = str(violation)
+    if (
+        found
+    ):  # raised in one place: Hypothesis takes failures of different places for different bugs, and shrinks one of them
+        log.failure = (case, found)
+        raise Violation(found)
 
 
 def _settings(count: int, database: Path | None) -> dict[str, Any]:
@@ -127,6 +132,9 @@ def _settings(count: int, database: Path | None) -> dict[str, Any]:
         "database": None if database is None else DirectoryBasedExampleDatabase(database),
         "deadline": None,
         "derandomize": False,
+        "phases": [
+            phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain
+        ],  # it traces every line
         "print_blob": False,
         "report_multiple_bugs": False,
         "suppress_health_check": list(hypothesis.HealthCheck),

@@ -137,7 +137,9 @@ def test_reading_past_the_end_of_a_workspace_is_found(fails):
 
 def forgets(x, condition=lambda x: True):
     result = torch.empty(x.shape)
-    result[..., : x.shape[-1] // 8 * 8 if condition(x) else None] = x[..., : x.shape[-1] // 8 * 8] if condition(x) else x
+    result[..., : x.shape[-1] // 8 * 8 if condition(x) else None] = (
+        x[..., : x.shape[-1] // 8 * 8] if condition(x) else x
+    )
     return result
 
 
@@ -174,7 +176,12 @@ def test_an_argument_that_takes_what_fresh_memory_held_is_found(fails):
 
 
 def test_a_reference_may_leave_a_result_unwritten(holds):
-    holds("memory.uninitialized", lambda x: (x + 1, torch.empty(3)), args=ROWS, reference=lambda x: (x + 1, torch.empty(3)))
+    holds(
+        "memory.uninitialized",
+        lambda x: (x + 1, torch.empty(3)),
+        args=ROWS,
+        reference=lambda x: (x + 1, torch.empty(3)),
+    )
 
 
 kept = []

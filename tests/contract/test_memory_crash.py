@@ -80,7 +80,7 @@ def test_a_damaged_heap_is_found(fails):
 def test_a_call_that_never_returns_is_found(fails, monkeypatch, wait):
     monkeypatch.setattr(crashes.child, "SECONDS", 0.5)
     monkeypatch.setattr(crashes, "_PATIENCE", 0.5)
-    monkeypatch.setattr(crashes, "_SHORT", 0.3)
+    monkeypatch.setattr(crashes, "_SHORT", 0.1)
     failure = fails("memory.crash", when(lambda x: x.shape[0] > 2, wait), args=ROWS)
     assert "did not return" in failure.message
     assert failure.args[0].shape[0] == 3
