@@ -168,6 +168,7 @@ def _explore(
 
 def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
     log.tried[str(case)] = None
+    found = ""
     try:
         prop.check(subject, case)
     except Refusal as refusal:
@@ -178,8 +179,12 @@ def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
     except NotApplicable as reason:
         raise _Ended(str(reason)) from reason
     except Violation as violation:
-        log.failure = (case, str(violation))
-        raise
+        found = str(violation)
+    if (
+        found
+    ):  # raised in one place: Hypothesis takes failures of different places for different bugs, and shrinks one of them
+        log.failure = (case, found)
+        raise Violation(found)
 
 
 def _settings(count: int, database: Path | None) -> dict[str, Any]:
@@ -188,6 +193,9 @@ def _settings(count: int, database: Path | None) -> dict[str, Any]:
         "database": None if database is None else DirectoryBasedExampleDatabase(database),
         "deadline": None,
         "derandomize": False,
+        "phases": [
+            phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain
+        ],  # it traces every line
         "print_blob": False,
         "report_multiple_bugs": False,
         "suppress_health_check": list(hypothesis.HealthCheck),
