@@ -39,7 +39,7 @@ def leaves(value: Any) -> tuple[Any, ...]:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's elements as bytes, in logical order: equal bits are equal, NaN and signed zeros included."""
-    plain = tensor.detach().resolve_neg().resolve_conj().contiguous().cpu()
+    plain = tensor.detach().resolve_neg().resolve_conj().clone(memory_format=torch.contiguous_format).cpu()
     return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
 
 
