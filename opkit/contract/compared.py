@@ -101,6 +101,7 @@ class Judge:
     case: Case
     wanted: Expected
     floor: float = 0.0
+    extreme: bool = False
     alternates: Callable[[Pair], Iterable[Any]] = lambda _: ()
     excused: Callable[[Pair], torch.Tensor | None] = lambda _: None
 
@@ -131,6 +132,7 @@ class Judge:
             lambda: spread(self._disturbed),
             lambda: spread(self._moved) if half or self._is_narrow else None,
             self.floor,
+            self.extreme,
         )
 
     @property
@@ -182,7 +184,7 @@ class Judge:
         """What is still wrong beside other results that are right as well."""
         for other in self.alternates(pair):
             if isinstance(other, torch.Tensor) and other.shape == pair.own.shape:
-                bad = bad & wrong(pair.got, Goal(other, _wide(other), floor=self.floor))
+                bad = bad & wrong(pair.got, Goal(other, _wide(other), floor=self.floor, extreme=self.extreme))
         excused = self.excused(pair)
         return bad if excused is None else bad & ~excused
 

@@ -167,7 +167,7 @@ class _Promoted(TorchDispatchMode):
             args = self._inputs(args, self.noise.longer(self._length(func, args)), name)
         out = func(*args, **kwargs)
         if disturbed:
-            self._disturb(out, name, self._length(func, args))
+            self._disturb(out, name, self._length(func, args), args)
         return out
 
     @staticmethod
@@ -187,7 +187,7 @@ class _Promoted(TorchDispatchMode):
 
         return pytree.tree_map_only(torch.Tensor, change, args)
 
-    def _disturb(self, out: Any, name: str, length: int) -> None:
+    def _disturb(self, out: Any, name: str, length: int, args: Any) -> None:
         noise = self.noise
         assert noise is not None
         for leaf in pytree.tree_leaves(out):
@@ -195,8 +195,17 @@ class _Promoted(TorchDispatchMode):
                 continue
             changed = leaf * noise.factor(leaf, noise.longer(length))
             if name in _EXACT_WHERE_REPRESENTABLE:
-                changed = torch.where(leaf == leaf.to(noise.dtype).double(), leaf, changed)
+                changed = torch.where(_kept(leaf, noise.dtype, name, args), leaf, changed)
             leaf.copy_(changed)
+
+
+def _kept(result: torch.Tensor, dtype: torch.dtype, name: str, args: Any) -> torch.Tensor:
+    """Where a step rounds nothing in ``dtype``: its result is representable, and nothing was lost of a smaller operand."""
+    fits = result == result.to(dtype).double()
+    if name in ("add", "sub") and all(isinstance(each, torch.Tensor) for each in args[:2]):
+        one, other = args[:2]
+        fits = fits & ((result - one).abs() == other.abs())
+    return fits
 
 
 def _integral(tensor: torch.Tensor) -> bool:
