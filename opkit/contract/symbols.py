@@ -81,9 +81,7 @@ class Trace:
         """The sizes, by tensor and dimension, that were symbols and are constants after the run."""
         return {
             (number, dim)
-            for number, (expressions, fake) in enumerate(
-                zip(self.arguments, self.outcome.call.tensors(), strict=True)
-            )
+            for number, (expressions, fake) in enumerate(zip(self.arguments, self.outcome.call.tensors(), strict=True))
             for dim in range(fake.dim())
             if getattr(expressions[dim], "is_symbol", False) and self.env.replace(expressions[dim]).is_number
         }
@@ -180,7 +178,9 @@ def _compare(trace: Trace, real: Outcome, first: Case, second: Case) -> bool:
     for (name, kernel), (_, fake) in zip(ours, told, strict=True):
         found = _difference(kernel, fake, values)
         if found:
-            raise Violation(f"{_where(first, second)} {name} has {found}. Compute sizes from x.shape, and branch on none.")
+            raise Violation(
+                f"{_where(first, second)} {name} has {found}. Compute sizes from x.shape, and branch on none."
+            )
     return False
 
 
@@ -225,7 +225,9 @@ def _constant(subject: Subject, trace: Trace, others: list[Case]) -> None:
     lists = any(str(each.type) == "List[Tensor]" for each in subject.schema.returns) if subject.schema else True
     if lists or not fakes.has_own_fake(subject):
         raise Remark(message)
-    raise Violation(f"{message}. The fake implementation must not turn sizes into numbers: no int(n), range(n), n in (...).")
+    raise Violation(
+        f"{message}. The fake implementation must not turn sizes into numbers: no int(n), range(n), n in (...)."
+    )
 
 
 def check_unbacked(subject: Subject, case: Case) -> None:
