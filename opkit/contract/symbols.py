@@ -126,11 +126,17 @@ def check_symbolic(subject: Subject, case: Case) -> None:
     real = subject.run(case)
     trace = _traced(subject, case, duck_shape=False)
     _compare(trace, real, case, case)
-    _compare(_traced(subject, case, duck_shape=True), real, case, case)
+    if _equal_sizes(case):  # else there is nothing that torch would take for the same symbol
+        _compare(_traced(subject, case, duck_shape=True), real, case, case)
     others = [*_accepted(subject, other_sizes(subject.spec, case))]
     retraced = [_compare(trace, outcome, case, other) for other, outcome in others]
     if all(retraced) and trace.constants():
         _constant(subject, trace, [other for other, _ in others])
+
+
+def _equal_sizes(case: Case) -> bool:
+    large = [size for tensor in case.tensors() for size in tensor.shape if size > 1]
+    return len(set(large)) < len(large)
 
 
 def _accepted(subject: Subject, found: list[Case]) -> Iterator[tuple[Case, Outcome]]:
@@ -159,7 +165,7 @@ def _traced(subject: Subject, case: Case, duck_shape: bool) -> Trace:
 
 def _compare(trace: Trace, real: Outcome, first: Case, second: Case) -> bool:
     """Whether the trace says nothing of the second case; a violation where what it says is wrong."""
-    call = second.make()
+    call = second.make()  # what matters is how it lies, not where
     values = trace.values(call)
     if values is None:
         return True
