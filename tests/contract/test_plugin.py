@@ -75,7 +75,6 @@ def run(tmp_path, child_environment):
             "pytest",
             "-p",
             "no:cacheprovider",
-            "-q",
             "--color=no",
             *options,
             "test_ops.py",
@@ -91,6 +90,7 @@ def run(tmp_path, child_environment):
 
 def test_each_property_is_an_item(run):
     text, status = run(TESTS, "-v", "-rs")
+    assert "test_assigned[memory.crash]" in text, text
     outcomes = dict(line.split(" ")[:2] for line in text.splitlines() if line.startswith("test_ops.py::"))
     names = (
         "memory.crash",
