@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis
 from hypothesis import errors as hypothesis_errors
+from hypothesis import strategies
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from opkit.contract.cases import Case
@@ -107,7 +108,8 @@ class _Clock:
     def ask(self, prop: Property, subject: Subject, case: Case) -> None:
         """Ask the property of the case, if there is time."""
         started = time.monotonic()
-        if started > self.deadline or (len(self.log.times) > 1 and started + self.log.usual > self.end):
+        late = started > self.deadline and self.log.times  # one case at least, as long as there is time at all
+        if late or started + (self.log.usual if len(self.log.times) > 1 else 0.0) > self.end:
             raise _OutOfTime
         try:
             _ask(prop, subject, case, self.log)
@@ -166,6 +168,17 @@ def _explore(
     return False
 
 
+def warm_up() -> None:
+    """Draw something: at its first draw Hypothesis reads the sources of local modules, for which no property has time."""
+
+    @hypothesis.settings(**_settings(1, None))
+    @hypothesis.given(strategies.integers(0, 1))
+    def nothing(drawn: int) -> None:
+        pass
+
+    nothing()
+
+
 def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
     log.tried[str(case)] = None
     found = ""
@@ -180,9 +193,7 @@ def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
         raise _Ended(str(reason)) from reason
     except Violation as violation:
         found = str(violation)
-    if (
-        found
-    ):  # raised in one place: Hypothesis takes failures of different places for different bugs, and shrinks one of them
+    if found:  # raised here alone: Hypothesis takes failures of different places for different bugs
         log.failure = (case, found)
         raise Violation(found)
 
@@ -193,9 +204,7 @@ def _settings(count: int, database: Path | None) -> dict[str, Any]:
         "database": None if database is None else DirectoryBasedExampleDatabase(database),
         "deadline": None,
         "derandomize": False,
-        "phases": [
-            phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain
-        ],  # it traces every line
+        "phases": [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],  # which traces lines
         "print_blob": False,
         "report_multiple_bugs": False,
         "suppress_health_check": list(hypothesis.HealthCheck),

@@ -82,7 +82,7 @@ def test_entries_can_be_printed():
 
 
 def test_failures_raise(report):
-    with pytest.raises(ContractError, match="FAIL memory.small"):
+    with pytest.raises(ContractError, match=r"FAIL memory\.small"):
         report.raise_for_failures()
     Report("op").raise_for_failures()
 

