@@ -63,8 +63,8 @@ def check_thread_counts(subject: Subject, case: Case) -> None:
         for outcome in outcomes:
             if found := beyond_rounding(subject, case, outcome, alone):
                 raise Violation(
-                    f"with torch.set_num_threads({count}) {found} with one thread. Perhaps threads write to the same memory, or the "
-                    "last part of the work is dropped where it does not divide."
+                    f"with torch.set_num_threads({count}) {found} with one thread. Perhaps threads write to the same memory, or "
+                    "the last part of the work is dropped where it does not divide."
                 )
 
 
@@ -123,8 +123,8 @@ def check_concurrent(subject: Subject, case: Case) -> None:
         for number, outcome in zip(worker.inputs, worker.outcomes, strict=True):
             if found := beyond_rounding(subject, variants[number], outcome, expected[number]):
                 raise Violation(
-                    f"{_THREADS} threads called at once, and in one {found} when called alone. Memory that calls share, such as a "
-                    "static or global buffer, needs a lock, or to be each call's own."
+                    f"{_THREADS} threads called at once, and in one {found} when called alone. Memory that calls share, such as "
+                    "a static or global buffer, needs a lock, or to be each call's own."
                 )
 
 

@@ -12,7 +12,7 @@ import torch
 from opkit.contract.cases import Case, TensorCase
 from opkit.contract.outcome import Outcome
 from opkit.contract.prop import Refusal, Violation
-from opkit.contract.rounding import difference, observe
+from opkit.contract.rounding import difference, observe, seed_torch
 from opkit.contract.subject import Subject
 
 _SEEDS = (1, 2, 3, 4, 5)
@@ -108,7 +108,7 @@ def check_random(subject: Subject, case: Case) -> None:
         raise Violation(f"torch.manual_seed(0) before each of two calls does not make them equal: {found}. {_DRAW}")
     if not any(difference(observe(subject, case, seed=seed), first) for seed in _SEEDS):
         return  # too few elements to tell
-    torch.manual_seed(0)
+    seed_torch(subject, 0)
     if _stands_still(subject, case, subject.call(case.make(subject.device)).detached()):
         raise Violation(
             f"calls one after another return the same random numbers: they do not move the generator. {_DRAW}"

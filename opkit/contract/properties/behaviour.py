@@ -46,8 +46,8 @@ def _deterministic(subject: Subject, case: Case) -> None:
 
 
 def _later(subject: Subject, case: Case) -> Outcome:
-    now = time.time()
-    with mock.patch("time.time", lambda: now + _LATER), mock.patch("time.time_ns", lambda: int((now + _LATER) * 1e9)):
+    now = time.time() + _LATER
+    with mock.patch("time.time", return_value=now), mock.patch("time.time_ns", return_value=int(now * 1e9)):
         return observe(subject, case)
 
 
@@ -63,7 +63,7 @@ def _expect(subject: Subject, case: Case, ours: Outcome, kept: Outcome, when: st
 
 
 def _reorders(subject: Subject, case: Case) -> bool:
-    """Whether it is threads that make rounding differ: on a GPU unless torch is told otherwise, on a CPU where one thread does not."""
+    """Whether it is threads that make rounding differ: on a GPU unless torch forbids it, on a CPU where one thread never does."""
     if torch.device(subject.device).type != "cpu":
         return not torch.are_deterministic_algorithms_enabled()
     threads = torch.get_num_threads()
@@ -152,7 +152,7 @@ def _arguments(subject: Subject, case: Case) -> None:
     gc.collect()
     if _alive(rounds[0]) and all(_alive(refs) for refs in rounds):
         raise Violation(
-            f"the arguments of {_ROUNDS} calls are all still in memory after their results are gone. Keep no reference to an argument."
+            f"the arguments of {_ROUNDS} calls all stay in memory after their results are gone. Keep no reference to one."
         )
     if any(_alive(refs) for refs in rounds):
         raise Remark("the arguments of the last calls stay in memory until later ones come")
