@@ -150,13 +150,13 @@ def made(
     """The case's arguments, of which the tensors ``numbers`` are leaves that require gradients; these leaves."""
     chosen = set(numbers)
     plain = case.make(subject.device)
-    order: list[torch.Tensor] = _cased(case, plain)
+    order: list[torch.Tensor] = cased(case, plain)
     changed = {id(tensor): _leaf(tensor, number in chosen, wide) for number, tensor in reversed([*enumerate(order)])}
     call = plain.map(lambda tensor: changed.get(id(tensor), tensor))
     return call, tuple(changed[id(order[number])] for number in numbers)
 
 
-def _cased(case: Case, call: Call) -> list[torch.Tensor]:
+def cased(case: Case, call: Call) -> list[torch.Tensor]:
     """The call's tensors that come from the case, in the case's order: constants are left out."""
     constants = {id(leaf) for leaf in Call(case.args, dict(case.kwargs)).tensors()}
     return [tensor for tensor in call.tensors() if id(tensor) not in constants]

@@ -36,10 +36,6 @@ class _OutOfTime(BaseException):
     """Ends a search from within; Hypothesis passes what is no Exception through."""
 
 
-class _Ended(BaseException):
-    """The property does not apply: as an Exception, Hypothesis would look for the smallest case that says so."""
-
-
 @dataclasses.dataclass
 class _Log:
     tried: dict[str, None] = dataclasses.field(default_factory=dict)
@@ -104,8 +100,6 @@ def _explore(
             attempt()
     except _OutOfTime:
         return True
-    except _Ended as ended:
-        raise NotApplicable(str(ended)) from None
     except (Violation, hypothesis_errors.Flaky, hypothesis_errors.FlakyFailure):
         return False  # the smallest failing case is in the log
     except hypothesis_errors.Unsatisfiable:
@@ -120,8 +114,6 @@ def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
     except Refusal as refusal:
         log.refused.append((case, str(refusal)))
         hypothesis.reject()
-    except NotApplicable as reason:
-        raise _Ended(str(reason)) from None
     except Remark as remark:
         log.remarks[str(remark)] = None
     except Violation as violation:

@@ -95,7 +95,7 @@ def _how_lost(
 
 @d.steady
 def _subsets(subject: Subject, case: Case) -> None:
-    graph, numbers, everything, grads = d.supported(subject, case)
+    _, numbers, everything, grads = d.supported(subject, case)
     scale = d.magnitude(grads)
     known = dict(zip(numbers, everything, strict=True))
     for subset in d.subsets(numbers):
@@ -163,7 +163,7 @@ INCOMING: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 @d.steady
 def _incoming(subject: Subject, case: Case) -> None:
-    graph, numbers, plain, grads = d.supported(subject, case)
+    graph, numbers, _, grads = d.supported(subject, case)
     for name, (fewest, layout) in INCOMING.items():
         laid = [layout(g) if g.dim() >= fewest and g.numel() else g for g in grads]
         wanted = graph.vjp([g.clone(memory_format=torch.contiguous_format) for g in laid])
