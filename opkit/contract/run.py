@@ -20,7 +20,7 @@ from opkit.contract.budget import Budget
 from opkit.contract.prop import Property
 from opkit.contract.report import Failure, Passed, Progress, Report, Skipped
 from opkit.contract.repro import script
-from opkit.contract.search import Found, search
+from opkit.contract.search import Found, search, warm_up
 from opkit.contract.subject import Subject, subject_of
 from opkit.errors import ArgumentError
 from opkit.op import torch_private as private
@@ -60,6 +60,8 @@ def run(
     subject = subject_of(op, args, kwargs, reference, device)
     if isinstance(op, private.CustomOpDef):
         importlib.import_module("torch._dynamo")  # as torch does in its first call, which would seem a slow operator's
+    if budget is not None:
+        warm_up()
     folder = config.get().cache_dir / _DATABASE if database is True else database or None
     found: list[tuple[Property, Found]] = []
     with _undisturbed(), progress_of(progress, subject.name) as tell:

@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis
 from hypothesis import errors as hypothesis_errors
+from hypothesis import strategies
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from opkit.contract.cases import Case
@@ -110,7 +111,8 @@ def _explore(
     @hypothesis.given(prop.cases(subject))
     def attempt(case: Case) -> None:
         started = time.monotonic()
-        if started > deadline or (len(log.times) > 1 and started + log.usual > end):
+        late = started > deadline and log.times  # one case at least, as long as there is time at all
+        if late or started + (log.usual if len(log.times) > 1 else 0.0) > end:
             raise _OutOfTime
         try:
             _ask(prop, subject, case, log)
@@ -129,6 +131,17 @@ def _explore(
     except hypothesis_errors.Unsatisfiable:
         return False  # all were refused
     return False
+
+
+def warm_up() -> None:
+    """Draw something: at its first draw Hypothesis reads the sources of local modules, for which no property has time."""
+
+    @hypothesis.settings(**_settings(1, None))
+    @hypothesis.given(strategies.integers(0, 1))
+    def nothing(drawn: int) -> None:
+        pass
+
+    nothing()
 
 
 def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
