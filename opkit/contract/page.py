@@ -7,10 +7,9 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from opkit.contract.page_style import SCRIPT, STYLE
-from opkit.contract.report import by_reason
 
 if TYPE_CHECKING:
-    from opkit.contract.report import Failure, Passed, Report, Skipped
+    from opkit.contract.report import Failure, Passed, Report
 
 
 def page(reports: Sequence[Report], not_checked: Mapping[str, str] | None = None) -> str:
@@ -81,7 +80,7 @@ def _operator(number: int, report: Report) -> Iterator[str]:
     for place, failure in enumerate(report.failures):
         yield from _failure(f"op-{number}-failure-{place}", failure)
     yield from _held(report.passed)
-    yield from _skipped(report.skipped)
+    yield from _skipped(report)
     yield "</section>"
 
 
@@ -123,16 +122,16 @@ def _one_held(passed: Passed) -> Iterator[str]:
     yield "</details>"
 
 
-def _skipped(skipped: tuple[Skipped, ...]) -> Iterator[str]:
-    if not skipped:
+def _skipped(report: Report) -> Iterator[str]:
+    if not report.skipped:
         return
-    yield f"<h3>Skipped: {len(skipped)}</h3>\n<dl>"
-    for reason, members in by_reason(skipped).items():
+    yield f"<h3>Skipped: {len(report.skipped)}</h3>\n<dl>"
+    for reason, members in report.skipped_by_reason().items():
         names = ", ".join(f'<span title="{escape(each.rule)}">{escape(each.property)}</span>' for each in members)
         yield f"<dt>{escape(reason)}</dt>\n<dd>{names}</dd>"
     yield "</dl>"
     yield "<details><summary>What the skipped properties are</summary>\n<dl>"
-    for each in skipped:
+    for each in report.skipped:
         yield f"<dt>{escape(each.property)}</dt>\n<dd>{escape(each.rule)} {_defect(each.defect)}</dd>"
     yield "</dl></details>"
 

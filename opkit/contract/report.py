@@ -161,6 +161,13 @@ class Report:
         if self.failures:
             raise ContractError(str(self))
 
+    def skipped_by_reason(self) -> dict[str, list[Skipped]]:
+        """The skipped properties, grouped by why they were."""
+        groups: dict[str, list[Skipped]] = {}
+        for each in self.skipped:
+            groups.setdefault(each.reason, []).append(each)
+        return groups
+
     def __str__(self) -> str:
         return "\n".join([self._verdict(), *self._failed(), *self._held(), *self._not_asked()])
 
@@ -200,16 +207,8 @@ class Report:
                 yield f"remark: {passed.property}: {remark}"
 
     def _not_asked(self) -> Iterator[str]:
-        for reason, skipped in by_reason(self.skipped).items():
+        for reason, skipped in self.skipped_by_reason().items():
             yield f"skipped: {', '.join(each.property for each in skipped)}: {reason}"
-
-
-def by_reason(skipped: tuple[Skipped, ...]) -> dict[str, list[Skipped]]:
-    """Skipped properties, grouped by why they were."""
-    groups: dict[str, list[Skipped]] = {}
-    for each in skipped:
-        groups.setdefault(each.reason, []).append(each)
-    return groups
 
 
 def _called(name: str) -> str:
