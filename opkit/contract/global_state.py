@@ -161,7 +161,9 @@ def leaves_state(subject: Subject, case: Case) -> None:
         subject.call(call)
         drew = _generator() != state
     if drew and not ever_random(subject) and not is_random(subject, case):
-        raise Violation("the call moves torch's random generator on, and its results do not depend on it: draw only what is used.")
+        raise Violation(
+            "the call moves torch's random generator on, and its results do not depend on it: draw only what is used."
+        )
     with _watched(tuple(item for item in STATE if item.settles)):
         subject.call(case.make(subject.device))
 

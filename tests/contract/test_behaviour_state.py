@@ -28,7 +28,9 @@ CHANGES = {
     "numpy seed": lambda x: np.random.seed(0),  # noqa: NPY002
     "generator": lambda x: torch.rand(1),
     "seed": lambda x: torch.manual_seed(1234),
-    "environment": lambda x: os.environ.__setitem__("OPKIT_TEST_COUNT", str(int(os.environ.get("OPKIT_TEST_COUNT", 0)) + 1)),
+    "environment": lambda x: os.environ.__setitem__(
+        "OPKIT_TEST_COUNT", str(int(os.environ.get("OPKIT_TEST_COUNT", 0)) + 1)
+    ),
     "filters": lambda x: warnings.simplefilter("ignore", category=UserWarning, append=False),
 }
 
@@ -87,7 +89,11 @@ def test_work_that_is_dropped_where_threads_do_not_divide_is_found(fails):
 
 
 def test_sums_in_another_order_hold(holds):
-    holds("behaviour.threads", lambda x: torch.stack([part.sum() for part in x.chunk(torch.get_num_threads())]).sum(), args=N)
+    holds(
+        "behaviour.threads",
+        lambda x: torch.stack([part.sum() for part in x.chunk(torch.get_num_threads())]).sum(),
+        args=N,
+    )
 
 
 def test_a_global_buffer_is_found_by_threads(fails):

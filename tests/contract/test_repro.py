@@ -124,7 +124,9 @@ def test_scripts_of_every_kind_of_operator_show_the_failure(tmp_path, child_envi
 
 def test_a_script_of_a_mended_operator_ends_with_zero(tmp_path, child_environment):
     file = tmp_path / "my_ops.py"
-    file.write_text("import torch\n\ndef op(x):\n    return x + 1\n\nif __name__ == '__main__':\n    raise ValueError\n")
+    file.write_text(
+        "import torch\n\ndef op(x):\n    return x + 1\n\nif __name__ == '__main__':\n    raise ValueError\n"
+    )
     module = load("my_ops", file)
     text = script_of(module.op, torch.clone)
     file.write_text(file.read_text().replace("x + 1", "x.clone()"))
