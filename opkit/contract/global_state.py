@@ -162,7 +162,7 @@ def leaves_state(subject: Subject, case: Case) -> None:
         drew = _generator() != state
     if drew and not ever_random(subject) and not is_random(subject, case):
         raise Violation(
-            "the call moves torch's random generator on, and its results do not depend on it: draw only what is used."
+            "the call moves torch's random generator on, and its results do not depend on it: draw what is used."
         )
     with _watched(tuple(item for item in STATE if item.settles)):
         subject.call(case.make(subject.device))

@@ -13,6 +13,7 @@ from opkit.contract.repro import written
 from opkit.testing import Case, TensorCase, load, replay, tensor
 
 FACTOR = 2.0
+N = (tensor("n"),)
 torch.library.define("opkit_test_repro::here", "(Tensor x) -> Tensor")
 
 
@@ -38,7 +39,7 @@ def scaled(x, by):
     return x * by
 
 
-def script_of(op, reference, name="numbers.reference", args=(tensor("n"),)):
+def script_of(op, reference, name="numbers.reference", args=N):
     report = opkit.check(op, args=args, reference=reference, properties=[name], database=False, max_examples=10)
     assert report.failures, str(report)
     return report.failures[0].repro
