@@ -21,10 +21,11 @@ from opkit.contract.cases import Case
 from opkit.contract.outcome import Outcome
 from opkit.contract.prop import Refusal, Remark, Violation
 from opkit.contract.randomness import ever_random, is_random
-from opkit.contract.rounding import beyond_rounding, observe
+from opkit.contract.rounding import beyond_rounding, observe, seed_torch
 from opkit.contract.subject import Subject
 
 _SMALLEST_NORMAL = sys.float_info.min
+_ODD_SEED = 0x5EED0DD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +95,6 @@ def _generator() -> bytes:
     return torch.get_rng_state().numpy().tobytes()
 
 
-def _put_generator(value: bytes) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(value), dtype=torch.uint8))
-
-
 def _backends() -> tuple[Any, ...]:
     cudnn = torch.backends.cudnn
     return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch.backends.mkldnn.enabled
@@ -131,7 +128,6 @@ STATE = (
 )
 """What a call must leave as it finds it."""
 
-_TORCH_GENERATOR = Item("torch's random generator", _generator, _put_generator, shown=False)
 _TORCH_SEED = Item("the seed of torch's generator", torch.initial_seed, torch.manual_seed)
 
 
@@ -161,23 +157,40 @@ def leaves_state(subject: Subject, case: Case) -> None:
         Violation: it changes something that every other piece of code sees.
     """
     call = case.make(subject.device)
-    with _watched((*_strict(), *_generators(subject, case))):
+    _stir(subject)
+    with _watched((*_strict(), _TORCH_SEED)):
+        state = _generator()
         subject.call(call)
+        drew = _generator() != state
+    if drew and not ever_random(subject) and not is_random(subject, case):
+        raise Violation(
+            "the call moves torch's random generator on, and its results do not depend on it: draw what is used."
+        )
     with _watched(tuple(item for item in STATE if item.settles)):
         subject.call(case.make(subject.device))
+
+
+def _stir(subject: Subject) -> None:
+    """Hypothesis seeds Python's and numpy's generators with 0, as an operator may: move them, and give torch's an odd seed."""
+    random.random()
+    np.random.rand()  # noqa: NPY002
+    seed_torch(subject, _ODD_SEED)
 
 
 def _strict() -> tuple[Item, ...]:
     return tuple(item for item in STATE if not item.settles)
 
 
-def _generators(subject: Subject, case: Case) -> tuple[Item, ...]:
-    """Random operators move torch's generator on, and must not seed it; others leave it alone."""
-    if subject.device != "cpu":
-        return (_TORCH_SEED,)
-    if ever_random(subject) or is_random(subject, case):
-        return (_TORCH_SEED,)
-    return (_TORCH_SEED, _TORCH_GENERATOR)
+@contextlib.contextmanager
+def preserved() -> Generator[None]:
+    """Whatever is changed meanwhile is put back."""
+    before = [item.get() for item in STATE]
+    try:
+        yield
+    finally:
+        for item, old in zip(STATE, before, strict=True):
+            if item.get() != old:
+                item.put(old)
 
 
 @contextlib.contextmanager

@@ -67,13 +67,12 @@ def beyond_rounding(subject: Subject, case: Case, ours: Outcome, expected: Outco
     there are. Where that does not suffice, it is what arguments that differ in their last bit change: an operator may be
     ill-conditioned, and an index may be that of one of two equal elements.
     """
-    nudged: Outcome | None = None
-    for number, part in enumerate(unequal(ours, expected)):
+    pair: tuple[Outcome, Outcome] | None = None
+    for part in unequal(ours, expected):
         if _explained(part, _relative(case), expected.call):
             continue
-        if number == 0 or nudged is None:
-            nudged = _nudged(subject, case)
-        if nudged is None or not _ill_conditioned(part, nudged, expected):
+        pair = pair or _nudged(subject, case)
+        if pair is None or not _ill_conditioned(part, *pair):
             return _told(part)
     return ""
 
@@ -135,8 +134,8 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(torch.where(sizes.isfinite(), sizes, 0.0).max())
 
 
-def _nudged(subject: Subject, case: Case) -> Outcome | None:
-    """The call with every number of its arguments changed by about a unit in the last place."""
+def _nudged(subject: Subject, case: Case) -> tuple[Outcome, Outcome] | None:
+    """The call with every number of its arguments changed by about a unit in the last place, and unchanged right after it."""
 
     def nudge(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dtype.is_floating_point:
@@ -145,15 +144,16 @@ def _nudged(subject: Subject, case: Case) -> Outcome | None:
         return (tensor.double() * (1 + sign * torch.finfo(tensor.dtype).eps)).to(tensor.dtype)
 
     try:
-        return observe(subject, case.make(subject.device).map(nudge)).detached()
+        nudged = observe(subject, case.make(subject.device).map(nudge)).detached()
+        return nudged, observe(subject, case).detached()
     except Refusal:
         return None
 
 
-def _ill_conditioned(part: Part, nudged: Outcome, expected: Outcome) -> bool:
+def _ill_conditioned(part: Part, nudged: Outcome, plain: Outcome) -> bool:
     """Whether a last bit of the arguments changes this part by as much as was seen."""
     name, a, b = part
-    changed = next((each for each in unequal(nudged, expected) if each[0] == name), None)
+    changed = next((each for each in unequal(nudged, plain) if each[0] == name), None)
     if changed is None or name.startswith("tensor argument"):
         return False
     if _floating(a, b):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from opkit import config
+from opkit.contract import global_state
 from opkit.contract import properties as table
 from opkit.contract.bar import progress_of
 from opkit.contract.budget import Budget
@@ -137,13 +138,8 @@ def _asked(
 @contextlib.contextmanager
 def _undisturbed() -> Generator[None]:
     """What a check changes of torch's global state is put back."""
-    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-            torch.set_default_dtype(dtype)
+    with global_state.preserved(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        yield
 
 
 def _report(subject: Subject, found: Sequence[tuple[Property, Found]], seconds: float, seed: int) -> Report:
