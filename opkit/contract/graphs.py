@@ -40,8 +40,12 @@ def compiler() -> Generator[None]:
     import torch._dynamo
     import torch._inductor.config
 
-    dynamo = {"recompile_limit": _RECOMPILES, "capture_dynamic_output_shape_ops": True, "suppress_errors": False}
-    inductor = {"fx_graph_cache": False, "fallback_random": True, "emulate_precision_casts": True}
+    dynamo: dict[str, Any] = {
+        "recompile_limit": _RECOMPILES,
+        "capture_dynamic_output_shape_ops": True,
+        "suppress_errors": False,
+    }
+    inductor: dict[str, Any] = {"fx_graph_cache": False, "fallback_random": True, "emulate_precision_casts": True}
     torch._dynamo.reset()
     try:
         with (

@@ -87,7 +87,7 @@ class Trace:
         }
 
 
-def _numbers(tensor: torch.Tensor) -> tuple[int, ...]:
+def _numbers(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*tensor.shape, *tensor.stride(), tensor.storage_offset())
 
 

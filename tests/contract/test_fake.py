@@ -37,7 +37,7 @@ def positive(x: Tensor) -> Tensor:
 
 
 def reads_elements(x):
-    return x.new_empty(x.shape) if x.sum() > 0 else x.new_empty(x.shape)
+    return x.new_empty(x.shape) if x.sum() > 0 else torch.empty_like(x)
 
 
 def refuses_empty(x):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -125,7 +126,7 @@ def _judge(subject: Subject, after: list[int], cases: list[Case]) -> None:
         message = (
             f"called twice with {cases[0]}, it is compiled twice: something that changes with each call is guarded"
         )
-    elif all(b > a for a, b in zip(after[1:], after[2:], strict=False)):
+    elif all(b > a for a, b in itertools.pairwise(after[1:])):
         message = (
             f"compiled with dynamic sizes, it is compiled again for every size, such as {cases[1]} after {cases[0]}: the "
             "fake implementation takes sizes for constants"
