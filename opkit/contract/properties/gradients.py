@@ -23,9 +23,6 @@ def _needs_reference(subject: Subject) -> str:
     return d.no_candidates(subject) or ("" if subject.reference is not None else "there is no reference")
 
 
-# ---- against the reference ---------------------------------------------------------------------------------------------
-
-
 def _comparable(ours: Graph, reference: Graph) -> bool:
     """Whether results correspond; where they do not, ``numbers`` says so."""
     return [o.shape for o in ours.outputs] == [o.shape for o in reference.outputs]
