@@ -94,7 +94,7 @@ def test_state_outside_the_graph(fails):
 
         @staticmethod
         def backward(ctx, g):
-            x, turn = ctx.saved_tensors
+            _, turn = ctx.saved_tensors
             return g * (2 if int(turn) == ctx.turn else 3)
 
     fails("transforms.checkpoint", lambda x: Op.apply(x), args=(tensor("n"),))
@@ -109,7 +109,7 @@ GROUP = [
 ]
 
 
-@pytest.mark.parametrize("op, args", GROUP)
+@pytest.mark.parametrize(("op", "args"), GROUP)
 def test_right_operators(asked, op, args):
     report = asked("transforms", op, args=args, reference=op, max_examples=20)
     assert report.ok, str(report)

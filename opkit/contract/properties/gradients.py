@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from opkit.contract import derivatives as d
 from opkit.contract.cases import Case
 from opkit.contract.derivatives import Gradients, Graph
+from opkit.contract.incoming import INCOMING
 from opkit.contract.outcome import bits
 from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
 from opkit.contract.properties import gradients_higher as higher
@@ -20,9 +21,6 @@ from opkit.op.torch_private import shares_memory
 
 def _needs_reference(subject: Subject) -> str:
     return d.no_candidates(subject) or ("" if subject.reference is not None else "there is no reference")
-
-
-# ---- against the reference ---------------------------------------------------------------------------------------------
 
 
 def _comparable(ours: Graph, reference: Graph) -> bool:
@@ -128,37 +126,6 @@ def _of_subset(
 
 def _named(numbers: Sequence[int]) -> str:
     return f"tensor{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
-
-def _expanded(g: torch.Tensor) -> torch.Tensor:
-    return g.reshape(-1)[:1].reshape(()).expand(g.shape)
-
-
-def _expanded_last(g: torch.Tensor) -> torch.Tensor:
-    return g[..., :1].expand(g.shape)
-
-
-def _reversed(g: torch.Tensor) -> torch.Tensor:
-    order = [*range(g.dim())][::-1]
-    return g.permute(order).contiguous().permute(order)
-
-
-def _strided(g: torch.Tensor) -> torch.Tensor:
-    return torch.stack([g, g + 1], -1).select(-1, 0)
-
-
-def _offset(g: torch.Tensor) -> torch.Tensor:
-    return torch.cat([g.new_ones(1), g.reshape(-1)])[1:].view(g.shape)
-
-
-INCOMING: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "expanded from one number, as by sum().backward()": (0, _expanded),
-    "expanded in the last dimension": (1, _expanded_last),
-    "transposed": (2, _reversed),
-    "strided": (0, _strided),
-    "offset in its memory": (0, _offset),
-}
-"""Layouts of an incoming gradient, and the fewest dimensions that each needs."""
 
 
 @d.steady

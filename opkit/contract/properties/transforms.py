@@ -12,6 +12,7 @@ import torch
 
 from opkit.contract import derivatives as d
 from opkit.contract.cases import Call, Case, TensorCase
+from opkit.contract.directions import direction, inner, size
 from opkit.contract.outcome import leaves
 from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
 from opkit.contract.properties import transforms_modes as modes
@@ -136,7 +137,8 @@ def _functional(subject: Subject, case: Case) -> None:
         return tuple(t for t in floating(*given) if t.is_floating_point() or t.is_complex())
 
     def total(*given: torch.Tensor) -> torch.Tensor:
-        return sum((g * out).real.sum() if out.is_complex() else (g * out).sum() for g, out in zip(grads, function(*given), strict=True))  # type: ignore[return-value]  # fmt: skip
+        terms = [(g * out).sum() for g, out in zip(grads, function(*given), strict=True)]
+        return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
 
     places = tuple(range(len(inputs)))
     asked: dict[str, Callable[[], Sequence[torch.Tensor]]] = {
@@ -146,8 +148,31 @@ def _functional(subject: Subject, case: Case) -> None:
         asked["torch.func.grad"] = lambda: torch.func.grad(total, places)(*inputs)
         asked["torch.func.jacrev"] = lambda: torch.func.jacrev(total, places)(*inputs)
         asked["torch.func.jacfwd"] = lambda: torch.func.jacfwd(total, places)(*inputs)
+        _forward_agrees(subject, total, inputs, right, grads)
     for name, ask in asked.items():
         _agrees(subject, case, name, ask, numbers, right, grads)
+
+
+def _forward_agrees(
+    subject: Subject,
+    total: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    right: d.Gradients,
+    grads: Sequence[torch.Tensor],
+) -> None:
+    along = tuple(direction(tensor, number) for number, tensor in enumerate(inputs))
+    try:
+        found = torch.func.jvp(total, tuple(inputs), along)[1]
+    except Exception:  # a transform that is not there is no defect
+        return
+    wanted = sum(map(inner, right, along))
+    scale = sum(map(size, right, along)) + d.magnitude(grads)
+    near = 10 * max(d.tolerances(tensor.dtype)[0] for tensor in inputs)
+    lost = d.vanished(found) and subject.operator is None
+    if not lost and wanted == wanted and not abs(float(found) - wanted) <= near * scale:
+        raise Violation(
+            f"torch.func.jvp in a random direction is {float(found):.7g}; by the backward it is {wanted:.7g}"
+        )
 
 
 def _detached(call: Call, inputs: Sequence[torch.Tensor]) -> tuple[Call, tuple[torch.Tensor, ...]]:
