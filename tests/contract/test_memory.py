@@ -64,7 +64,8 @@ def test_the_argument_that_is_left_is_named(fails):
 
 def test_a_view_taken_for_contiguous_is_found(fails):
     failure = fails("memory.guard", takes_for_contiguous, args=ROWS)
-    assert "past the end" in failure.message and not failure.args[0].is_contiguous()
+    assert "past the end" in failure.message
+    assert not failure.args[0].is_contiguous()
 
 
 def test_writing_past_the_end_is_found(fails):
@@ -81,12 +82,14 @@ def test_writing_to_a_gap_is_found(fails):
         torch.as_strided(x, (x.numel(),), (1,), x.storage_offset()).fill_(1)
 
     failure = fails("memory.red_zone", fills, args=VECTOR)
-    assert "the gap" in failure.message and failure.args[0].shape == (2,)
+    assert "the gap" in failure.message
+    assert failure.args[0].shape == (2,)
 
 
 def test_results_that_depend_on_what_lies_beside_are_found(fails):
     failure = fails("memory.red_zone", adds_the_next, args=VECTOR)
-    assert "reads memory beside" in failure.message and failure.args[0].shape == (1,)
+    assert "reads memory beside" in failure.message
+    assert failure.args[0].shape == (1,)
 
 
 def test_an_index_from_beside_an_argument_is_found(fails):

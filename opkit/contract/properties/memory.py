@@ -57,11 +57,14 @@ def _ask(subject: Subject, name: str, question: Callable[[Subject, Case], object
     Raises:
         Ended: it crashed.
     """
+    if "hangs in a child" in subject.notes:
+        raise NotApplicable("a call does not return in a child process: see memory.crash")
     worker = subject.notes.setdefault(name, Worker(functools.partial(question, subject)))
     try:
         worker.ask(case, _PATIENCE)
     except Ended as ended:
         if ended.hung:
+            subject.notes["hangs in a child"] = True
             raise NotApplicable(f"a call {ended} in a child process: see memory.crash") from ended
         raise
 
