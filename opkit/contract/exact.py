@@ -204,7 +204,8 @@ def _kept(result: torch.Tensor, dtype: torch.dtype, name: str, args: Any) -> tor
     fits = result == result.to(dtype).double()
     if name in ("add", "sub") and all(isinstance(each, torch.Tensor) for each in args[:2]):
         one, other = args[:2]
-        fits = fits & ((result - one).abs() == other.abs())
+        back = result - other if name == "add" else result + other
+        fits = fits & ((result - one).abs() == other.abs()) & (back == one)
     return fits
 
 

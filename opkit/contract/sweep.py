@@ -185,6 +185,9 @@ class Sweep:
             if later and later[-1] not in row:
                 yield {**{name: each for name, each in row.items() if name != label}, later[-1]: value}
             yield from ({**row, label: size} for size in _below(value))
+            equal = [name for name, each in row.items() if name[0] == "size" and each == value]
+            if len(equal) > 1:
+                yield from ({**row, **dict.fromkeys(equal, size)} for size in _below(value))
         elif label[0] == "sizes":
             yield from ({**row, label: batch} for batch in _shorter(value))
         else:
