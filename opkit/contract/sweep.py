@@ -71,7 +71,7 @@ def examples(strategy: st.SearchStrategy[Any]) -> list[Any]:
 
     @hypothesis.seed(0)
     @hypothesis.settings(
-        max_examples=_EXAMPLES, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck),
+        max_examples=_EXAMPLES, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck),  # pyright: ignore[reportArgumentType]
         phases=[hypothesis.Phase.generate], print_blob=False,
     )  # fmt: skip
     @hypothesis.given(strategy)
