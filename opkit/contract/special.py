@@ -81,7 +81,8 @@ def zero_signs(subject: Subject, case: Case) -> None:
         Violation: one has another sign.
     """
     floats = [t for t in case.tensors() if t.fill in _SIGNS and t.dtype.is_floating_point]
-    if not floats:
+    scalars = [value for value in (*case.args, *dict(case.kwargs).values()) if isinstance(value, (int, float))]
+    if not floats or scalars or len(case.tensors()) > 1:  # 0 * b may be added to a
         return
     got, own = subject.run(case), subject.expect(case)
     inputs = [t for t in case.make(subject.device).tensors() if t.dtype.is_floating_point]

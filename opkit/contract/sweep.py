@@ -71,7 +71,7 @@ def examples(strategy: st.SearchStrategy[Any]) -> list[Any]:
 
     @hypothesis.seed(0)
     @hypothesis.settings(
-        max_examples=_EXAMPLES, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck),
+        max_examples=_EXAMPLES, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck),  # pyright: ignore[reportArgumentType]
         phases=[hypothesis.Phase.generate], print_blob=False,
     )  # fmt: skip
     @hypothesis.given(strategy)
@@ -185,6 +185,9 @@ class Sweep:
             if later and later[-1] not in row:
                 yield {**{name: each for name, each in row.items() if name != label}, later[-1]: value}
             yield from ({**row, label: size} for size in _below(value))
+            equal = [name for name, each in row.items() if name[0] == "size" and each == value]
+            if len(equal) > 1:
+                yield from ({**row, **dict.fromkeys(equal, size)} for size in _below(value))
         elif label[0] == "sizes":
             yield from ({**row, label: batch} for batch in _shorter(value))
         else:
