@@ -152,18 +152,7 @@ def _explore(
     @hypothesis.settings(**_settings(count, database))
     @hypothesis.given(prop.cases(subject))
     def attempt(case: Case) -> None:
-<<<<<<< HEAD
         clock.ask(prop, subject, case)
-=======
-        started = time.monotonic()
-        late = started > deadline and log.times  # one case at least, as long as there is time at all
-        if late or started + (log.usual if len(log.times) > 1 else 0.0) > end:
-            raise _OutOfTime
-        try:
-            _ask(prop, subject, case, log)
-        finally:
-            log.times.append(time.monotonic() - started)
->>>>>>> pages
 
     _key(attempt, f"{subject.name} {prop.name}")
     try:
