@@ -102,6 +102,15 @@ def _answers(
     tell: Progress,
 ) -> Generator[tuple[Property, Found]]:
     """What is found of each property, in order, as time allows."""
+    if asked and asked[0].name == _CRASHES:  # before anything else, which may call the operator too, looks at it
+        tell(_CRASHES, 0.0)
+        found = _asked(asked[0], subject, max_examples, seed, budget.share(asked), budget, folder)
+        budget.spent(asked[0], found)
+        yield asked[0], found
+        asked = asked[1:]
+        if found.failure:
+            yield from ((prop, Found((), skipped=f"a call ends the process: see {_CRASHES}")) for prop in asked)
+            return
     reasons = {prop.name: _why_not(prop, subject) for prop in asked}
     total = sum(budget.need(prop) for prop in asked if not reasons[prop.name]) or 1.0
     done = 0.0
@@ -114,8 +123,6 @@ def _answers(
         seconds = budget.share([each for each in asked[number:] if not reasons[each.name]])
         found = _asked(prop, subject, max_examples, seed, seconds, budget, folder)
         budget.spent(prop, found)
-        if prop.name == _CRASHES and found.failure:
-            reasons |= {each.name: f"a call ends the process: see {_CRASHES}" for each in asked}
         yield prop, found
 
 
