@@ -1,9 +1,10 @@
 """Small properties for tests of what is done with properties: each is quick, and does what its name says."""
 
-import time
+import types
 
 import torch
 
+from opkit.contract import budget, run, search
 from opkit.contract import properties as table
 from opkit.contract.prop import NotApplicable, Property, Remark, Violation
 
@@ -26,11 +27,20 @@ def holds(subject, case):
     subject.run(case)
 
 
-def takes(seconds):
-    def check(subject, case):
-        time.sleep(seconds)
+class Clock:
+    """A clock for the search that goes on only where a property says that it takes time."""
 
-    return check
+    def __init__(self, monkeypatch, *others):
+        self.now = 0.0
+        for module in (budget, run, search, *others):
+            monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+
+    def takes(self, seconds, then=lambda subject, case: None):
+        def check(subject, case):
+            self.now += seconds
+            then(subject, case)
+
+        return check
 
 
 def remarks(subject, case):

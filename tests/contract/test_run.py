@@ -1,7 +1,6 @@
 """In what order properties are asked, for how long, and what is told meanwhile."""
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -103,26 +102,26 @@ def test_a_property_that_cannot_say_whether_it_applies_is_skipped(monkeypatch):
     assert check().skipped[0].reason == "could not be asked: RuntimeError: no such attribute"
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    return small.Clock(monkeypatch)
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.005, 0.05])
-def test_the_budget_is_kept(monkeypatch, seconds):
-    slow = [small.made(f"numbers.slow{number}", small.takes(seconds), cost=seconds) for number in range(8)]
-    small.use(monkeypatch, [*slow, small.made("numbers.endless", small.takes(0.05), cost=0.05, least=10**6)])
-    started = time.monotonic()
+def test_the_budget_is_kept(monkeypatch, clock, seconds):
+    slow = [small.made(f"numbers.slow{number}", clock.takes(seconds), cost=seconds) for number in range(8)]
+    small.use(monkeypatch, [*slow, small.made("numbers.endless", clock.takes(0.05), cost=0.05, least=10**6)])
     report = check(budget=1.0)
-    assert 0.8 < time.monotonic() - started < 1.4
+    assert 0.9 < report.seconds <= 1.05
     assert len(report.passed) >= 8
     assert any(each.cut_short for each in report.passed)
 
 
-def test_a_budget_is_kept_while_shrinking(monkeypatch):
-    def slow(subject, case):
-        time.sleep(0.02)
-        small.sizes_over(1)(subject, case)
-
+def test_a_budget_is_kept_while_shrinking(monkeypatch, clock):
+    slow = clock.takes(0.02, small.sizes_over(1))
     small.use(monkeypatch, [small.made("memory.slow", slow, cost=0.02, cases=lambda s: s.spec.cases().map(grown))])
-    started = time.monotonic()
     report = check(budget=0.3)
-    assert time.monotonic() - started < 0.9
+    assert report.seconds <= 0.33
     assert names(report.failures) == ["memory.slow"]
 
 
@@ -130,21 +129,17 @@ def grown(case):
     return case.map(lambda _, each: type(each)((each.shape[0] + 2, *each.shape[1:])))
 
 
-def test_what_would_not_end_in_time_is_not_begun(monkeypatch):
-    small.use(monkeypatch, [small.made("compile.long", small.takes(9), cost=9.0), small.made("numbers.right")])
+def test_what_would_not_end_in_time_is_not_begun(monkeypatch, clock):
+    small.use(monkeypatch, [small.made("compile.long", clock.takes(9), cost=9.0), small.made("numbers.right")])
     report = check(budget=2.0)
     assert names(report.passed) == ["numbers.right"]
     assert [(each.property, each.reason) for each in report.skipped] == [("compile.long", "out of time")]
 
 
-def test_a_slow_operator_is_found_to_be_slow(monkeypatch):
-    small.use(
-        monkeypatch,
-        [small.made("numbers.first", small.takes(0.1)), small.made("numbers.second", small.takes(0.1), cost=0.2)],
-    )
-    started = time.monotonic()
-    check(budget=1.0, max_examples=1000)
-    assert time.monotonic() - started < 1.4
+def test_a_slow_operator_is_found_to_be_slow(monkeypatch, clock):
+    slow = clock.takes(0.1)
+    small.use(monkeypatch, [small.made("numbers.first", slow), small.made("numbers.second", slow, cost=0.2)])
+    assert check(budget=1.0, max_examples=1000).seconds <= 1.1
 
 
 def test_without_a_budget_all_examples_are_tried(monkeypatch):
