@@ -28,7 +28,7 @@ def write(x: Tensor, y: Tensor) -> None:
 
 def writes_in_secret(x: Tensor) -> Tensor:
     result = x * 2
-    x.zero_()
+    x.add_(1)
     return result
 
 
@@ -39,6 +39,30 @@ def branches_when_compiled(x):
 @pytest.mark.parametrize("op", [branches_when_compiled, operator(writes_in_secret)])
 def test_another_result_when_compiled(fails, op):
     fails("compile.aot_eager", op, max_examples=1, **VECTOR)
+
+
+def looks_up(x):
+    sizes = {x.shape[0]: x.shape[0]}  # a symbol cannot be hashed
+    return x.new_empty(sizes[x.shape[0]])
+
+
+@pytest.mark.parametrize("op", [branches_when_compiled, operator(double, looks_up)])
+def test_another_result_when_exported(fails, op):
+    fails("compile.export", op, max_examples=1, **VECTOR)
+
+
+def looks_where_it_begins(x: Tensor) -> None:
+    x.mul_(3 if x.storage_offset() else 2)
+
+
+def looks_at_the_memory(x: Tensor) -> None:
+    x.add_(x.untyped_storage().nbytes() - x.numel() * 4)
+
+
+@pytest.mark.parametrize("kernel", [looks_where_it_begins, looks_at_the_memory])
+def test_a_kernel_that_a_copy_misleads(fails, kernel):
+    failure = fails("compile.functionalize", operator(kernel, lambda x: None, ("x",)), **VECTOR)
+    assert failure.case.tensors()[0].layout in ("offset", "strided")
 
 
 def reads_elements(ctx, grad):
