@@ -51,18 +51,28 @@ def test_another_result_when_exported(fails, op):
     fails("compile.export", op, max_examples=1, **VECTOR)
 
 
-def looks_where_it_begins(x: Tensor) -> None:
-    x.mul_(3 if x.storage_offset() else 2)
+def twice(x):
+    result = x * 2
+    return result, result
 
 
-def looks_at_the_memory(x: Tensor) -> None:
-    x.add_(x.untyped_storage().nbytes() - x.numel() * 4)
+@pytest.mark.parametrize(
+    ("kernel", "results"),
+    [(lambda x: x, 1), (lambda x: x if x.shape[0] % 2 else x.clone(), 1), (twice, 2)],
+)
+def test_memory_that_is_shared_in_secret(fails, kernel, results):
+    library = torch.library.Library(f"compile_tests_shared{next(NUMBERS)}", "FRAGMENT")
+    library.define(f"op(Tensor x) -> {'Tensor' if results == 1 else '(Tensor, Tensor)'}")
+    library.impl("op", kernel, "CPU")
+    library.impl(
+        "op", torch.empty_like if results == 1 else lambda x: (torch.empty_like(x), torch.empty_like(x)), "Meta"
+    )
+    assert "functionalised" in fails("compile.functionalize", getattr(torch.ops, library.ns).op, **VECTOR).message
 
 
-@pytest.mark.parametrize("kernel", [looks_where_it_begins, looks_at_the_memory])
-def test_a_kernel_that_a_copy_misleads(fails, kernel):
-    failure = fails("compile.functionalize", operator(kernel, lambda x: None, ("x",)), **VECTOR)
-    assert failure.case.tensors()[0].layout in ("offset", "strided")
+@pytest.mark.parametrize("kernel", [lambda x: x, lambda x: x[:2], lambda x: (x.expand(3, -1), x + 1), torch.relu_])
+def test_views_and_writes_that_torch_knows_of(asked, kernel):
+    assert not asked("compile.functionalize", kernel, **VECTOR).failures
 
 
 def reads_elements(ctx, grad):
