@@ -19,6 +19,7 @@ from opkit.contract.subject import Subject
 from opkit.contract.tolerance import Goal, allowed, wrong
 
 _RUNS = 8
+_ROUNDINGS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,14 +241,15 @@ def steadily(subject: Subject, case: Case, pair: Pair, plain: Outcome, before: C
         Remark: what differs are positions of equal elements.
     """
     got, own = (_tensor(each, each).detach() for each in (pair.got, pair.own))
-    if same_bits(got, own) or not bool((bad := wrong(got, Goal(own, _wide(own)))).any()):
+    if same_bits(got, own) or not bool((bad := wrong(got, Goal(own, _wide(own), floor=_steps(own)))).any()):
         return ""
     again = pair.of(subject.call(before.map(torch.clone)))
     if not same_values(again, pair.of(plain)):
         raise NotApplicable("the operator gives other results for the same arguments each time")
     runs = [pair.of(run) for seed in range(_RUNS) if (run := _nearby(subject, before, seed)) is not None]
     gaps = [_gap(each, own) for each in runs if each.shape == own.shape]
-    bad = wrong(got, Goal(own, _wide(own), spread=lambda: torch.stack(gaps).amax(0) if gaps else None))
+    spread = torch.stack(gaps).amax(0) if gaps else None
+    bad = wrong(got, Goal(own, _wide(own), spread=lambda: spread, floor=_steps(own)))
     if not bool(bad.any()):
         return ""
     Judge(subject, case, Expected(subject, case, plain, None)).ties(pair)
@@ -255,6 +257,14 @@ def steadily(subject: Subject, case: Case, pair: Pair, plain: Outcome, before: C
     index = [int(i) for i in torch.unravel_index(torch.tensor(at), bad.shape)] if bad.dim() else []
     one, other = (each.reshape(-1)[at].item() for each in (got, own))
     return f"{one!r} at {index}, and {other!r} for contiguous copies ({int(bad.sum())} of {bad.numel()} elements)"
+
+
+def _steps(result: torch.Tensor) -> float:
+    """What steps in between are off by: another layout means other instructions, such as for exp; a layout error is large."""
+    if not (result.dtype.is_floating_point or result.dtype.is_complex) or not result.numel():
+        return 0.0
+    largest = float(torch.nan_to_num(_wide(result).abs(), 0.0, 0.0, 0.0).amax())
+    return _ROUNDINGS * unit(result.dtype) * max(1.0, largest)
 
 
 def _nearby(subject: Subject, before: Call, seed: int) -> Outcome | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -122,6 +123,17 @@ def call_fake(subject: Subject, call: Call, mode: Any, symbolic: bool = False) -
         if reason:
             raise NotApplicable(reason) from refusal
         raise
+
+
+def call_kernel(subject: Subject, call: Call, mode: Any, key: str) -> Outcome:
+    """The operator's kernel for a dispatch key on fake arguments: what a kernel made of torch's operations would give.
+
+    Raises:
+        Refusal: it raised, as one does that reads elements.
+    """
+    kernel = functools.partial(subject.overload._op_dk, getattr(torch._C.DispatchKey, key))
+    with private.without_fake_tensor_logs(), mode:
+        return subject.call(call, kernel)
 
 
 def _nothing_to_check(subject: Subject, error: BaseException) -> str:

@@ -23,7 +23,7 @@ from opkit.contract.exact import unit, widened
 _HALF, _FULL = 2.5, 12.0  # roundings of a result: 16-bit ones are made from float32, others by a chain of functions
 _JUMP = 32.0  # what moves by more roundings than this, by one in its arguments, has a jump there
 _SAFETY = 2.0
-_ABSOLUTE = 2.0
+_ABSOLUTE = 4.0
 Spread = Callable[[], torch.Tensor | None]
 
 

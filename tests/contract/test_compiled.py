@@ -28,7 +28,7 @@ def write(x: Tensor, y: Tensor) -> None:
 
 def writes_in_secret(x: Tensor) -> Tensor:
     result = x * 2
-    x.zero_()
+    x.add_(1)
     return result
 
 
@@ -39,6 +39,40 @@ def branches_when_compiled(x):
 @pytest.mark.parametrize("op", [branches_when_compiled, operator(writes_in_secret)])
 def test_another_result_when_compiled(fails, op):
     fails("compile.aot_eager", op, max_examples=1, **VECTOR)
+
+
+def looks_up(x):
+    sizes = {x.shape[0]: x.shape[0]}  # a symbol cannot be hashed
+    return x.new_empty(sizes[x.shape[0]])
+
+
+@pytest.mark.parametrize("op", [branches_when_compiled, operator(double, looks_up)])
+def test_another_result_when_exported(fails, op):
+    fails("compile.export", op, max_examples=1, **VECTOR)
+
+
+def twice(x):
+    result = x * 2
+    return result, result
+
+
+@pytest.mark.parametrize(
+    ("kernel", "results"),
+    [(lambda x: x, 1), (lambda x: x if x.shape[0] % 2 else x.clone(), 1), (twice, 2)],
+)
+def test_memory_that_is_shared_in_secret(fails, kernel, results):
+    library = torch.library.Library(f"compile_tests_shared{next(NUMBERS)}", "FRAGMENT")
+    library.define(f"op(Tensor x) -> {'Tensor' if results == 1 else '(Tensor, Tensor)'}")
+    library.impl("op", kernel, "CPU")
+    library.impl(
+        "op", torch.empty_like if results == 1 else lambda x: (torch.empty_like(x), torch.empty_like(x)), "Meta"
+    )
+    assert "functionalised" in fails("compile.functionalize", getattr(torch.ops, library.ns).op, **VECTOR).message
+
+
+@pytest.mark.parametrize("kernel", [lambda x: x, lambda x: x[:2], lambda x: (x.expand(3, -1), x + 1), torch.relu_])
+def test_views_and_writes_that_torch_knows_of(asked, kernel):
+    assert not asked("compile.functionalize", kernel, **VECTOR).failures
 
 
 def reads_elements(ctx, grad):

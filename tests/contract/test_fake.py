@@ -155,6 +155,19 @@ def test_a_wrong_device(fails, fake):
     fails("fake.device", operator(double, fake), **MATRIX)
 
 
+def in_numpy(x: Tensor) -> Tensor:
+    return torch.from_numpy(x.cpu().numpy() * 2)
+
+
+def to_the_cpu(x: Tensor) -> Tensor:
+    return x.cpu() * 2
+
+
+@pytest.mark.parametrize("kernel", [in_numpy, to_the_cpu])
+def test_results_that_are_always_on_the_cpu(holds, kernel):
+    holds("fake.device", operator(kernel, lambda x: torch.empty(x.shape)), args=(tensor("n"),))
+
+
 def test_a_kernel_for_the_cpu_alone_may_say_so(holds):
     library = torch.library.Library("fake_tests_cpu", "FRAGMENT")
     library.define("double(Tensor x) -> Tensor")

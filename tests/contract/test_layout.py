@@ -81,3 +81,8 @@ def test_refusals_writes_and_sums_hold(holds, asked, rule):
 def test_an_operator_that_is_random_is_not_asked(asked):
     report = asked("layout.strides", lambda x: x + torch.rand(()), args=_ROWS)
     assert "other results" in report.skipped[0].reason
+
+
+def test_another_instruction_for_another_layout_holds(holds):
+    floats = tensor("b d", (torch.float32, torch.bfloat16, torch.float16))
+    holds("layout.strides", torch.nn.functional.gelu, args=(floats,))

@@ -198,3 +198,21 @@ def test_accepts(fails, holds):
         return x * 2
 
     assert "four rows" in holds("numbers.accepts", choosy, args=(_ROWS,), reference=_doubled).remarks[0]
+
+
+def test_integers_that_are_sizes_or_positions_are_never_huge(holds):
+    seen = []
+
+    def counted(x):
+        seen.append(int(x.abs().max()) if x.numel() else 0)
+        return torch.bincount(x)
+
+    holds("numbers.integers", counted, args=(tensor("n", torch.int64),), reference=torch.bincount)
+    table = torch.arange(9)
+
+    def looked_up(x):
+        seen.append(int(x.abs().max()) if x.numel() else 0)
+        return table[x + 4]
+
+    holds("numbers.integers", looked_up, args=(tensor("n", torch.int64),), reference=lambda x: table[x + 4])
+    assert max(seen) <= 4

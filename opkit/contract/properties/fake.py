@@ -20,15 +20,25 @@ from opkit.contract.outcome import Outcome, described
 from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
 from opkit.contract.specs import Drawing
 from opkit.contract.subject import Subject
+from opkit.contract.sweep import Sweep
 
+_ANYWHERE = "CompositeExplicitAutograd"  # a kernel that says it runs on every device
 Difference = Callable[[str, Any, Any], str]
 _REPAIR = "The fake implementation must give what the kernel gives"
 _MOST_SUBSETS = 8
+_SIZES = (2, 3, 65, 1, 0, 17, 4, 33, 8, 129, 7)
 _FILLS = (*ORDINARY, "ones", "zeros")  # what is in a tensor may decide how large a result is
 
 
+_DRAWN = Drawing(layouts=tuple(LAYOUTS), fills=_FILLS)
+
+
 def _cases(subject: Subject) -> SearchStrategy[Case]:
-    return subject.spec.cases(Drawing(layouts=tuple(LAYOUTS), fills=_FILLS))
+    return subject.spec.cases(_DRAWN)
+
+
+def _swept(subject: Subject) -> Sweep:
+    return Sweep(subject.spec, _DRAWN, sizes=_SIZES)
 
 
 def _compares(difference: Difference) -> Callable[[Subject, Case], None]:
@@ -152,7 +162,7 @@ def _device(subject: Subject, case: Case) -> None:
     for name, ours, told in _paired(real, fake):
         if _tensors(ours, told) and ours.device != told.device:
             raise Violation(f"{name} is on {ours.device}, and on {told.device} by the fake implementation. {_REPAIR}.")
-    if fakes.has_kernel(subject, "CUDA") or fakes.has_kernel(subject, "CompositeExplicitAutograd"):
+    if fakes.has_kernel(subject, "CUDA") or fakes.has_kernel(subject, _ANYWHERE):
         _elsewhere(subject, case)
 
 
@@ -166,14 +176,22 @@ def _elsewhere(subject: Subject, case: Case) -> None:
         return
     try:
         fake = fakes.call_fake(subject, call, mode)
+        real = fakes.call_kernel(subject, call, mode, _ANYWHERE) if fakes.has_kernel(subject, _ANYWHERE) else None
     except Refusal:
-        return  # some argument may have to stay where it is
+        return  # a kernel in C or NumPy says nothing of other devices; some argument may have to stay where it is
     for name, told in fakes.named_tensors(fake):
-        if isinstance(told, torch.Tensor) and told.device != other:
+        if isinstance(told, torch.Tensor) and told.device not in _devices(name, other, real):
             raise Violation(
                 f"with every argument on {other}, {name} is on {told.device} by the fake implementation, and the operator "
                 f"has a kernel for every device. Make results with x.new_empty(...) or device=x.device."
             )
+
+
+def _devices(name: str, usual: torch.device, real: Outcome | None) -> tuple[torch.device, ...]:
+    """Where a result may be: where the kernel puts it, if that is known, or where the arguments are."""
+    known = {} if real is None else dict(fakes.named_tensors(real))
+    found = known.get(name)
+    return (found.device, usual) if isinstance(found, torch.Tensor) else (usual,)
 
 
 def _requires_grad(subject: Subject, case: Case) -> None:
@@ -256,6 +274,8 @@ PROPERTIES = (
         defect="a fake that reads elements, calls .item() or the kernel, or checks more than the kernel does",
         check=_accepts,
         cases=_cases,
+        first=_swept,
+        share=0.3,
         cost=0.002,
     ),
     Property(
@@ -264,6 +284,8 @@ PROPERTIES = (
         defect="a fake that forgets keepdim, rounds another way, has a size of its own, or leaves out an optional result",
         check=_shapes,
         cases=_cases,
+        first=_swept,
+        share=0.3,
         cost=0.002,
     ),
     Property(
@@ -272,7 +294,9 @@ PROPERTIES = (
         defect="a fake that takes the dtype of its first argument where the kernel promotes, or torch's default dtype",
         check=_compares(_dtype),
         cases=_cases,
-        cost=0.002,
+        first=_swept,
+        share=0.3,
+        cost=0.001,
     ),
     Property(
         "fake.strides",
@@ -281,7 +305,9 @@ PROPERTIES = (
         "the wrong elements",
         check=_strides,
         cases=_cases,
-        cost=0.002,
+        first=_swept,
+        share=0.3,
+        cost=0.001,
     ),
     Property(
         "fake.offset",
@@ -289,7 +315,9 @@ PROPERTIES = (
         defect="a kernel that returns part of a larger buffer, of which the fake knows nothing",
         check=_compares(_offset),
         cases=_cases,
-        cost=0.002,
+        first=_swept,
+        share=0.3,
+        cost=0.001,
     ),
     Property(
         "fake.device",
@@ -297,8 +325,9 @@ PROPERTIES = (
         defect="a fake that makes results on the CPU, or on the meta device",
         check=_device,
         cases=_cases,
+        first=_swept,
+        share=0.1,
         cost=0.003,
-        share=0.4,
     ),
     Property(
         "fake.requires_grad",
@@ -306,8 +335,9 @@ PROPERTIES = (
         defect="a fake that detaches, or a kernel that gives integers or constants where its fake gives a float result",
         check=_requires_grad,
         cases=_cases,
-        cost=0.006,
-        share=0.3,
+        first=_swept,
+        share=0.1,
+        cost=0.008,
         skip=_no_rule,
     ),
     Property(
@@ -316,7 +346,9 @@ PROPERTIES = (
         defect="a fake that returns its argument, where the kernel returns a new tensor",
         check=_aliasing,
         cases=_cases,
-        cost=0.002,
+        first=_swept,
+        share=0.3,
+        cost=0.001,
     ),
     Property(
         "fake.effects",
@@ -324,8 +356,9 @@ PROPERTIES = (
         defect="a fake that seeds torch's generator, counts its calls, or switches gradients off",
         check=_effects,
         cases=_cases,
+        first=_swept,
+        share=0.1,
         cost=0.003,
-        share=0.3,
         skip=_own,
     ),
     Property(
@@ -334,8 +367,8 @@ PROPERTIES = (
         defect="a size that is burned in as a number, int() of a size, a wrong branch on a size, a fake that remembers",
         check=symbols.check_symbolic,
         cases=symbols.cases,
-        cost=0.015,
-        share=0.3,
+        share=0.12,
+        cost=0.02,
     ),
     Property(
         "fake.unbacked",
@@ -343,6 +376,7 @@ PROPERTIES = (
         defect="new_dynamic_size(min=1) where nothing may be found; one symbol for two sizes that differ",
         check=symbols.check_unbacked,
         cases=_cases,
+        share=0.4,
         cost=0.002,
     ),
 )

@@ -177,7 +177,8 @@ PROPERTIES = (
         cases=_drawn(_STRIDES),
         first=_swept(_STRIDES),
         skip=_any,
-        cost=0.0006,
+        share=0.4,
+        cost=0.002,
     ),
     Property(
         "layout.views",
@@ -187,7 +188,8 @@ PROPERTIES = (
         cases=_drawn(_VIEWS),
         first=_swept(_VIEWS),
         skip=_any,
-        cost=0.0006,
+        share=0.4,
+        cost=0.002,
     ),
     Property(
         "layout.expanded",
@@ -197,7 +199,8 @@ PROPERTIES = (
         cases=_drawn(_EXPANDED),
         first=_swept(_EXPANDED),
         skip=_any,
-        cost=0.0006,
+        share=0.4,
+        cost=0.002,
     ),
     Property(
         "layout.same_tensor",
@@ -207,8 +210,8 @@ PROPERTIES = (
         cases=_drawn(_PLAIN),
         first=_swept(_PLAIN),
         skip=_none_written,
-        share=0.5,
-        cost=0.0008,
+        share=0.3,
+        cost=0.002,
     ),
     Property(
         "layout.shared_storage",
@@ -218,7 +221,7 @@ PROPERTIES = (
         cases=_drawn(_PLAIN),
         first=_swept(_PLAIN),
         skip=_none_written,
-        share=0.5,
-        cost=0.0012,
+        share=0.3,
+        cost=0.002,
     ),
 )
