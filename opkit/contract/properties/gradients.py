@@ -14,6 +14,7 @@ from opkit.contract.derivatives import Gradients, Graph
 from opkit.contract.incoming import INCOMING
 from opkit.contract.outcome import bits
 from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.properties import gradients_accepts as accepts
 from opkit.contract.properties import gradients_higher as higher
 from opkit.contract.subject import Subject
 from opkit.op.torch_private import shares_memory
@@ -23,8 +24,7 @@ def _needs_reference(subject: Subject) -> str:
     return d.no_candidates(subject) or ("" if subject.reference is not None else "there is no reference")
 
 
-def _comparable(ours: Graph, reference: Graph) -> bool:
-    """Whether results correspond; where they do not, ``numbers`` says so."""
+def _comparable(ours: Graph, reference: Graph) -> bool:  # where not, ``numbers`` says so
     return [o.shape for o in ours.outputs] == [o.shape for o in reference.outputs]
 
 
@@ -320,8 +320,9 @@ PROPERTIES: tuple[Property, ...] = (
         rule="Vector-Jacobian products are the reference's, for random incoming gradients.",
         defect="a wrong sign, a dropped term, gradients in each other's place, a sum over broadcast sizes that is forgotten",
         check=_reference,
-        cases=d.smooth_cases(),
-        cost=0.0015,
+        cases=d.smooth_cases(layouts=("contiguous", "transposed", "strided", "expanded", "padded")),
+        share=0.7,
+        cost=0.002,
         skip=_needs_reference,
     ),
     Property(
@@ -394,5 +395,6 @@ PROPERTIES: tuple[Property, ...] = (
         cost=0.0015,
         skip=d.no_candidates,
     ),
+    *accepts.PROPERTIES,
     *higher.PROPERTIES,
 )
