@@ -152,6 +152,27 @@ def _linear(subject: Subject, case: Case) -> None:
                 f"the gradient of {d.argument(subject, case, number)} is not linear in the incoming one: for 2 a - 3 b, {wrong}. "
                 "The backward must multiply by what comes in."
             )
+    _additive(subject, case, graph, numbers, first, grads)
+
+
+def _additive(
+    subject: Subject, case: Case, graph: Graph, numbers: Sequence[int], first: Gradients, grads: Sequence[torch.Tensor]
+) -> None:
+    """What results contribute one by one, where zeros come in for all others, adds up."""
+    if len(graph.attached) < 2:
+        return
+    parts = [
+        graph.vjp([g if n == used else torch.zeros_like(g) for n, g in enumerate(grads)]) for used in graph.attached
+    ]
+    for position, (number, whole) in enumerate(zip(numbers, first, strict=True)):
+        terms = [part[position] for part in parts]
+        given = [term for term in terms if term is not None]
+        total = torch.stack(given).sum(0) if given else None
+        if wrong := d.mismatch(total, whole, len(parts) * (d.magnitude(grads) + d.magnitude(given))):
+            raise Violation(
+                f"the gradient of {d.argument(subject, case, number)} is not the sum of what each result contributes where "
+                f"zeros come in for the others: {wrong}"
+            )
 
 
 @d.steady
