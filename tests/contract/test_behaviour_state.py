@@ -31,7 +31,7 @@ CHANGES = {
     "environment": lambda x: os.environ.__setitem__(
         "OPKIT_TEST_COUNT", str(int(os.environ.get("OPKIT_TEST_COUNT", 0)) + 1)
     ),
-    "filters": lambda x: warnings.simplefilter("ignore", category=UserWarning, append=False),
+    "filters": lambda x: warnings.filterwarnings("ignore", message=f"number {len(warnings.filters)}"),
 }
 
 
@@ -41,12 +41,16 @@ def test_changed_state_is_found_and_put_back(name, asked):
         CHANGES[name](x)
         return x.clone()
 
-    before = (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), os.getcwd())
+    before = (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), list(warnings.filters))
     report = asked("behaviour.global_state", op, args=N)
     os.environ.pop("OPKIT_TEST_COUNT", None)
-    if name != "filters":  # pytest has this filter at times
-        assert [failure.property for failure in report.failures] == ["behaviour.global_state"], str(report)
-    assert before == (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), os.getcwd())
+    assert [failure.property for failure in report.failures] == ["behaviour.global_state"], str(report)
+    assert before == (
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        list(warnings.filters),
+    )
     assert not torch.are_deterministic_algorithms_enabled()
 
 

@@ -109,6 +109,16 @@ def test_incoming_gradients_taken_to_be_contiguous(fails, read):
     assert max(failure.args[0].shape) <= 2
 
 
+def test_a_saved_input_read_as_if_it_were_contiguous(fails):
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * torch.as_strided(x, x.shape, torch.empty(x.shape).stride()).cos()
+
+    failure = fails("gradients.reference", autograd_op(torch.sin, backward), args=(tensor("m n"),), reference=torch.sin)
+    assert failure.args[0].numel() <= 4
+    assert not failure.args[0].is_contiguous()
+
+
 @pytest.mark.parametrize("take", [torch.ones_like, torch.sign, torch.square])
 def test_a_backward_that_is_not_linear(fails, take):
     op = autograd_op(lambda x: x.sin(), lambda ctx, g: take(g) * ctx.saved_tensors[0].cos())
@@ -118,6 +128,17 @@ def test_a_backward_that_is_not_linear(fails, take):
 
 def both(x):
     return x.sin(), x.cos()
+
+
+def only_with_the_first(ctx, g, h):
+    (x,) = ctx.saved_tensors
+    return g * x.cos() - h * x.sin() * bool(g.any())
+
+
+def test_a_result_whose_gradient_counts_only_with_another(fails):
+    failure = fails("gradients.linear", autograd_op(both, only_with_the_first), args=(tensor("n"),))
+    assert failure.args[0].shape == (1,)
+    assert "each result contributes" in failure.message
 
 
 def save_raw(ctx, inputs, output):

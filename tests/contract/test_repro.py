@@ -120,7 +120,46 @@ def test_scripts_of_every_kind_of_operator_show_the_failure(tmp_path, child_envi
     found = run(scripts, tmp_path, child_environment)
     wrong = {name: (each, scripts[name]) for name, each in found.items() if each[0] != 1}
     assert not wrong, "\n".join(f"{name}: {each}\n{text}" for name, (each, text) in wrong.items())
-    assert all("numbers.reference: output 0 differs" in text for _, text in found.values())
+    assert all("numbers.reference: the result is" in text for _, text in found.values())
+
+
+MAIN = """
+import ctypes, json, torch, opkit
+from opkit.testing import tensor
+
+FACTOR = 3.0
+
+@torch.library.custom_op("opkit_test_repro_main::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * FACTOR
+
+def crashes(x):
+    return ctypes.string_at(0) if x.numel() > 2 else x.clone()
+
+def twice(x):
+    return x * 2
+
+def asked(op, name):
+    how = {"args": (tensor("n"),), "reference": twice, "properties": [name], "database": False, "max_examples": 10}
+    return opkit.check(op, **how).failures[0].repro
+
+if __name__ == "__main__":
+    print(json.dumps({"reference.py": asked(scaled, "numbers.reference"), "crash.py": asked(crashes, "memory.crash")}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="crashes are caught in forked processes")
+def test_scripts_for_what_a_script_defines_and_for_a_crash_show_the_failure(tmp_path, child_environment):
+    main = tmp_path / "main.py"
+    main.write_text(MAIN)
+    command = [sys.executable, str(main)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=child_environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    scripts = json.loads(done.stdout.splitlines()[-1])
+    found = run(scripts, tmp_path, child_environment)
+    assert [code for code, _ in found.values()] == [1, 1], (found, scripts)
+    assert "numbers.reference: the result is" in found["reference.py"][1]
+    assert "memory.crash: the call ended the process" in found["crash.py"][1]
 
 
 def test_a_script_of_a_mended_operator_ends_with_zero(tmp_path, child_environment):

@@ -14,6 +14,7 @@ from opkit.contract.derivatives import Gradients, Graph
 from opkit.contract.incoming import INCOMING
 from opkit.contract.outcome import bits
 from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.properties import gradients_accepts as accepts
 from opkit.contract.properties import gradients_higher as higher
 from opkit.contract.subject import Subject
 from opkit.op.torch_private import shares_memory
@@ -23,8 +24,7 @@ def _needs_reference(subject: Subject) -> str:
     return d.no_candidates(subject) or ("" if subject.reference is not None else "there is no reference")
 
 
-def _comparable(ours: Graph, reference: Graph) -> bool:
-    """Whether results correspond; where they do not, ``numbers`` says so."""
+def _comparable(ours: Graph, reference: Graph) -> bool:  # where not, ``numbers`` says so
     return [o.shape for o in ours.outputs] == [o.shape for o in reference.outputs]
 
 
@@ -151,6 +151,27 @@ def _linear(subject: Subject, case: Case) -> None:
             raise Violation(
                 f"the gradient of {d.argument(subject, case, number)} is not linear in the incoming one: for 2 a - 3 b, {wrong}. "
                 "The backward must multiply by what comes in."
+            )
+    _additive(subject, case, graph, numbers, first, grads)
+
+
+def _additive(
+    subject: Subject, case: Case, graph: Graph, numbers: Sequence[int], first: Gradients, grads: Sequence[torch.Tensor]
+) -> None:
+    """What results contribute one by one, where zeros come in for all others, adds up."""
+    if len(graph.attached) < 2:
+        return
+    parts = [
+        graph.vjp([g if n == used else torch.zeros_like(g) for n, g in enumerate(grads)]) for used in graph.attached
+    ]
+    for position, (number, whole) in enumerate(zip(numbers, first, strict=True)):
+        terms = [part[position] for part in parts]
+        given = [term for term in terms if term is not None]
+        total = torch.stack(given).sum(0) if given else None
+        if wrong := d.mismatch(total, whole, len(parts) * (d.magnitude(grads) + d.magnitude(given))):
+            raise Violation(
+                f"the gradient of {d.argument(subject, case, number)} is not the sum of what each result contributes where "
+                f"zeros come in for the others: {wrong}"
             )
 
 
@@ -320,8 +341,9 @@ PROPERTIES: tuple[Property, ...] = (
         rule="Vector-Jacobian products are the reference's, for random incoming gradients.",
         defect="a wrong sign, a dropped term, gradients in each other's place, a sum over broadcast sizes that is forgotten",
         check=_reference,
-        cases=d.smooth_cases(),
-        cost=0.0015,
+        cases=d.smooth_cases(layouts=("contiguous", "transposed", "strided", "expanded", "padded")),
+        share=0.7,
+        cost=0.002,
         skip=_needs_reference,
     ),
     Property(
@@ -394,5 +416,6 @@ PROPERTIES: tuple[Property, ...] = (
         cost=0.0015,
         skip=d.no_candidates,
     ),
+    *accepts.PROPERTIES,
     *higher.PROPERTIES,
 )

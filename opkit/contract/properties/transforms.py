@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
@@ -16,10 +17,13 @@ from opkit.contract.directions import direction, inner, size
 from opkit.contract.outcome import leaves
 from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
 from opkit.contract.properties import transforms_modes as modes
+from opkit.contract.randomness import is_random
+from opkit.contract.rounding import observe
 from opkit.contract.subject import Subject
 
 _BATCHES = (3, 1, 2, 0)
-_MOST_DIMS = 12
+_MOST_DIMS = 9
+_ROOM = 50.0  # gradients may cancel: a batching rule that is wrong is off by more
 
 Flat = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -77,15 +81,75 @@ def _stacked(samples: list[list[torch.Tensor]], dims: Sequence[int | None], coun
 def _vmap(subject: Subject, case: Case) -> None:
     if not subject.functional:
         raise NotApplicable("it writes to its arguments")
+    if is_random(subject, case):
+        return  # torch.vmap may draw in another order
     call = case.make(subject.device)
     tensors = [*{id(tensor): tensor for tensor in d.cased(case, call)}.values()]
     if not tensors:
         raise Refusal(ValueError("no tensor to map"))
     function = flat(subject, call, tensors)
-    samples = _samples(subject, case, 3)
-    for turn, dims in enumerate(_combinations(tensors)):
-        count = 3 if turn == 0 else _BATCHES[turn % len(_BATCHES)]
-        _mapped(function, samples[: max(count, 1)], dims, count, turn % 2)
+    samples = _samples(subject, case, 4)
+    with _quiet():
+        for turn, dims in enumerate(_combinations(tensors)):
+            count = 3 if turn == 0 else _BATCHES[turn % len(_BATCHES)]
+            _mapped(function, samples[: max(count, 1)], dims, count, turn % 2)
+        _nested(function, samples)
+        _per_sample(function, samples)
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """Without C++'s warnings of operators that torch maps by a loop: there is one a call."""
+    switch = torch._C._functorch._set_vmap_fallback_warning_enabled  # torch 2.13: it cannot be asked for, and is on
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
+
+
+def _one_by_one(function: Flat, samples: Sequence[list[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
+    return [function(*(tensor.clone() for tensor in each)) for each in samples]  # a plain function may write to them
+
+
+def _nested(function: Flat, samples: Sequence[list[torch.Tensor]]) -> None:
+    """Two batches, one within the other, in which the inner one is the last dimension, and all is mapped."""
+    wanted = _one_by_one(function, samples)
+    grids = [torch.stack([torch.stack(t[:2], -1), torch.stack(t[2:], -1)]) for t in zip(*samples, strict=True)]
+    try:
+        got = torch.vmap(torch.vmap(function, in_dims=-1))(*grids)
+    except Exception:  # one batch alone says whether it can be mapped at all
+        return
+    for number, result in enumerate(got):
+        each = [result_of[number] for result_of in wanted]
+        if len({t.shape for t in each}) > 1:
+            return  # sizes that depend on data cannot be stacked
+        right = torch.stack(each).reshape(2, 2, *each[0].shape)
+        _same(result, right, f"torch.vmap of torch.vmap, two times two of them: result {number}", "a loop's")
+
+
+def _per_sample(function: Flat, samples: Sequence[list[torch.Tensor]]) -> None:
+    """Gradients of each of a batch, by torch.vmap of torch.func.grad, are those of a loop over torch.func.grad."""
+    places = tuple(place for place, tensor in enumerate(samples[0]) if tensor.is_floating_point())
+    if not places:
+        return
+    gradient = torch.func.grad(lambda *given: _total(function, given), places)
+    try:
+        wanted = _one_by_one(gradient, samples[:3])
+        got = torch.vmap(gradient)(*(torch.stack(t) for t in zip(*samples[:3], strict=True)))
+    except Exception:  # a transform that is not there is no defect
+        return
+    for place, mine, each in zip(places, got, zip(*wanted, strict=True), strict=True):
+        right = torch.stack(each)
+        if wrong := d.mismatch(mine, right, max(1.0, d.magnitude([right])), factor=_ROOM):
+            raise Violation(f"torch.vmap of torch.func.grad: the gradient of tensor {place} is not a loop's: {wrong}")
+
+
+def _total(function: Flat, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A number that depends on every element of every floating-point result differently."""
+    results = [t for t in function(*given) if t.is_floating_point()]
+    terms = [(t * (1 + torch.arange(t.numel()).reshape(t.shape) % 7 / 7)).sum() for t in results]
+    return torch.stack([term.double() for term in terms]).sum()
 
 
 def _mapped(
@@ -93,7 +157,7 @@ def _mapped(
 ) -> None:
     chosen = [[s[p] if dim is not None else samples[0][p] for p, dim in enumerate(dims)] for s in samples]
     try:
-        wanted = [function(*each) for each in chosen]
+        wanted = _one_by_one(function, chosen)
     except Exception as error:
         raise Refusal(error) from error
     out_dims = tuple(-1 if out_dim and result.dim() else 0 for result in wanted[0])
@@ -149,8 +213,9 @@ def _functional(subject: Subject, case: Case) -> None:
         asked["torch.func.jacrev"] = lambda: torch.func.jacrev(total, places)(*inputs)
         asked["torch.func.jacfwd"] = lambda: torch.func.jacfwd(total, places)(*inputs)
         _forward_agrees(subject, total, inputs, right, grads)
-    for name, ask in asked.items():
-        _agrees(subject, case, name, ask, numbers, right, grads)
+    with _quiet():
+        for name, ask in asked.items():
+            _agrees(subject, case, name, ask, numbers, right, grads)
 
 
 def _forward_agrees(
@@ -207,10 +272,10 @@ def _agrees(
 
 
 def _functionalize(subject: Subject, case: Case) -> None:
-    plain = subject.run(case)
+    plain = observe(subject, case)
     call = case.make(subject.device)
     try:
-        found = subject.call(call, torch.func.functionalize(subject.function))
+        found = observe(subject, call, torch.func.functionalize(subject.function))
     except Refusal as refusal:
         raise Remark(f"torch.func.functionalize raises {refusal}") from refusal
     for number, (a, b) in enumerate(zip(found.tensors(), plain.tensors(), strict=True)):

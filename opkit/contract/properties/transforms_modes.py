@@ -14,6 +14,7 @@ from opkit.contract import derivatives as d
 from opkit.contract.cases import Call, Case
 from opkit.contract.outcome import Outcome
 from opkit.contract.prop import Property, Refusal, Remark, Violation
+from opkit.contract.rounding import observe
 from opkit.contract.subject import Subject
 from opkit.op import torch_private as private
 from opkit.op.rules import autocast
@@ -32,7 +33,7 @@ def _policy(subject: Subject) -> tuple[str | None, torch.dtype | None] | None:
 
 
 def _autocast(subject: Subject, case: Case) -> None:
-    plain = subject.run(case)
+    plain = observe(subject, case)
     with torch.autocast("cpu", _LOW):
         found = _or_violation(subject, case, "under torch.autocast")
         with torch.autocast("cpu", enabled=False):
@@ -41,13 +42,13 @@ def _autocast(subject: Subject, case: Case) -> None:
     policy = _policy(subject)
     if policy is not None:
         args, kwargs = autocast.cast((case.make().args, case.make().kwargs), "cpu", *policy)
-        wanted = subject.call(Call(args, kwargs))
+        wanted = observe(subject, Call(args, kwargs))
         _compare(found, wanted, "under torch.autocast", "a call with the arguments cast as declared")
 
 
 def _or_violation(subject: Subject, case: Case, where: str) -> Outcome:
     try:
-        return subject.run(case)
+        return observe(subject, case)
     except Refusal as refusal:
         if subject.reference is not None:
             subject.expect(case)  # where the reference raises too, it is passed over
@@ -97,11 +98,11 @@ MODES: dict[str, Callable[[], Any]] = {
 
 
 def _modes(subject: Subject, case: Case) -> None:
-    plain = subject.run(case)
+    plain = observe(subject, case)
     for name, mode in MODES.items():
         try:
             with mode():
-                found = subject.run(case)
+                found = observe(subject, case)
         except Refusal as refusal:
             raise Remark(f"under {name} it raises {refusal}") from refusal
         _compare(found, plain, f"under {name}", "a plain call")

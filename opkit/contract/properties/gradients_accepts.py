@@ -1,0 +1,103 @@
+"""gradients.accepts: a call that works keeps working where gradients are required of it."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import dis
+import re
+import types
+from collections.abc import Iterator, Sequence
+
+from opkit.contract import derivatives as d
+from opkit.contract.cases import Case
+from opkit.contract.prop import NotApplicable, Property, Refusal, Violation
+from opkit.contract.subject import Subject
+
+_SLIPS = (TypeError, AttributeError, LookupError, NameError, ValueError, ArithmeticError)
+_DISAGREES = re.compile(
+    r"returned an (invalid gradient|incorrect number of gradients)|number of gradients|"
+    r"expected shape|the size of tensor a|is invalid for input of size|shapes cannot be multiplied|"
+    r"dimension out of range|view size is not compatible|expanded size|to have the same dtype|same dtype",
+    re.IGNORECASE,
+)
+
+
+def slip(error: BaseException) -> bool:
+    """Whether an exception is a mistake in the code that was running, and not something that it says on purpose.
+
+    What a ``raise`` says is meant. An exception that Python itself raises, and gradients that torch finds to be of the wrong
+    number, shape or dtype, are not.
+    """
+    if isinstance(error, RuntimeError) and not isinstance(error, (NotImplementedError, RecursionError)):
+        return bool(_DISAGREES.search(str(error)))
+    return isinstance(error, _SLIPS) and not _raised(error)
+
+
+def _raised(error: BaseException) -> bool:
+    """Whether the exception comes from a ``raise`` statement or an ``assert``."""
+    *_, last = [None, *_frames(error)]
+    if last is None:
+        return False
+    operation = dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]]
+    return operation in ("RAISE_VARARGS", "RERAISE")
+
+
+def _frames(error: BaseException) -> Iterator[types.TracebackType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+@d.steady
+def _accepts(subject: Subject, case: Case) -> None:
+    everything = d.candidates(subject, case)
+    d.trace(subject, case, ())
+    singles = [(number,) for number in everything] if len(everything) > 1 else []
+    refusals = [_tried(subject, case, numbers) for numbers in (everything, *singles)]
+    refused = [refusal for refusal in refusals if refusal is not None]
+    if len(refused) == len(refusals):
+        raise d.told(refused[0]) from refused[0]
+
+
+def _tried(subject: Subject, case: Case, numbers: Sequence[int]) -> Refusal | None:
+    """What the operator says on purpose where gradients are required of ``numbers``, or nothing where all is well."""
+    step = "the call"
+    try:
+        graph = d.trace(subject, case, numbers)
+        if reason := d.forward_only(graph):
+            raise NotApplicable(reason)
+        step = "the backward"
+        graph.vjp(d.incoming(graph))
+    except NotApplicable:
+        raise
+    except Exception as caught:
+        error = caught.error if isinstance(caught, Refusal) else caught
+        if slip(error):
+            raise Violation(_told(numbers, step, error)) from error
+        return Refusal(error)
+    return None
+
+
+def _told(numbers: Sequence[int], step: str, error: BaseException) -> str:
+    which = f"tensor{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+    first = (str(error).splitlines() or [""])[0]
+    return (
+        f"with gradients required of {which}, {step} raises {type(error).__name__}: {first}. Without gradients the call works. "
+        "Where there is no gradient on purpose, raise NotImplementedError."
+    )
+
+
+PROPERTIES: tuple[Property, ...] = (
+    Property(
+        "gradients.accepts",
+        rule="A call that works without gradients works with them, forward and backward, or says that it has none.",
+        defect="a setup_context with wrong parameters; a backward that fails for one size, for None, or for one input",
+        check=_accepts,
+        cases=d.smooth_cases(),
+        share=0.5,
+        cost=0.0012,
+        skip=d.no_candidates,
+    ),
+)
