@@ -36,13 +36,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     names = [name for name in options.names or database.names() if name in database.INFOS]
-    database.report("abs", max_examples=1)  # what is imported at the first check is imported before processes are forked
+    for name in ("abs", "addmm"):  # what is imported or cached at the first checks is shared by the processes
+        _one(name, options)
     started = time.monotonic()
     found = []
     for name, result, how in isolated.each(lambda name: _one(name, options), names, options.jobs, options.seconds):
         found.append(result or {"name": name, "failures": [["process", how, ""]], "skipped": []})
+        _tell(found[-1])
         print(f"{len(found)} of {len(names)}: {name}", end="\r", file=sys.stderr)
-    _show(sorted(found, key=lambda each: names.index(each["name"])), FINDINGS, time.monotonic() - started)
+    _show(sorted(found, key=lambda each: names.index(each["name"])), time.monotonic() - started)
 
 
 def _options() -> argparse.Namespace:
@@ -51,7 +53,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--examples", type=int, default=10)
     parser.add_argument("--exclude", nargs="*", default=[], help="properties or groups that are not asked")
-    parser.add_argument("--dearest", type=float, default=0.1, help="seconds a case of the dearest property that is asked")
+    parser.add_argument(
+        "--dearest", type=float, default=0.1, help="seconds a case of the dearest property that is asked"
+    )
     parser.add_argument("--properties", nargs="*", default=None, help="these alone")
     parser.add_argument("--plain", action="store_true", help="check the functions as callables, without an operator")
     parser.add_argument("--seconds", type=float, default=300.0, help="after which a function counts as hanging")
@@ -76,16 +80,17 @@ def _one(name: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _show(found: Sequence[dict[str, Any]], findings: dict[tuple[str, str], str], seconds: float) -> None:
+def _tell(found: dict[str, Any]) -> None:
+    for property_, message, case in found["failures"]:
+        if (found["name"], property_) not in FINDINGS:
+            print(f"{found['name']}: {property_}: {message}\n    on {case}", flush=True)
+
+
+def _show(found: Sequence[dict[str, Any]], seconds: float) -> None:
     fit = [each for each in found if "unfit" not in each and each.get("passed")]
-    alarms, genuine = [], 0
-    for each in found:
-        for property_, message, case in each["failures"]:
-            known = findings.get((each["name"], property_))
-            genuine += known is not None
-            if known is None:
-                alarms.append(each["name"])
-                print(f"{each['name']:40} {property_}\n    {message}\n    {case}")
+    reports = [(each["name"], failure[0]) for each in found for failure in each["failures"]]
+    alarms = [name for name, property_ in reports if (name, property_) not in FINDINGS]
+    genuine = len(reports) - len(alarms)
     _table(found)
     print(f"{len(fit)} functions were checked; {genuine} findings are known, {len(alarms)} reports are not.")
     line = {"functions": len(fit), "findings": genuine, "alarms": len(alarms), "of": sorted(set(alarms))}

@@ -45,7 +45,9 @@ EXCLUDED: dict[str, str] = {
 }  # fmt: skip
 """Names, or the first parts of names, with the reason."""
 
-FIXED: frozenset[str] = frozenset({"native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "nn.functional.ctc_loss"})
+FIXED: frozenset[str] = frozenset(
+    {"native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "nn.functional.ctc_loss"}
+)
 """Functions that trust their caller's sizes: the sample's are kept."""
 
 UNLIKE: frozenset[str] = frozenset(

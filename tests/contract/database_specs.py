@@ -61,7 +61,11 @@ class Plan:
                 shape = tuple(size + more.get((at, dim - value.dim()), 0) for dim, size in enumerate(value.shape))
                 low, high = numbers_of(value, self.info)
                 low = high = (indices or {}).get(at, low) if is_index(value, self.info) else None
-                value = TensorCase(shape, value.dtype, low=low, high=high).make() if low is not None else _like(value, shape)
+                value = (
+                    TensorCase(shape, value.dtype, low=low, high=high).make()
+                    if low is not None
+                    else _like(value, shape)
+                )
             made.append(value)
         try:
             self.function(*made)
@@ -106,8 +110,10 @@ def numbers_of(value: torch.Tensor, info: Any) -> tuple[Any, Any]:
     if not value.is_floating_point():
         return least if least >= 0 else None, most if is_index(value, info) else None
     low, high = getattr(info, "domain", (None, None))
-    told = value.numel() >= _ENOUGH and 0 < least
-    return (0.0 if most <= 1 else least) if told and low is None else low, 1.0 if told and most <= 1 and high is None else high
+    told = value.numel() >= _ENOUGH and least > 0
+    return (
+        0.0 if most <= 1 else least
+    ) if told and low is None else low, 1.0 if told and most <= 1 and high is None else high
 
 
 def _like(value: torch.Tensor, shape: Iterable[int]) -> torch.Tensor:
