@@ -1,4 +1,4 @@
-"""The ``opkit`` command: ``demo``, ``doctor``, ``list``, ``describe``, ``build``, ``bridge``, ``tune`` and ``cache``."""
+"""The ``opkit`` command: ``demo``, ``doctor``, ``list``, ``describe``, ``check``, ``build``, ``bridge``, ``tune``, ``cache``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from opkit import errors, terminal
+from opkit.cli_check import check
 from opkit.cli_tune import tune
 from opkit.kernels.progress import printable
 
@@ -32,6 +33,7 @@ app = typer.Typer(
 
 cache_app = typer.Typer(help="Look after the kernels that were built.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
+app.command()(check)
 app.command()(tune)
 
 _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}

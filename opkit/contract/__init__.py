@@ -10,7 +10,12 @@ module                    what it holds
 ``subject`` ``outcome``   the operator under test, and what one call of it did
 ``prop``                  what a property is; ``properties/`` has them, one file a group
 ``search``                a property is tried on many cases, and the failure shrunk
-``report``                what was found
+``run`` ``budget``        all properties, in order, as time allows
+``report`` ``page``       what was found, as text, as HTML and (``report_json``) as JSON
+``bar``                   how far it is, on a terminal
+``packages``              the operators of a module, for ``opkit check``
+``plugin``                a pytest item for each property
+``document``              the tables of docs/contract.md
 ``checking``              :func:`opkit.check`
 ========================  =============================================================================================
 """

@@ -23,7 +23,7 @@ def check(
     budget: float | None = None,
     device: str = "cpu",
     database: bool | Path = True,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Report:
     """Search for arguments on which an operator breaks its contract.
 
@@ -38,10 +38,11 @@ def check(
         seed: of the search. Equal seeds search alike.
         properties: only these: names such as "numbers.reference", or groups such as "numbers".
         exclude: none of these.
-        budget: seconds for everything; the search ends in time, with what it has.
+        budget: seconds for everything; the search ends in time, with what it has, and what could not be asked is skipped.
         device: where tensors are.
         database: keep failing examples in opkit's cache directory, or in this folder, and try them first the next time.
-        progress: called with the name of a property, and the share of the work that is done, before each.
+        progress: True for a bar on the terminal (stderr), or a function that is called with the name of a property, and the share
+            of the work that is done, before each. By default nothing is shown.
 
     Raises:
         ArgumentError: ``op`` is nothing to check, its arguments cannot be inferred, or a property is unknown.

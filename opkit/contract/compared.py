@@ -101,6 +101,7 @@ class Judge:
     case: Case
     wanted: Expected
     floor: float = 0.0
+    extreme: bool = False
     alternates: Callable[[Pair], Iterable[Any]] = lambda _: ()
     excused: Callable[[Pair], torch.Tensor | None] = lambda _: None
 
@@ -117,7 +118,7 @@ class Judge:
         own = pair.own
         exact = pair.of(self.wanted.exact) if self.wanted.exact is not None else None
         usable = isinstance(exact, torch.Tensor) and exact.shape == own.shape
-        base = exact if usable else own
+        base: torch.Tensor = exact if usable and exact is not None else own
 
         def spread(outcomes: list[Outcome]) -> torch.Tensor | None:
             found = [pair.of(each) for each in outcomes if len(each.results) == len(self.wanted_results)]
@@ -131,6 +132,7 @@ class Judge:
             lambda: spread(self._disturbed),
             lambda: spread(self._moved) if half or self._is_narrow else None,
             self.floor,
+            self.extreme,
         )
 
     @property
@@ -154,7 +156,8 @@ class Judge:
         if isinstance(got, torch.Tensor) != isinstance(own, torch.Tensor) and (got is None or own is None):
             raise Violation(f"{pair.name} is {described(got)}, and the reference's is {described(own)}")
         if not _numeric(got) or not _numeric(own):
-            return self._plain(pair)
+            self._plain(pair)
+            return
         got, own = _tensor(got, own), _tensor(own, got)
         if got.shape != own.shape:
             raise Violation(f"{pair.name} has shape {list(got.shape)}, and the reference's has {list(own.shape)}")
@@ -182,7 +185,7 @@ class Judge:
         """What is still wrong beside other results that are right as well."""
         for other in self.alternates(pair):
             if isinstance(other, torch.Tensor) and other.shape == pair.own.shape:
-                bad = bad & wrong(pair.got, Goal(other, _wide(other), floor=self.floor))
+                bad = bad & wrong(pair.got, Goal(other, _wide(other), floor=self.floor, extreme=self.extreme))
         excused = self.excused(pair)
         return bad if excused is None else bad & ~excused
 

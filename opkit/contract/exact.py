@@ -155,19 +155,20 @@ class _Promoted(TorchDispatchMode):
         super().__init__()
         self.noise = noise
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotApplicable("the reference draws random numbers: two right results differ")
         if func.overloadpacket.__name__ == "view" and func._overloadname == "dtype":
             raise _Unpromotable
         args, kwargs = pytree.tree_map_only(torch.dtype, wide, (args, kwargs or {}))
         name = func.overloadpacket.__name__
-        disturbed = self.noise is not None and name not in _EXACT and not func.is_view
-        if disturbed and self._length(func, args) > 1 and not func._schema.is_mutable:
-            args = self._inputs(args, self.noise.longer(self._length(func, args)), name)
+        noise = self.noise
+        disturbed = noise is not None and name not in _EXACT and not func.is_view
+        if noise is not None and disturbed and self._length(func, args) > 1 and not func._schema.is_mutable:
+            args = self._inputs(args, noise.longer(self._length(func, args)), name)
         out = func(*args, **kwargs)
         if disturbed:
-            self._disturb(out, name, self._length(func, args))
+            self._disturb(out, name, self._length(func, args), args)
         return out
 
     @staticmethod
@@ -187,7 +188,7 @@ class _Promoted(TorchDispatchMode):
 
         return pytree.tree_map_only(torch.Tensor, change, args)
 
-    def _disturb(self, out: Any, name: str, length: int) -> None:
+    def _disturb(self, out: Any, name: str, length: int, args: Any) -> None:
         noise = self.noise
         assert noise is not None
         for leaf in pytree.tree_leaves(out):
@@ -195,8 +196,18 @@ class _Promoted(TorchDispatchMode):
                 continue
             changed = leaf * noise.factor(leaf, noise.longer(length))
             if name in _EXACT_WHERE_REPRESENTABLE:
-                changed = torch.where(leaf == leaf.to(noise.dtype).double(), leaf, changed)
+                changed = torch.where(_kept(leaf, noise.dtype, name, args), leaf, changed)
             leaf.copy_(changed)
+
+
+def _kept(result: torch.Tensor, dtype: torch.dtype, name: str, args: Any) -> torch.Tensor:
+    """Where a step rounds nothing in ``dtype``: its result is representable, and nothing was lost of a smaller operand."""
+    fits = result == result.to(dtype).double()
+    if name in ("add", "sub") and all(isinstance(each, torch.Tensor) for each in args[:2]):
+        one, other = args[:2]
+        back = result - other if name == "add" else result + other
+        fits = fits & ((result - one).abs() == other.abs()) & (back == one)
+    return fits
 
 
 def _integral(tensor: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from opkit.contract.subject import Subject
 from opkit.op import torch_private as private
 
 Make = Callable[[Any, torch.Tensor, int], torch.Tensor]
+_MOST_KNOWN = 128
 
 
 def has_own_fake(subject: Subject) -> bool:
@@ -134,12 +135,22 @@ def _nothing_to_check(subject: Subject, error: BaseException) -> str:
 
 
 def both(subject: Subject, case: Case) -> tuple[Outcome, Outcome]:
-    """The operator on real tensors and on fakes of these.
+    """The operator on real tensors and on fakes of these; properties that are asked of one case share them.
 
     Raises:
         Refusal: it raised on either.
         NotApplicable: it is no operator of its own, and torch has no fake of something that it calls.
     """
+    known: dict[str, tuple[Outcome, Outcome]] = vars(subject).setdefault("_faked", {})
+    if len(known) > _MOST_KNOWN:
+        known.clear()
+    key = repr(case)
+    if key not in known:
+        known[key] = _both(subject, case)
+    return known[key]
+
+
+def _both(subject: Subject, case: Case) -> tuple[Outcome, Outcome]:
     try:
         fake = run_fake(subject, case)  # before the kernel, so that it cannot know what the kernel did
     except Refusal as refusal:

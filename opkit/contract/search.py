@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis
 from hypothesis import errors as hypothesis_errors
+from hypothesis import strategies
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from opkit.contract.cases import Case
@@ -30,10 +31,15 @@ class Found:
     skipped: str = ""
     seconds: float = 0.0
     cut_short: bool = False
+    case_seconds: float = 0.0  # what one case took
 
 
 class _OutOfTime(BaseException):
     """Ends a search from within; Hypothesis passes what is no Exception through."""
+
+
+class _Ended(BaseException):
+    """Ends a search at once, with the reason; Hypothesis would look for a smaller example of any Exception."""
 
 
 @dataclasses.dataclass
@@ -42,6 +48,13 @@ class _Log:
     refused: list[tuple[Case, str]] = dataclasses.field(default_factory=list)
     remarks: dict[str, None] = dataclasses.field(default_factory=dict)
     failure: tuple[Case, str] | None = None
+    times: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def usual(self) -> float:
+        """Seconds that a case takes; the first pays for imports and caches, and is no measure where there are others."""
+        counted = self.times[1:] or self.times
+        return sum(counted) / len(counted) if counted else 0.0
 
 
 def search(
@@ -51,6 +64,7 @@ def search(
     seed: int = 0,
     seconds: float = float("inf"),
     database: Path | None = None,
+    left: float = float("inf"),
 ) -> Found:
     """Look for a case that breaks the property.
 
@@ -61,6 +75,7 @@ def search(
         seed: of the search; equal seeds search alike.
         seconds: after which the search ends with what it has, in the middle of shrinking too.
         database: a folder where failing cases are kept, to be tried first the next time.
+        left: seconds until no case may run any more: one that would not end in time is not begun.
     """
     started = time.monotonic()
     reason = prop.skip(subject)
@@ -69,29 +84,47 @@ def search(
     log = _Log()
     count = max(prop.least, round(max_examples * prop.share))
     try:
-        cut_short = _sweep(prop, subject, count, started + seconds, log)
+        clock = _Clock(started + seconds, started + left, log)
+        cut_short = _sweep(prop, subject, count, clock, log)
         if not cut_short and log.failure is None:
-            cut_short = _explore(prop, subject, count, seed, started + seconds, database, log)
-    except NotApplicable as reason_found:
+            cut_short = _explore(prop, subject, count, seed, clock, database, log)
+    except _Ended as reason_found:
         return Found(tuple(log.tried), skipped=str(reason_found), seconds=time.monotonic() - started)
     except Exception as error:  # of the property itself, or of torch where no refusal was expected
         reason = f"could not be asked: {type(error).__name__}: {error}"
         return Found(tuple(log.tried), skipped=reason, seconds=time.monotonic() - started)
-    return Found(
-        tuple(log.tried), tuple(log.refused), tuple(log.remarks), log.failure, "", time.monotonic() - started, cut_short
-    )
+    spent = time.monotonic() - started
+    return Found(tuple(log.tried), tuple(log.refused), tuple(log.remarks), log.failure, "", spent, cut_short, log.usual)
 
 
-def _sweep(prop: Property, subject: Subject, count: int, deadline: float, log: _Log) -> bool:
+@dataclasses.dataclass(frozen=True)
+class _Clock:
+    """When a search ends, and when no case may run any more."""
+
+    deadline: float
+    end: float
+    log: _Log
+
+    def ask(self, prop: Property, subject: Subject, case: Case) -> None:
+        """Ask the property of the case, if there is time."""
+        started = time.monotonic()
+        late = started > self.deadline and self.log.times  # one case at least, as long as there is time at all
+        if late or started + (self.log.usual if len(self.log.times) > 1 else 0.0) > self.end:
+            raise _OutOfTime
+        try:
+            _ask(prop, subject, case, self.log)
+        finally:
+            self.log.times.append(time.monotonic() - started)
+
+
+def _sweep(prop: Property, subject: Subject, count: int, clock: _Clock, log: _Log) -> bool:
     """Try the property's first cases, and make the one that fails small; whether time ran out."""
     if prop.first is None:
         return False
 
     def breaks(case: Case) -> bool:
-        if time.monotonic() > deadline:
-            raise _OutOfTime
         try:
-            _ask(prop, subject, case, log)
+            clock.ask(prop, subject, case)
         except Violation:
             return True
         except hypothesis_errors.UnsatisfiedAssumption:
@@ -111,7 +144,7 @@ def _sweep(prop: Property, subject: Subject, count: int, deadline: float, log: _
 
 
 def _explore(
-    prop: Property, subject: Subject, count: int, seed: int, deadline: float, database: Path | None, log: _Log
+    prop: Property, subject: Subject, count: int, seed: int, clock: _Clock, database: Path | None, log: _Log
 ) -> bool:
     """Run Hypothesis; whether time ran out."""
 
@@ -119,9 +152,7 @@ def _explore(
     @hypothesis.settings(**_settings(count, database))
     @hypothesis.given(prop.cases(subject))
     def attempt(case: Case) -> None:
-        if time.monotonic() > deadline:
-            raise _OutOfTime
-        _ask(prop, subject, case, log)
+        clock.ask(prop, subject, case)
 
     _key(attempt, f"{subject.name} {prop.name}")
     try:
@@ -137,8 +168,20 @@ def _explore(
     return False
 
 
+def warm_up() -> None:
+    """Draw something: at its first draw Hypothesis reads the sources of local modules, for which no property has time."""
+
+    @hypothesis.settings(**_settings(1, None))
+    @hypothesis.given(strategies.integers(0, 1))
+    def nothing(drawn: int) -> None:
+        pass
+
+    nothing()
+
+
 def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
     log.tried[str(case)] = None
+    found = ""
     try:
         prop.check(subject, case)
     except Refusal as refusal:
@@ -146,9 +189,13 @@ def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
         hypothesis.reject()
     except Remark as remark:
         log.remarks[str(remark)] = None
+    except NotApplicable as reason:
+        raise _Ended(str(reason)) from reason
     except Violation as violation:
-        log.failure = (case, str(violation))
-        raise
+        found = str(violation)
+    if found:  # raised here alone: Hypothesis takes failures of different places for different bugs
+        log.failure = (case, found)
+        raise Violation(found)
 
 
 def _settings(count: int, database: Path | None) -> dict[str, Any]:
@@ -157,6 +204,7 @@ def _settings(count: int, database: Path | None) -> dict[str, Any]:
         "database": None if database is None else DirectoryBasedExampleDatabase(database),
         "deadline": None,
         "derandomize": False,
+        "phases": [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],  # which traces lines
         "print_blob": False,
         "report_multiple_bugs": False,
         "suppress_health_check": list(hypothesis.HealthCheck),

@@ -158,7 +158,11 @@ def _dtypes(draw: Callable[..., Any], spec: CallSpec, how: Drawing) -> dict[Any,
         wanted = [dtype for dtype in group if how.dtypes is None or dtype in how.dtypes or not dtype.is_floating_point]
         found[group] = joint.choose(draw, ("dtype", len(found)), st.sampled_from(wanted or list(group)))
     floating = next((dtype for dtype in found.values() if dtype.is_floating_point or dtype.is_complex), None)
-    return {None: floating or next(iter(found.values()), torch.float32), **found}
+    first = next(iter(spec.tensors()), None)
+    before = (
+        None if first is None or first.dtypes is None else found[first.dtypes]
+    )  # an index that follows says nothing
+    return {None: floating or before or torch.float32, **found}
 
 
 def _tensor(

@@ -35,6 +35,7 @@ class Subject:
         overload: what the dispatcher has of it; None for a plain callable.
         operator: opkit's own object; None for others.
         device: where the arguments are.
+        notes: what a property keeps from one case to the next, under its name.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Subject:
     overload: Any = None
     operator: CustomOp[Any, Any] | None = None
     device: str = "cpu"
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def schema(self) -> Any:

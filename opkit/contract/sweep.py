@@ -2,8 +2,8 @@
 
 Hypothesis draws sizes, dtypes and flags at random: in fifty cases it may well miss a row of 1025 elements in float16. A sweep
 takes every size of every dimension in turn, and goes round the dtypes, fills, layouts, flags and optional arguments
-meanwhile. A row of it says what is decided otherwise than in the simplest call; one that fails is made simple by leaving decisions
-out, one by one, and by smaller sizes.
+meanwhile. A row of it says what is decided otherwise than in the simplest call; one that fails is made simple by leaving
+decisions out, one by one, and by smaller sizes.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -71,7 +71,7 @@ def examples(strategy: st.SearchStrategy[Any]) -> list[Any]:
 
     @hypothesis.seed(0)
     @hypothesis.settings(
-        max_examples=_EXAMPLES, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck),
+        max_examples=_EXAMPLES, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck),  # pyright: ignore[reportArgumentType]
         phases=[hypothesis.Phase.generate], print_blob=False,
     )  # fmt: skip
     @hypothesis.given(strategy)
@@ -181,7 +181,13 @@ class Sweep:
         yield {name: value for name, value in row.items() if name != label}
         value = row[label]
         if label[0] == "size":
+            later = [name for name in self._labels if name[0] == "size" and name > label]
+            if later and later[-1] not in row:
+                yield {**{name: each for name, each in row.items() if name != label}, later[-1]: value}
             yield from ({**row, label: size} for size in _below(value))
+            equal = [name for name, each in row.items() if name[0] == "size" and each == value]
+            if len(equal) > 1:
+                yield from ({**row, **dict.fromkeys(equal, size)} for size in _below(value))
         elif label[0] == "sizes":
             yield from ({**row, label: batch} for batch in _shorter(value))
         else:

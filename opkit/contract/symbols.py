@@ -81,15 +81,13 @@ class Trace:
         """The sizes, by tensor and dimension, that were symbols and are constants after the run."""
         return {
             (number, dim)
-            for number, (expressions, fake) in enumerate(
-                zip(self.arguments, self.outcome.call.tensors(), strict=True)
-            )
+            for number, (expressions, fake) in enumerate(zip(self.arguments, self.outcome.call.tensors(), strict=True))
             for dim in range(fake.dim())
             if getattr(expressions[dim], "is_symbol", False) and self.env.replace(expressions[dim]).is_number
         }
 
 
-def _numbers(tensor: torch.Tensor) -> tuple[int, ...]:
+def _numbers(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*tensor.shape, *tensor.stride(), tensor.storage_offset())
 
 
@@ -128,11 +126,17 @@ def check_symbolic(subject: Subject, case: Case) -> None:
     real = subject.run(case)
     trace = _traced(subject, case, duck_shape=False)
     _compare(trace, real, case, case)
-    _compare(_traced(subject, case, duck_shape=True), real, case, case)
+    if _equal_sizes(case):  # else there is nothing that torch would take for the same symbol
+        _compare(_traced(subject, case, duck_shape=True), real, case, case)
     others = [*_accepted(subject, other_sizes(subject.spec, case))]
     retraced = [_compare(trace, outcome, case, other) for other, outcome in others]
     if all(retraced) and trace.constants():
         _constant(subject, trace, [other for other, _ in others])
+
+
+def _equal_sizes(case: Case) -> bool:
+    large = [size for tensor in case.tensors() for size in tensor.shape if size > 1]
+    return len(set(large)) < len(large)
 
 
 def _accepted(subject: Subject, found: list[Case]) -> Iterator[tuple[Case, Outcome]]:
@@ -161,7 +165,7 @@ def _traced(subject: Subject, case: Case, duck_shape: bool) -> Trace:
 
 def _compare(trace: Trace, real: Outcome, first: Case, second: Case) -> bool:
     """Whether the trace says nothing of the second case; a violation where what it says is wrong."""
-    call = second.make()
+    call = second.make()  # what matters is how it lies, not where
     values = trace.values(call)
     if values is None:
         return True
@@ -174,7 +178,9 @@ def _compare(trace: Trace, real: Outcome, first: Case, second: Case) -> bool:
     for (name, kernel), (_, fake) in zip(ours, told, strict=True):
         found = _difference(kernel, fake, values)
         if found:
-            raise Violation(f"{_where(first, second)} {name} has {found}. Compute sizes from x.shape, and branch on none.")
+            raise Violation(
+                f"{_where(first, second)} {name} has {found}. Compute sizes from x.shape, and branch on none."
+            )
     return False
 
 
@@ -219,7 +225,9 @@ def _constant(subject: Subject, trace: Trace, others: list[Case]) -> None:
     lists = any(str(each.type) == "List[Tensor]" for each in subject.schema.returns) if subject.schema else True
     if lists or not fakes.has_own_fake(subject):
         raise Remark(message)
-    raise Violation(f"{message}. The fake implementation must not turn sizes into numbers: no int(n), range(n), n in (...).")
+    raise Violation(
+        f"{message}. The fake implementation must not turn sizes into numbers: no int(n), range(n), n in (...)."
+    )
 
 
 def check_unbacked(subject: Subject, case: Case) -> None:

@@ -1,8 +1,35 @@
-"""numbers: a planted defect that each property must catch, a right operator that it must pass."""
+"""numbers: planted defects that each property must catch, right operators that it must pass."""
 
+import pytest
 import torch
+from hypothesis import strategies as st
 
 from opkit.testing import tensor
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ROWS = tensor("b d", _FLOATS)
+
+
+def _doubled(x):
+    return x * 2
+
+
+def _summed_in(dtype):
+    def op(x):
+        total = torch.zeros(x.shape[:-1], dtype=dtype)
+        for i in range(x.shape[-1]):
+            total = total + x[..., i].to(dtype)
+        return total.to(x.dtype)
+
+    return op
+
+
+def _last_sum(x):
+    return x.sum(-1)
+
+
+def _wrong_where(condition):
+    return lambda x: x * 2 + 1 if condition(x) else x * 2
 
 
 def test_a_wrong_tail_shrinks_to_its_first_size(fails):
@@ -13,5 +40,161 @@ def test_a_wrong_tail_shrinks_to_its_first_size(fails):
     assert failure.args[0].shape == (1, 65)
 
 
-def test_a_right_operator_holds(holds):
-    holds("numbers.reference", torch.add, args=(tensor("b n"), tensor("n")), reference=torch.add)
+@pytest.mark.parametrize(
+    ("condition", "shape", "dtype"),
+    [
+        (lambda x: x.shape[1] > 1000 and x.shape[1] % 2, (1, 1001), torch.float32),
+        (lambda x: x.shape[0] == x.shape[1] > 1, (2, 2), torch.float32),
+        (lambda x: x.shape[1] == 1 < x.shape[0], (2, 1), torch.float32),
+        (lambda x: x.dtype == torch.float16, (1, 1), torch.float16),
+        (lambda x: x.dtype == torch.bfloat16 and x.shape[1] > 512, (1, 513), torch.bfloat16),
+    ],
+)
+def test_rare_sizes_and_dtypes_are_met(fails, condition, shape, dtype):
+    found = fails("numbers.reference", _wrong_where(condition), args=(_ROWS,), reference=_doubled).args[0]
+    assert found.dtype == dtype
+    assert found.dim() == 2
+    assert found.shape[0] == shape[0]
+    assert shape[1] <= found.shape[1] <= max(shape[1] + 30, 3) or found.shape == (3, 3)
+
+
+def test_a_second_batch_dimension_is_met(fails):
+    wrong = _wrong_where(lambda x: x.dim() > 2 and x.shape[1] > 1)
+    failure = fails("numbers.reference", wrong, args=(tensor("*b d"),), reference=_doubled)
+    assert failure.args[0].shape == (1, 2, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_narrow_accumulator_is_found(fails, dtype):
+    fails("numbers.reference", _summed_in(dtype), args=(tensor("d", dtype),), reference=_last_sum)
+
+
+def test_a_float32_accumulator_passes_but_for_float64(fails, holds):
+    narrow = tensor("b d", (torch.float32, torch.bfloat16, torch.float16))
+    holds("numbers.reference", _summed_in(torch.float32), args=(narrow,), reference=_last_sum, max_examples=20)
+    wide = tensor("b d", torch.float64)
+    fails("numbers.reference", lambda x: x.float().sum(-1).double(), args=(wide,), reference=_last_sum)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (lambda x: (x.bfloat16() * 2).float(), _doubled),
+        (lambda x: x.abs().rsqrt() * (1 + 3e-4), lambda x: x.abs().rsqrt()),
+        (lambda x: (x * x).mean(-1) - x.mean(-1) ** 2, lambda x: x.var(-1, unbiased=False)),
+        (lambda x: (x.abs() + 0.5).floor() * x.sign(), torch.round),
+        (lambda x: (x > 0.5).to(x.dtype), lambda x: (x >= 0.5).to(x.dtype)),
+        (
+            lambda x: torch.layer_norm(x, x.shape[-1:], eps=0.0),
+            lambda x: torch.layer_norm(x, x.shape[-1:], eps=1e-5),
+        ),
+        (lambda x: (x, x), lambda x: x.clone()),
+    ],
+)
+def test_wrong_numbers_are_found(fails, wrong, right):
+    fails("numbers.reference", wrong, args=(tensor("b d"),), reference=right)
+
+
+def test_a_missing_write_is_found(fails):
+    both = (tensor("n"), tensor("n"))
+    failure = fails("numbers.reference", torch.add, args=both, reference=lambda a, b: a.add_(b))
+    assert "argument tensor 0" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("op", "reference", "args"),
+    [
+        (torch.add, torch.add, (tensor("b n"), tensor("n"))),
+        (lambda x: x.sort(stable=True), torch.sort, (_ROWS,)),
+        (
+            lambda x: torch.round(x * 10).to(torch.int8),
+            lambda x: torch.round(x / 0.1).to(torch.int8),
+            (tensor("n", fills=("normal",)),),
+        ),
+        (lambda a, b: (a[:, :, None] * b).sum(1), torch.matmul, (tensor("m k"), tensor("k n"))),
+        (
+            lambda i, w: w[i],
+            lambda i, w: w.index_select(0, i),
+            (tensor("k", torch.int64, low=0, high="n-1"), tensor("n d")),
+        ),
+    ],
+)
+def test_right_operators_hold(holds, op, reference, args):
+    holds("numbers.reference", op, args=args, reference=reference)
+
+
+def test_a_random_reference_is_not_compared(asked):
+    report = asked("numbers.reference", torch.dropout, args=(tensor("n"), 0.5, True), reference=torch.dropout)
+    assert "random" in report.skipped[0].reason
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (lambda x: x.exp() / x.exp().sum(-1, keepdim=True), lambda x: x.softmax(-1)),
+        (lambda x: x.nan_to_num(-1e30, None, None).amax(-1), lambda x: x.amax(-1)),
+        (lambda x: torch.where(x > 0, x, 0.0), torch.relu),
+        (lambda x: 0 - x, torch.neg),
+    ],
+)
+def test_extreme_numbers_are_found(fails, wrong, right):
+    fails("numbers.extreme", wrong, args=(tensor("b 5"),), reference=right)
+
+
+def test_right_choices_at_extremes_hold(holds):
+    def exp2_softmax(x):
+        wide = x.float()
+        e = ((wide - wide.amax(-1, keepdim=True)) * 1.4426950408889634).exp2()
+        return (e / e.sum(-1, keepdim=True)).to(x.dtype)
+
+    narrow = tensor("b 5", (torch.float32, torch.bfloat16, torch.float16))
+    holds("numbers.extreme", exp2_softmax, args=(narrow,), reference=lambda x: x.softmax(-1))
+
+
+def test_results_of_nothing(fails, holds):
+    def forgotten(x):
+        return x.sum() if x.numel() else torch.ones(())
+
+    assert 0 in fails("numbers.empty", forgotten, args=(tensor("b d"),), reference=torch.sum).args[0].shape
+    holds("numbers.empty", lambda x: x.sum(), args=(tensor("*b d"),), reference=torch.sum)
+
+
+def test_integers(fails, holds):
+    one = (tensor("n", (torch.int32, torch.int64)),)
+    fails("numbers.integers", lambda x: x.float().sum(-1).long(), args=one, reference=_last_sum)
+    both = (tensor("n", torch.int8), tensor("n", torch.int8))
+    fails(
+        "numbers.integers",
+        lambda a, b: (a.int() + b.int()).clamp(-128, 127).to(torch.int8),
+        args=both,
+        reference=torch.add,
+    )
+    holds("numbers.integers", lambda a, b: (a.int() + b.int()).to(torch.int8), args=both, reference=torch.add)
+
+
+def test_scalars(fails, holds):
+    args = (tensor("n"), st.booleans(), st.integers(0, 9))
+    right = lambda x, flag, k: x * k + flag  # noqa: E731
+    fails("numbers.scalars", lambda x, flag, k: x * k, args=args, reference=right)
+    fails("numbers.scalars", lambda x, flag, k: x * min(k, 8) + flag, args=args, reference=right)
+    holds("numbers.scalars", lambda x, flag, k: k * x + flag, args=args, reference=right)
+
+
+def test_dtypes(fails, holds):
+    assert (
+        fails("numbers.dtypes", lambda x: x.float() * 2, args=(_ROWS,), reference=_doubled).args[0].dtype
+        != torch.float32
+    )
+    holds("numbers.dtypes", lambda x: x + x, args=(_ROWS,), reference=_doubled)
+
+
+def test_accepts(fails, holds):
+    failure = fails("numbers.accepts", lambda x: x * (2 / (x.shape[0] and 1)), args=(_ROWS,), reference=_doubled)
+    assert "ZeroDivisionError" in failure.message
+
+    def choosy(x):
+        if x.shape[0] > 4:
+            raise ValueError("at most four rows")
+        return x * 2
+
+    assert "four rows" in holds("numbers.accepts", choosy, args=(_ROWS,), reference=_doubled).remarks[0]

@@ -1,7 +1,316 @@
-"""compile: ..."""
+"""compile: the operator in compiled, exported and captured programs, against the same programs run eagerly."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
-from opkit.contract.prop import Property
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
-PROPERTIES: tuple[Property, ...] = ()
+import torch
+from hypothesis.strategies import SearchStrategy
+
+from opkit.contract import fakes, graphs
+from opkit.contract.cases import Case
+from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.resizing import CHANGES, at_least_two, other_sizes, resized
+from opkit.contract.specs import Drawing
+from opkit.contract.subject import Subject
+
+_LAYOUTS = ("contiguous", "transposed", "strided", "offset", "channels_last")
+_LARGEST = 33
+_FEWEST_SIZES = 4  # compiled again at each of so many sizes: it is not dynamic
+
+
+def _cases(subject: Subject) -> SearchStrategy[Case]:
+    how = Drawing(layouts=_LAYOUTS, largest=_LARGEST, elements=2**11)
+    return subject.spec.cases(how).map(lambda case: at_least_two(subject.spec, case))
+
+
+def _variants(subject: Subject, case: Case) -> Iterator[tuple[str, Case]]:
+    """The case, and what the same compiled program is called with next."""
+    yield "called with what it was compiled for", case
+    yield "called again with other values", case.map(_other_values)
+    for other in other_sizes(subject.spec, case)[:2]:
+        yield f"called again with other sizes, {other},", other
+    for layout in ("transposed", "contiguous"):
+        other = _lying(subject, case, layout)
+        if other != case:
+            yield f"called again with another layout, {other},", other
+            return
+
+
+def _other_values(_: int, tensor: Any) -> Any:
+    return dataclasses.replace(tensor, seed=tensor.seed + 1)
+
+
+def _lying(subject: Subject, case: Case, layout: str) -> Case:
+    specs = subject.spec.tensors()
+    if any(each.layouts is not None and layout not in each.layouts for each in specs):
+        return case
+    return case.replace(layout=layout)
+
+
+def _compiles(backend: Any, plans: tuple[tuple[bool | None, bool, bool], ...]) -> Callable[[Subject, Case], None]:
+    """A check of compiled programs; a plan is whether sizes are dynamic, whether gradients flow, what is around."""
+
+    def check(subject: Subject, case: Case) -> None:
+        fakes.run_fake(subject, case)
+        for dynamic, gradients, surrounded in plans:
+            with graphs.compiler():
+                _same_as_eager(subject, case, backend, dynamic, gradients, surrounded)
+
+    return check
+
+
+def _same_as_eager(
+    subject: Subject, case: Case, backend: Any, dynamic: bool | None, gradients: bool, surrounded: bool
+) -> None:
+    plain = (graphs.between if surrounded else graphs.alone)(subject)
+    case, gradients = _with_gradients(subject, plain, case) if gradients else (case, False)
+    program = graphs.compiled(subject, plain, backend, dynamic)
+    how = f"compiled by {backend}{' with dynamic sizes' if dynamic else ''}{', among other operations,' * surrounded}"
+    for number, (where, variant) in enumerate(_variants(subject, case)):
+        try:
+            expected = graphs.eager(subject, plain, variant, gradients)
+        except Refusal:
+            if not number:
+                raise
+            continue
+        call = variant.make(subject.device)
+        found = graphs.attempt(subject, lambda call=call: graphs.run(program, call, gradients), f"{how} and {where} it")
+        graphs.compare(expected, found, f"{how} and {where}")
+
+
+def _with_gradients(subject: Subject, plain: graphs.Program, case: Case) -> tuple[Case, bool]:
+    """The case with gradients required of every tensor that can, if the operator has them in eager mode."""
+    able = case.map(lambda _, tensor: dataclasses.replace(tensor, requires_grad=tensor.differentiable))
+    try:
+        if not fakes.registers_autograd(subject) or not graphs.eager(subject, plain, able, True).gradients:
+            return case, False
+    except Refusal:
+        return case, False
+    return able, True
+
+
+def _recompiles(subject: Subject, case: Case) -> None:
+    cases = [*_of_distinct_sizes(subject, case)]
+    if len(cases) < _FEWEST_SIZES:
+        raise NotApplicable("the operator accepts too few sizes to tell whether it is compiled again for each")
+    fakes.run_fake(subject, cases[0])
+    counted: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        counted.append(graph)
+        return graph.forward
+
+    with graphs.compiler():
+        program = graphs.compiled(subject, graphs.alone(subject), backend, True)
+        after = [_count(subject, program, each, counted) for each in [cases[0], *cases]]
+    _judge(subject, after, cases)
+
+
+def _count(subject: Subject, program: graphs.Program, case: Case, counted: list[Any]) -> int:
+    call = case.make(subject.device)
+    graphs.attempt(
+        subject, lambda: graphs.run(program, call), f"compiled with dynamic sizes and called with {case}, it"
+    )
+    return len(counted)
+
+
+def _judge(subject: Subject, after: list[int], cases: list[Case]) -> None:
+    if after[1] > after[0]:
+        message = (
+            f"called twice with {cases[0]}, it is compiled twice: something that changes with each call is guarded"
+        )
+    elif all(b > a for a, b in itertools.pairwise(after[1:])):
+        message = (
+            f"compiled with dynamic sizes, it is compiled again for every size, such as {cases[1]} after {cases[0]}: the "
+            "fake implementation takes sizes for constants"
+        )
+    else:
+        return
+    raise (Violation if fakes.has_own_fake(subject) and not _gives_lists(subject) else Remark)(message)
+
+
+def _gives_lists(subject: Subject) -> bool:
+    return any(str(each.type) == "List[Tensor]" for each in subject.schema.returns)
+
+
+def _of_distinct_sizes(subject: Subject, case: Case) -> Iterator[Case]:
+    """Cases that the operator accepts, in which different names have different sizes; nor are these in proportion."""
+    start = resized(subject.spec, case, lambda number, size: max(size, 2) + 4 * number)
+    seen: set[str] = set()
+    for change in (lambda number, size: size, *CHANGES):
+        found = resized(subject.spec, start, change)
+        shapes = str([tensor.shape for tensor in found.tensors()])
+        if shapes in seen:
+            continue
+        seen.add(shapes)
+        try:
+            subject.run(found)
+        except Refusal:
+            continue
+        yield found
+
+
+def _export(subject: Subject, case: Case) -> None:
+    fakes.run_fake(subject, case)
+    plain = graphs.alone(subject)
+    expected = graphs.eager(subject, plain, case)
+    for dynamic, strict in ((False, False), (True, True)):
+        where = f"exported{' with dynamic sizes' * dynamic}{', strict' * strict}"
+        with graphs.compiler():
+            call = case.make(subject.device)
+            made = graphs.attempt(
+                subject, lambda c=call, d=dynamic, s=strict: graphs.exported(subject, c, d, s), f"{where}, it"
+            )
+            graphs.compare(expected, graphs.run(made.module(), case.make(subject.device)), f"{where} and run")
+            _at_other_sizes(subject, case, made.module(), where) if dynamic else _round_trip(
+                subject, case, made, expected
+            )
+
+
+def _at_other_sizes(subject: Subject, case: Case, program: Any, where: str) -> None:
+    for other in other_sizes(subject.spec, case)[:2]:
+        try:
+            expected = graphs.eager(subject, graphs.alone(subject), other)
+            found = graphs.run(program, other.make(subject.device))
+        except Refusal:
+            continue
+        except Exception:
+            continue
+        graphs.compare(expected, found, f"{where} and run with other sizes, {other}")
+
+
+def _round_trip(subject: Subject, case: Case, made: Any, expected: graphs.Ran) -> None:
+    try:
+        program = graphs.reloaded(made)
+    except Exception as error:
+        raise Remark(f"torch.export.save or load raises {fakes.shortened(error)}") from error
+    found = graphs.attempt(
+        subject, lambda: graphs.run(program, case.make(subject.device)), "exported, saved, loaded, it"
+    )
+    graphs.compare(expected, found, "exported, saved, loaded and run")
+
+
+def _functionalize(subject: Subject, case: Case) -> None:
+    from torch._subclasses.functional_tensor import dispatch_functionalize
+
+    def plain(args: Any, kwargs: Any) -> Any:
+        return subject.function(*args, **kwargs), [*args, *kwargs.values()]  # what it writes is a result, too
+
+    expected = dataclasses.replace(graphs.eager(subject, plain, case), arguments=())
+    try:
+        found = graphs.run(dispatch_functionalize(plain), case.make(subject.device))
+    except Exception as error:
+        raise NotApplicable(f"torch does not functionalise it: {fakes.shortened(error)}") from error
+    graphs.compare(expected, dataclasses.replace(found, arguments=()), "functionalised")
+
+
+def _cuda_graph(subject: Subject, case: Case) -> None:
+    plain = graphs.alone(subject)
+    expected = graphs.eager(subject, plain, case)
+    call, graph = case.make(subject.device), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        plain(*_copied(call))  # what is done once, such as compiling a kernel, is done outside the graph
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph):
+                returned = graphs.run(plain, call)
+        except Exception as error:
+            raise Violation(f"captured in a CUDA graph, it raises {fakes.shortened(error)}") from error
+    graph.replay()
+    torch.cuda.synchronize()
+    graphs.compare(expected, returned, "captured in a CUDA graph and replayed")
+
+
+def _copied(call: Any) -> tuple[Any, Any]:
+    copy = call.map(torch.Tensor.clone)
+    return copy.args, copy.kwargs
+
+
+def _no_cuda(subject: Subject) -> str:
+    on_cuda = torch.device(subject.device).type == "cuda" and torch.cuda.is_available()
+    return "" if on_cuda else "arguments are not on a CUDA device"
+
+
+def _no_opkit_backend(subject: Subject) -> str:
+    import torch._dynamo
+
+    return "" if "opkit" in torch._dynamo.list_backends() else 'torch.compile has no backend "opkit" yet'
+
+
+_PLANS = ((None, False, False), (True, True, True))
+_RULE = "A program compiled by {} gives what eager mode gives, also at sizes, values and layouts that it was not compiled for."
+
+PROPERTIES = (
+    Property(
+        "compile.functionalize",
+        rule="With mutation and views made functional, the operator gives what it gives without.",
+        defect="a write that the schema does not declare is lost",
+        check=_functionalize,
+        cases=_cases,
+        cost=0.004,
+        share=0.3,
+    ),
+    Property(
+        "compile.recompiles",
+        rule="With dynamic sizes, the operator is not compiled again for each size.",
+        defect="a fake implementation that turns sizes into numbers",
+        check=_recompiles,
+        cases=_cases,
+        cost=0.2,
+        share=0.04,
+    ),
+    Property(
+        "compile.aot_eager",
+        rule=_RULE.format("aot_eager"),
+        defect="an undeclared write is dropped or reordered; a backward pass that cannot be traced, or reads elements",
+        check=_compiles("aot_eager", _PLANS),
+        cases=_cases,
+        cost=1.0,
+        share=0.06,
+    ),
+    Property(
+        "compile.export",
+        rule="torch.export takes the operator; the program gives what eager mode gives, at other sizes and when loaded too.",
+        defect="an operator that runs Python on elements, or takes sizes for constants, cannot leave the process",
+        check=_export,
+        cases=_cases,
+        cost=0.6,
+        share=0.04,
+    ),
+    Property(
+        "compile.inductor",
+        rule=_RULE.format("Inductor"),
+        defect="strides that the fake implementation has wrong, a result in a reused buffer, a kernel that needs a layout",
+        check=_compiles("inductor", _PLANS),
+        cases=_cases,
+        cost=6.0,
+        share=0.02,
+    ),
+    Property(
+        "compile.opkit",
+        rule=_RULE.format("opkit"),
+        defect="what the other backends' properties are there for",
+        check=_compiles("opkit", _PLANS),
+        cases=_cases,
+        cost=2.0,
+        share=0.02,
+        skip=_no_opkit_backend,
+    ),
+    Property(
+        "compile.cuda_graph",
+        rule="Captured in a CUDA graph and replayed, the operator gives what it gives without.",
+        defect="a kernel that synchronises, launches on the default stream, or keeps pointers",
+        check=_cuda_graph,
+        cases=_cases,
+        cost=0.05,
+        share=0.1,
+        skip=_no_cuda,
+    ),
+)

@@ -1,7 +1,398 @@
-"""gradients: ..."""
+"""gradients: what flows back through the operator, of first order. Second order and forward mode are in ``higher``."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-from opkit.contract.prop import Property
+from collections.abc import Sequence
 
-PROPERTIES: tuple[Property, ...] = ()
+import torch
+
+from opkit.contract import derivatives as d
+from opkit.contract.cases import Case
+from opkit.contract.derivatives import Gradients, Graph
+from opkit.contract.incoming import INCOMING
+from opkit.contract.outcome import bits
+from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.properties import gradients_higher as higher
+from opkit.contract.subject import Subject
+from opkit.op.torch_private import shares_memory
+
+
+def _needs_reference(subject: Subject) -> str:
+    return d.no_candidates(subject) or ("" if subject.reference is not None else "there is no reference")
+
+
+def _comparable(ours: Graph, reference: Graph) -> bool:
+    """Whether results correspond; where they do not, ``numbers`` says so."""
+    return [o.shape for o in ours.outputs] == [o.shape for o in reference.outputs]
+
+
+def _both(subject: Subject, case: Case) -> tuple[Graph, Graph, Gradients, Gradients, tuple[int, ...]]:
+    numbers = d.candidates(subject, case)
+    reference, narrow, wide = d.expected(subject, case, numbers)
+    if not reference.attached:
+        raise NotApplicable("the reference has no gradient")
+    ours = d.trace(subject, case, numbers)
+    if reason := d.forward_only(ours):
+        raise NotApplicable(reason)
+    return ours, reference, narrow, wide, numbers
+
+
+def _backward(subject: Subject, case: Case, graph: Graph, numbers: Sequence[int]) -> Gradients:
+    """The operator's gradients, where the reference has some: only a plain "not implemented" is a refusal."""
+    try:
+        return graph.vjp(d.incoming(graph))
+    except Exception as error:
+        if d.planned(error):
+            raise d.told(Refusal(error)) from error
+        raise Violation(f"the backward raises {type(error).__name__}: {error}") from error
+
+
+@d.steady
+def _reference(subject: Subject, case: Case) -> None:
+    ours, reference, narrow, wide, numbers = _both(subject, case)
+    if not _comparable(ours, reference):
+        return
+    got = _backward(subject, case, ours, numbers)
+    scale = d.magnitude(d.incoming(ours))
+    for number, mine, own, right in zip(numbers, got, narrow, wide, strict=True):
+        if d.vanished(mine) and d.clearly_nonzero(right, scale):
+            continue  # gradients.lost says so
+        if wrong := d.mismatch(mine, right, scale, own):
+            raise Violation(f"the gradient of {d.argument(subject, case, number)} is not the reference's: {wrong}")
+
+
+@d.steady
+def _lost(subject: Subject, case: Case) -> None:
+    ours, reference, _, wide, numbers = _both(subject, case)
+    if not _comparable(ours, reference):
+        return
+    scale = d.magnitude(d.incoming(reference))
+    try:
+        got = ours.vjp(d.incoming(ours))
+    except Exception as error:
+        raise d.told(Refusal(error)) from error
+    for number, mine, right in zip(numbers, got, wide, strict=True):
+        if d.vanished(mine) and d.clearly_nonzero(right, scale):
+            raise Violation(_how_lost(subject, case, number, mine, ours, right))
+
+
+def _how_lost(
+    subject: Subject, case: Case, number: int, mine: torch.Tensor | None, ours: Graph, right: torch.Tensor | None
+) -> str:
+    seen = "no result requires grad" if not ours.attached else "its gradient is None" if mine is None else "it is zero"
+    return (
+        f"the gradient of {d.argument(subject, case, number)} is lost: {seen}, where the reference's is as large as "
+        f"{d.magnitude([right]):.3g}. If none is promised, say so: tensor(..., differentiable=False)."
+    )
+
+
+# ---- against itself ----------------------------------------------------------------------------------------------------
+
+
+@d.steady
+def _subsets(subject: Subject, case: Case) -> None:
+    _, numbers, everything, grads = d.supported(subject, case)
+    scale = d.magnitude(grads)
+    known = dict(zip(numbers, everything, strict=True))
+    for subset in d.subsets(numbers):
+        for number, mine in zip(subset, _of_subset(subject, case, subset, grads, known), strict=True):
+            if wrong := d.mismatch(mine, known[number], scale):
+                raise Violation(
+                    f"with gradients required of {_named(subset)} alone, that of {d.argument(subject, case, number)} is "
+                    f"not what it is with {_named(numbers)}: {wrong}"
+                )
+
+
+def _of_subset(
+    subject: Subject,
+    case: Case,
+    subset: tuple[int, ...],
+    grads: list[torch.Tensor],
+    known: dict[int, torch.Tensor | None],
+) -> Gradients:
+    graph = d.trace(subject, case, subset)
+    if len(graph.outputs) != len(grads):
+        return [known[number] for number in subset]
+    try:
+        return graph.vjp(grads)
+    except Exception as error:
+        raise Violation(
+            f"with gradients required of {_named(subset)} alone, the backward raises {type(error).__name__}: {error}; with "
+            f"{_named([*known])} it does not. Ask ctx.needs_input_grad which are wanted, and return None for the others."
+        ) from error
+
+
+def _named(numbers: Sequence[int]) -> str:
+    return f"tensor{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+@d.steady
+def _incoming(subject: Subject, case: Case) -> None:
+    graph, numbers, _, grads = d.supported(subject, case)
+    for name, (fewest, layout) in INCOMING.items():
+        laid = [layout(g) if g.dim() >= fewest and g.numel() else g for g in grads]
+        wanted = graph.vjp([g.clone(memory_format=torch.contiguous_format) for g in laid])
+        got = _told(graph, laid, f"where the incoming gradient is {name}")
+        _equal(subject, case, numbers, got, wanted, grads, f"where the incoming gradient is {name}", "contiguous")
+
+
+@d.steady
+def _linear(subject: Subject, case: Case) -> None:
+    graph, numbers, first, grads = d.supported(subject, case)
+    second = d.incoming(graph, seed=1)
+    other = graph.vjp(second)
+    mixed = graph.vjp([2 * a - 3 * b for a, b in zip(grads, second, strict=True)])
+    wanted = [None if a is None or b is None else 2 * a - 3 * b for a, b in zip(first, other, strict=True)]
+    scale = 5 * max(d.magnitude(grads), d.magnitude(second))
+    for number, mine, right, a in zip(numbers, mixed, wanted, first, strict=True):
+        if wrong := d.mismatch(mine, right, scale + 5 * d.magnitude([a])):
+            raise Violation(
+                f"the gradient of {d.argument(subject, case, number)} is not linear in the incoming one: for 2 a - 3 b, {wrong}. "
+                "The backward must multiply by what comes in."
+            )
+
+
+@d.steady
+def _undefined(subject: Subject, case: Case) -> None:
+    graph, numbers, _, grads = d.supported(subject, case)
+    if len(graph.attached) < 2:
+        if len(graph.outputs) < 2:
+            raise NotApplicable("there is one differentiable result")
+        return
+    for used in graph.attached:
+        where = f"where only result {used} is used, and what comes in for the others is undefined"
+        zeros = [g if number == used else torch.zeros_like(g) for number, g in enumerate(grads)]
+        got = _told(graph, [g if number == used else None for number, g in enumerate(grads)], where)
+        _equal(subject, case, numbers, got, graph.vjp(zeros), grads, where, "zeros")
+
+
+def _told(graph: Graph, grads: Sequence[torch.Tensor | None], where: str) -> Gradients:
+    try:
+        return graph.vjp(grads)
+    except Exception as error:
+        raise Violation(f"{where}, the backward raises {type(error).__name__}: {error}") from error
+
+
+def _equal(
+    subject: Subject,
+    case: Case,
+    numbers: Sequence[int],
+    got: Gradients,
+    wanted: Gradients,
+    grads: Sequence[torch.Tensor],
+    where: str,
+    than: str,
+) -> None:
+    scale = d.magnitude(grads)
+    for number, mine, right in zip(numbers, got, wanted, strict=True):
+        if wrong := d.mismatch(mine, right, scale):
+            raise Violation(
+                f"{where}, the gradient of {d.argument(subject, case, number)} is another than for {than}: {wrong}"
+            )
+
+
+@d.steady
+def _pure(subject: Subject, case: Case) -> None:
+    _, numbers, _, grads = d.supported(subject, case)
+    graph = d.trace(subject, case, numbers)
+    watched = _watched(graph, grads)
+    before = [bits(tensor).clone() for _, tensor in watched]
+    first = graph.vjp(grads)
+    for (name, tensor), then in zip(watched, before, strict=True):
+        if not torch.equal(bits(tensor), then):
+            raise Violation(f"the backward writes to {name}")
+    kept = [None if g is None else g.clone() for g in first]
+    again = _told(graph, grads, "in the second of two backward calls with retain_graph=True")
+    _equal(subject, case, numbers, again, kept, grads, "in the second of two backward calls", "the first")
+    graph.vjp([g * 2 + 1 for g in grads])
+    _equal(subject, case, numbers, first, kept, grads, "after another backward call, in the same memory,", "that call")
+
+
+def _watched(graph: Graph, grads: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Tensors that a backward may read, and may not write to."""
+    arguments = [(f"tensor argument {n}", t) for n, t in enumerate(graph.call.tensors())]
+    results = [(f"result {n}", t) for n, t in enumerate(graph.outputs)]
+    return [*arguments, *results, *((f"the gradient that comes in for result {n}", g) for n, g in enumerate(grads))]
+
+
+@d.steady
+def _saved(subject: Subject, case: Case) -> None:
+    graph, numbers, plain, grads = d.supported(subject, case)
+    for name, position in _changeable(graph):
+        changed = d.trace(subject, case, numbers)
+        tensor = [t for _, t in _watched(changed, ())][position]
+        try:
+            with torch.no_grad():
+                _overwrite(tensor)
+        except RuntimeError:
+            continue  # memory that several elements share cannot be written to
+        try:
+            got = changed.vjp(grads)
+        except Exception:
+            continue  # torch found out, as it should
+        where = f"where {name} was modified in place between forward and backward"
+        try:
+            _equal(subject, case, numbers, got, plain, grads, where, "what was passed")
+        except Violation as violation:
+            raise Violation(
+                f"{violation}. Save tensors with ctx.save_for_backward: it raises in such a case."
+            ) from None
+
+
+def _changeable(graph: Graph) -> list[tuple[str, int]]:
+    return [(name, position) for position, (name, tensor) in enumerate(_watched(graph, ())) if tensor.numel()]
+
+
+def _overwrite(tensor: torch.Tensor) -> None:
+    """Other numbers, in place; an index stays one that is in the tensor."""
+    if tensor.dtype == torch.bool:
+        tensor.logical_not_()
+    elif tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(-0.5).add_(0.25)
+    else:
+        tensor.copy_(tensor.flatten()[-1].expand(tensor.shape).clone())
+
+
+# ---- without gradients -------------------------------------------------------------------------------------------------
+
+
+@d.steady
+def _no_grad(subject: Subject, case: Case) -> None:
+    numbers = d.candidates(subject, case)
+    plain = d.trace(subject, case, ())
+    for name, mode in (("no_grad", torch.no_grad), ("inference_mode", torch.inference_mode)):
+        with mode():
+            graph = _within(subject, case, numbers, name)
+            if torch.is_grad_enabled():
+                raise Violation(
+                    f"gradients are enabled after a call within torch.{name}(): the operator changes the mode"
+                )
+        _compare_results(graph, plain, f"within torch.{name}()")
+        arguments = graph.call.tensors()  # a view within no_grad may require grad, as those of torch.unbind do
+        kept = [n for n in graph.attached if not any(shares_memory(graph.outputs[n], t) for t in arguments)]
+        if kept:
+            raise Violation(
+                f"within torch.{name}() result {kept[0]} requires grad: the graph, and all it saved, stays alive"
+            )
+    if not torch.is_grad_enabled():
+        raise Violation("gradients are disabled after a call: the operator changes the mode")
+    _compare_results(d.trace(subject, case, numbers), plain, "where gradients are required")
+
+
+def _within(subject: Subject, case: Case, numbers: Sequence[int], name: str) -> Graph:
+    try:
+        return d.trace(subject, case, numbers)
+    except Refusal as refusal:
+        error = refusal.error
+        if d.planned(error) or name == "inference_mode":
+            raise Remark(f"within torch.{name}() it raises {type(error).__name__}: {error}") from error
+        raise Violation(f"within torch.{name}() it raises {type(error).__name__}: {error}") from error
+
+
+def _compare_results(graph: Graph, plain: Graph, where: str) -> None:
+    if len(graph.outputs) != len(plain.outputs):
+        raise Violation(
+            f"{where} there are {len(graph.outputs)} floating-point results, otherwise {len(plain.outputs)}"
+        )
+    scale = max(1.0, d.magnitude([t for t in plain.call.tensors() if t.is_floating_point()]))
+    for number, (a, b) in enumerate(zip(graph.outputs, plain.outputs, strict=True)):
+        if a.dtype != b.dtype:
+            raise Violation(f"{where} result {number} is {a.dtype}, otherwise {b.dtype}")
+        if wrong := d.mismatch(a, b, scale):
+            raise Violation(f"{where} result {number} is another than where no gradient is: {wrong}")
+
+
+PROPERTIES: tuple[Property, ...] = (
+    Property(
+        "gradients.lost",
+        rule="Where the reference has a gradient, the operator has one: not None, not all zeros.",
+        defect="detach, .data or numpy inside, a backward that returns None, a kernel beneath autograd",
+        check=_lost,
+        cases=d.smooth_cases(),
+        share=0.4,
+        cost=0.0015,
+        skip=_needs_reference,
+    ),
+    Property(
+        "gradients.reference",
+        rule="Vector-Jacobian products are the reference's, for random incoming gradients.",
+        defect="a wrong sign, a dropped term, gradients in each other's place, a sum over broadcast sizes that is forgotten",
+        check=_reference,
+        cases=d.smooth_cases(),
+        cost=0.0015,
+        skip=_needs_reference,
+    ),
+    Property(
+        "gradients.subsets",
+        rule="The gradient of an input is the same whichever other inputs require one.",
+        defect="a backward that takes all to be needed, or counts positions among those that are",
+        check=_subsets,
+        cases=d.smooth_cases(),
+        share=0.5,
+        cost=0.0025,
+        skip=d.no_candidates,
+    ),
+    Property(
+        "gradients.incoming",
+        rule="Gradients depend on the numbers that come in, not on how these lie in memory.",
+        defect="a backward that reads an expanded or transposed gradient as if it were contiguous, or views it",
+        check=_incoming,
+        cases=d.smooth_cases(),
+        share=0.5,
+        cost=0.0025,
+        skip=d.no_candidates,
+    ),
+    Property(
+        "gradients.linear",
+        rule="Gradients are linear in what comes in.",
+        defect="a backward that takes the incoming gradient to be ones, or uses its sign, or squares it",
+        check=_linear,
+        cases=d.smooth_cases(),
+        share=0.4,
+        cost=0.0015,
+        skip=d.no_candidates,
+    ),
+    Property(
+        "gradients.undefined",
+        rule="A result that nobody uses counts as one whose incoming gradient is zero.",
+        defect="set_materialize_grads(False) and None not handled; only the first result's gradient used",
+        check=_undefined,
+        cases=d.smooth_cases(),
+        share=0.4,
+        cost=0.0015,
+        skip=d.no_candidates,
+    ),
+    Property(
+        "gradients.pure",
+        rule="A backward writes to nothing that it was given, and can be run again.",
+        defect="an in-place operation on the incoming gradient or on a saved tensor; one buffer for all gradients",
+        check=_pure,
+        cases=d.smooth_cases(),
+        share=0.5,
+        cost=0.0015,
+        skip=d.no_candidates,
+    ),
+    Property(
+        "gradients.saved",
+        rule="Where a tensor is modified between forward and backward, the backward raises or is right all the same.",
+        defect="ctx.x = x, .data or numpy memory in place of save_for_backward: stale numbers are used silently",
+        check=_saved,
+        cases=d.smooth_cases(),
+        share=0.3,
+        cost=0.003,
+        skip=d.no_candidates,
+    ),
+    Property(
+        "gradients.no_grad",
+        rule="Results are the same whether gradients are wanted or not, and keep no graph where they are not.",
+        defect="another formula in training; a grad mode that is switched and not put back; a graph that is kept alive",
+        check=_no_grad,
+        cases=d.smooth_cases(),
+        share=0.4,
+        cost=0.0015,
+        skip=d.no_candidates,
+    ),
+    *higher.PROPERTIES,
+)

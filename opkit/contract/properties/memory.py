@@ -1,7 +1,301 @@
-"""memory: ..."""
+"""memory: an operator keeps to its own memory, and the process lives."""
+
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
-from opkit.contract.prop import Property
+import functools
+import gc
+import time
+from collections.abc import Callable
 
-PROPERTIES: tuple[Property, ...] = ()
+import torch
+from hypothesis.strategies import SearchStrategy
+
+from opkit.contract import allocator, guarded, heap, poison
+from opkit.contract.arguments import distinct, places
+from opkit.contract.cases import Call, Case
+from opkit.contract.child import Ended, Worker, available
+from opkit.contract.crashes import Crashes
+from opkit.contract.fills import FILLS
+from opkit.contract.layouts import LAYOUTS, WRITABLE
+from opkit.contract.outcome import Outcome
+from opkit.contract.prop import NotApplicable, Property, Refusal, Violation
+from opkit.contract.specs import Drawing
+from opkit.contract.subject import Subject
+
+_PATIENCE = 60.0  # seconds for what is no question of time: a kernel may be compiled by the first call
+_WINDOW = 50  # calls between two looks at the heap
+_SLOW = 0.002  # seconds; of slower operators, fewer calls are made
+_LEAST_LEAK = 32  # bytes a call
+
+
+def any_cases(subject: Subject) -> SearchStrategy[Case]:
+    """Every layout and every fill."""
+    return subject.spec.cases(Drawing(layouts=tuple(LAYOUTS), fills=tuple(FILLS)))
+
+
+def writable_cases(subject: Subject) -> SearchStrategy[Case]:
+    """Every layout in which no two elements share memory."""
+    return subject.spec.cases(Drawing(layouts=WRITABLE))
+
+
+def needs_child(subject: Subject) -> str:
+    """Why the operator cannot be called in a child process, or nothing."""
+    if torch.device(subject.device).type != "cpu":
+        return "it needs arguments on the CPU: a process that uses a GPU cannot be forked"
+    return "" if available() else "it needs a child process, forked, as Linux has them"
+
+
+def _needs(also: Callable[[], str]) -> Callable[[Subject], str]:
+    return lambda subject: needs_child(subject) or also()
+
+
+def _ask(subject: Subject, name: str, question: Callable[[Subject, Case], object], case: Case) -> None:
+    """Ask in a child process that is kept for the whole search.
+
+    Raises:
+        Ended: it crashed.
+    """
+    if "hangs in a child" in subject.notes:
+        raise NotApplicable("a call does not return in a child process: see memory.crash")
+    worker = subject.notes.setdefault(name, Worker(functools.partial(question, subject)))
+    try:
+        worker.ask(case, _PATIENCE)
+    except Ended as ended:
+        if ended.hung:
+            subject.notes["hangs in a child"] = True
+            raise NotApplicable(f"a call {ended} in a child process: see memory.crash") from ended
+        raise
+
+
+def _crash(subject: Subject, case: Case) -> None:
+    crashes = subject.notes.setdefault("memory.crash", Crashes(subject))
+    crashes.check(case)
+
+
+def _run_guarded(subject: Subject, case: Case, only: int | None, at_end: bool, protection: int) -> None:
+    call = case.make()
+    chosen = {id(tensor) for number, tensor in distinct(call) if only is None or number == only}
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        return guarded.guarded(tensor, at_end, protection) if id(tensor) in chosen else tensor
+
+    subject.call(call.map(place)).detached()
+
+
+def _guard_both(subject: Subject, case: Case) -> None:
+    for at_end in (True, False):
+        _run_guarded(subject, case, None, at_end, guarded.NOTHING)
+
+
+def _guard(subject: Subject, case: Case) -> None:
+    try:
+        _ask(subject, "memory.guard", _guard_both, case)
+    except Ended as ended:
+        raise Violation(_who_left(subject, case) or f"the call {ended}") from ended
+
+
+def _who_left(subject: Subject, case: Case) -> str:
+    """Which argument is left at which end, and by what."""
+    for number, _ in distinct(case.make()):
+        for at_end, where in ((True, "past the end"), (False, "before the beginning")):
+            if not _dies(subject, case, number, at_end, guarded.NOTHING):
+                continue
+            place = places(case)[number]
+            if _dies(subject, case, number, at_end, guarded.ANYTHING):
+                return f"the process ends where {place} is aligned to its elements and no further, as x[1:] is"
+            deed = "writes" if _dies(subject, case, number, at_end, guarded.READ) else "reads"
+            return f"{deed} {where} of {place}: the process ended at the page there, which nobody may touch"
+    return ""
+
+
+def _dies(subject: Subject, case: Case, only: int, at_end: bool, protection: int) -> bool:
+    worker = Worker(lambda each: _run_guarded(subject, each, only, at_end, protection))
+    try:
+        worker.ask(case, _PATIENCE, fresh=True)
+    except Ended as ended:
+        return not ended.hung
+    except (Refusal, RuntimeError):
+        return False
+    return False
+
+
+def _run_watched(subject: Subject, case: Case, byte: int) -> Outcome:
+    call = case.make()
+    copies = {id(tensor): guarded.watched(tensor, byte) for _, tensor in distinct(call)}
+    outcome = subject.call(call.map(lambda tensor: copies[id(tensor)].tensor)).detached()
+    for number, tensor in distinct(call):
+        where = copies[id(tensor)].touched()
+        if where:
+            raise Violation(f"writes outside of {places(case)[number]}: at {where}")
+    return outcome
+
+
+def _red_zone_in_child(subject: Subject, case: Case) -> None:
+    found = poison.dependence(case, poison.AROUND, lambda byte: _run_watched(subject, case, byte))
+    if found:
+        raise Violation(f"reads memory beside its arguments: with other bytes there, {found}")
+
+
+def _red_zone(subject: Subject, case: Case) -> None:
+    try:
+        _ask(subject, "memory.red_zone", _red_zone_in_child, case)
+    except Ended as ended:
+        raise Violation(f"the call {ended} once the memory beside its arguments held other bytes") from ended
+
+
+def _allocations_in_child(subject: Subject, case: Case) -> None:
+    call, guard = case.make(), allocator.Guard()
+    guard.begin()
+    try:
+        kept = subject.call(call)  # nothing is freed before the child ends
+    finally:
+        guard.end()
+    where = guard.touched()
+    if where:
+        raise Violation(f"writes {where} that torch allocated for it: a result, or a workspace")
+    del kept
+
+
+def _allocations(subject: Subject, case: Case) -> None:
+    try:
+        _ask(subject, "memory.allocations", _allocations_in_child, case)
+    except Ended as ended:
+        if _lives(subject, case):
+            raise Violation(
+                "reads or writes past an end of a result or a workspace: the process ended at the page there, which nobody "
+                "may touch"
+            ) from ended
+        raise Violation(f"the call {ended}") from ended
+
+
+def _lives(subject: Subject, case: Case) -> bool:
+    try:
+        Worker(lambda each: subject.run(each).detached()).ask(case, _PATIENCE, fresh=True)
+    except Ended:
+        return False
+    return True
+
+
+def _run_poisoned(run: Callable[[Call], Outcome], case: Case, byte: int) -> Outcome:
+    call = case.make()
+    torch.manual_seed(0)
+    with heap.poisoned(byte):
+        return run(call).detached()
+
+
+def _uninitialized_in_child(subject: Subject, case: Case) -> None:
+    found = poison.dependence(case, poison.FRESH, lambda byte: _run_poisoned(subject.call, case, byte))
+    if found and not _reference_depends(subject, case):
+        raise Violation(f"results depend on what fresh memory held: {found}. Every element must be written.")
+
+
+def _reference_depends(subject: Subject, case: Case) -> bool:
+    """Whether the reference's results too are what memory held: torch.empty's are meant to be."""
+    reference = subject.reference
+    if reference is None:
+        return False
+    try:
+        run = functools.partial(subject.call, function=reference)
+        return bool(poison.dependence(case, poison.FRESH, lambda byte: _run_poisoned(run, case, byte)))
+    except Refusal:
+        return False
+
+
+def _uninitialized(subject: Subject, case: Case) -> None:
+    try:
+        _ask(subject, "memory.uninitialized", _uninitialized_in_child, case)
+    except Ended as ended:
+        raise Violation(f"the call {ended} once fresh memory held other bytes") from ended
+
+
+def _growth(subject: Subject, case: Case, calls: int) -> int:
+    """By how many bytes the heap grows over so many calls."""
+    gc.collect()
+    before = heap.used()
+    for _ in range(calls):
+        subject.run(case)
+    gc.collect()
+    return heap.used() - before
+
+
+def _leak_in_child(subject: Subject, case: Case) -> None:
+    started = time.monotonic()
+    for _ in range(3):
+        subject.run(case)
+    calls = _WINDOW if time.monotonic() - started < 3 * _SLOW else _WINDOW // 5
+    _growth(subject, case, calls // 5)
+    if any(_growth(subject, case, calls) < calls * _LEAST_LEAK for _ in range(2)):
+        return
+    steady = _growth(subject, case, 4 * calls)
+    if steady >= 4 * calls * _LEAST_LEAK:
+        raise Violation(f"{steady // (4 * calls)} bytes more are allocated after each call, for {6 * calls} calls")
+
+
+def _leak(subject: Subject, case: Case) -> None:
+    try:
+        _ask(subject, "memory.leak", _leak_in_child, case)
+    except Ended as ended:
+        raise Violation(f"one of many equal calls {ended}") from ended
+
+
+PROPERTIES = (
+    Property(
+        "memory.crash",
+        rule="Whatever the arguments' sizes, layouts, dtypes and values, a call returns or raises.",
+        defect="a segmentation fault at a size of 0, a failed assertion, an exit, a loop that never ends",
+        check=_crash,
+        cases=any_cases,
+        share=2.0,
+        cost=0.0015,
+        skip=needs_child,
+    ),
+    Property(
+        "memory.guard",
+        rule="No argument is read or written past either of its ends.",
+        defect="a vector tail that reads whole vectors, a bound that is off by one, strides that are not asked for",
+        check=_guard,
+        cases=any_cases,
+        cost=0.003,
+        skip=_needs(guarded.missing),
+    ),
+    Property(
+        "memory.red_zone",
+        rule="What lies beside an argument, and between its elements, is not written, and nothing depends on it.",
+        defect="a kernel that takes a strided tensor for a contiguous one, or writes one element too many",
+        check=_red_zone,
+        cases=any_cases,
+        cost=0.005,
+        skip=_needs(guarded.missing),
+    ),
+    Property(
+        "memory.allocations",
+        rule="No result and no workspace is read or written past either of its ends.",
+        defect="a kernel that writes whole vectors to a result, or one element too many",
+        check=_allocations,
+        cases=writable_cases,
+        cost=0.003,
+        skip=_needs(allocator.missing),
+    ),
+    Property(
+        "memory.uninitialized",
+        rule="Results do not depend on what fresh memory held.",
+        defect="a result of torch.empty that is not all written, a sum that does not begin at zero",
+        check=_uninitialized,
+        cases=writable_cases,
+        cost=0.006,
+        skip=_needs(heap.missing),
+    ),
+    Property(
+        "memory.leak",
+        rule="Calls do not allocate more than they give back.",
+        defect="a workspace that is not freed, a cache that grows with each call, a reference that is never dropped",
+        check=_leak,
+        cases=writable_cases,
+        share=0.2,
+        least=4,
+        cost=0.03,
+        skip=_needs(heap.missing),
+    ),
+)

@@ -95,7 +95,7 @@ def _extreme(subject: Subject, case: Case) -> None:
             yield pair.of(flushed(subject, case))
 
     excuse = functools.partial(excused, subject, case)
-    compare(subject, case, floor=_floor(case), alternates=alternates, excused=excuse)
+    compare(subject, case, floor=_floor(case), extreme=True, alternates=alternates, excused=excuse)
     zero_signs(subject, case)
 
 
@@ -109,8 +109,8 @@ def _empty(subject: Subject, case: Case) -> None:
     if not any(0 in tensor.shape or not tensor.shape for tensor in case.tensors()):
         return
     sizes = [leaf.numel() for leaf in subject.expect(case).tensors()]
-    del_me = [torch.full((max(size, 1),), float("nan")) for size in sizes for _ in range(2)]
-    del del_me  # memory that is handed out next holds no zeros by chance
+    stale = [torch.full((max(size, 1),), float("nan")) for size in sizes for _ in range(2)]
+    del stale  # memory that is handed out next holds no zeros by chance
     compare(subject, case)
 
 

@@ -1,7 +1,391 @@
-"""schema: ..."""
+"""schema: an operator does what its schema, or its reference, says that it does."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-from opkit.contract.prop import Property
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
 
-PROPERTIES: tuple[Property, ...] = ()
+import torch
+from hypothesis.strategies import SearchStrategy
+
+from opkit.contract.arguments import distinct, owners, places
+from opkit.contract.cases import Call, Case
+from opkit.contract.fills import FILLS
+from opkit.contract.layouts import LAYOUTS
+from opkit.contract.outcome import Outcome, described, leaves
+from opkit.contract.poison import difference
+from opkit.contract.prop import Property, Refusal, Remark, Violation
+from opkit.contract.snapshots import Snapshot, snapshots
+from opkit.contract.specs import Drawing
+from opkit.contract.subject import Subject
+from opkit.errors import AliasError, MutationError, MutationUnknownError, OutputError
+
+_MARGIN = 8  # elements of memory on either side of a view
+_ENOUGH = 30  # calls in which something that is declared must happen once
+
+
+def any_cases(subject: Subject) -> SearchStrategy[Case]:
+    """Every layout and every fill."""
+    return subject.spec.cases(Drawing(layouts=tuple(LAYOUTS), fills=tuple(FILLS)))
+
+
+def _called(subject: Subject, call: Call, told: tuple[type[Exception], ...]) -> Outcome:
+    """Call the operator; what opkit itself finds out about it at a call is a violation."""
+    try:
+        return subject.call(call)
+    except Refusal as refusal:
+        if isinstance(refusal.error, told) and not isinstance(refusal.error, MutationUnknownError):
+            raise Violation(str(refusal.error)) from refusal
+        raise
+
+
+def _variants(case: Case) -> list[tuple[str, Case, int]]:
+    """The case, the case in the middle of larger memory, and the case with gradients."""
+    grad = case.map(lambda _, each: dataclasses.replace(each, requires_grad=each.differentiable))
+    return [("", case, 0), ("", case, _MARGIN), (" (where it requires a gradient)", grad, 0)]
+
+
+def _over_variants(check: Callable[[Subject, Case, int, str], None]) -> Callable[[Subject, Case], None]:
+    def over(subject: Subject, case: Case) -> None:
+        check(subject, case, 0, "")
+        for note, variant, margin in _variants(case)[1:]:
+            try:
+                check(subject, variant, margin, note)
+            except Refusal:
+                continue
+
+    return over
+
+
+def _written(subject: Subject, case: Case, margin: int) -> set[int]:
+    """The numbers of the tensors that the operator may write to."""
+    if subject.schema is not None:
+        return {number for number, name in enumerate(owners(case, subject.schema)) if name in subject.writes}
+    assert subject.reference is not None
+    call = case.make(subject.device, margin=margin)
+    before = snapshots(call)
+    subject.call(call, subject.reference)
+    return {each.number for each in before if each.bytes_changed(True) or each.metadata_changes()}
+
+
+def _mutation(subject: Subject, case: Case, margin: int, note: str) -> None:
+    call = case.make(subject.device, margin=margin)
+    lists = [(value, [*value]) for value in (*call.args, *call.kwargs.values()) if isinstance(value, list)]
+    before = snapshots(call)
+    _called(subject, call, (MutationError,))
+    allowed = None if subject.schema is None and subject.reference is None else _written(subject, case, margin)
+    for each in before:
+        _unchanged(each, places(case)[each.number] + note, allowed)
+    if any(len(now) != len(was) or any(a is not b for a, b in zip(now, was, strict=True)) for now, was in lists):
+        raise (
+            Remark("a list among the arguments is changed")
+            if subject.reference is None
+            else Violation("a list among the arguments was changed: its items are no longer what they were")
+        )
+
+
+def _unchanged(each: Snapshot, place: str, allowed: set[int] | None) -> None:
+    written = allowed is not None and each.number in allowed
+    beside = each.bytes_changed(False)
+    if beside:
+        raise Violation(f"{place}: {beside} bytes of its storage outside of the view were changed")
+    changes = [] if written else each.metadata_changes()
+    count = 0 if written else each.bytes_changed(True)
+    if count:
+        changes.append(f"{count} bytes of its elements were changed")
+    if changes and allowed is None:
+        raise Remark(f"{place} is written to: {changes[0]}; nothing says whether it may be. Give a reference.")
+    if changes:
+        raise Violation(f"{place} is not declared as written to, and {changes[0]}")
+    if not written and each.tensor._version != each.version:
+        raise Remark(f"{place} is written to, and holds in the end what it held before")
+
+
+def _declares_writes(subject: Subject) -> str:
+    return "" if subject.writes else "no schema says that it writes to an argument"
+
+
+def _declared(subject: Subject, case: Case) -> None:
+    call = case.make(subject.device)
+    before = snapshots(call)
+    _called(subject, call, (MutationError,))
+    expected = _reference_writes(subject, case)
+    silent: dict[str, int] = subject.notes.setdefault("schema.mutation_declared", {})
+    for each in before:
+        name = owners(case, subject.schema)[each.number]
+        if name not in subject.writes or not each.tensor.numel():
+            continue
+        wrote = bool(each.bytes_changed(True))
+        if not wrote and each.number in expected:
+            raise Violation(f"{name} is declared as written to, the reference writes to it, and it did not change")
+        silent[name] = -1 if wrote or silent.get(name) == -1 else silent.get(name, 0) + 1
+        if silent[name] >= _ENOUGH:
+            _never_written(subject, name)
+
+
+def _reference_writes(subject: Subject, case: Case) -> set[int]:
+    if subject.reference is None:
+        return set()
+    call = case.make(subject.device)
+    before = snapshots(call)
+    try:
+        subject.call(call, subject.reference)
+    except Refusal:
+        return set()
+    return {each.number for each in before if each.bytes_changed(True)}
+
+
+def _never_written(subject: Subject, name: str) -> None:
+    fixed = any(
+        value is None or isinstance(value, bool) for value in (*subject.spec.args, *dict(subject.spec.kwargs).values())
+    )
+    message = f"{name} is declared as written to, and did not change in {_ENOUGH} calls"
+    if fixed:
+        raise Remark(f"{message}, in which a flag was never varied")
+    raise Violation(message)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    first = tensor.untyped_storage().data_ptr()
+    return first, first + tensor.untyped_storage().nbytes()
+
+
+def _shared(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are of one storage, or of storages over the same memory."""
+    if a.untyped_storage()._cdata == b.untyped_storage()._cdata:
+        return True
+    (first, end), (begin, last) = _span(a), _span(b)
+    return first != 0 and first < last and begin < end and a.device == b.device
+
+
+def _aliases(outcome: Outcome, case: Case) -> dict[tuple[int, int, bool], str]:
+    """Results that share memory with an argument, or with an earlier result."""
+    results = [(i, each) for i, each in enumerate(outcome.results) if isinstance(each, torch.Tensor) and _strided(each)]
+    found: dict[tuple[int, int, bool], str] = {}
+    for i, result in results:
+        for number, argument in distinct(outcome.call):
+            if _shared(result, argument):
+                what = "is" if result is argument else "shares memory with"
+                found[i, number, True] = f"result {i} {what} {places(case)[number]}"
+        for j, earlier in results:
+            if j < i and _shared(result, earlier):
+                found[i, j, False] = f"result {i} shares memory with result {j}"
+    return found
+
+
+def _strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided
+
+
+def _alias(subject: Subject, case: Case, margin: int, note: str) -> None:
+    outcome = _called(subject, case.make(subject.device, margin=margin), (AliasError,))
+    found = _aliases(outcome, case)
+    if subject.schema is not None:
+        found = {key: told for key, told in found.items() if not _promised(subject, case, outcome, key)}
+    elif subject.reference is not None and found:
+        expected = subject.expect(case, margin=margin)
+        found = {key: told for key, told in found.items() if key not in _aliases(expected, case)}
+    told = next(iter(found.values()), "")
+    if told and subject.schema is None and subject.reference is None:
+        raise Remark(f"{told}{note}; nothing says whether it may")
+    if told:
+        raise Violation(f"{told}{note}, and nothing says that it may: return a copy, as with .clone()")
+
+
+def _promised(subject: Subject, case: Case, outcome: Outcome, key: tuple[int, int, bool]) -> bool:
+    """Whether the schema says of a pair that it shares memory."""
+    i, other, is_argument = key
+    one = _sets(_declared_return(subject, outcome, i))
+    if not is_argument:
+        return bool(one) and bool(one & _sets(_declared_return(subject, outcome, other)))
+    name = owners(case, subject.schema)[other]
+    argument = next(each for each in subject.schema.arguments if each.name == name)
+    return bool(one) and ("*" in one or bool(one & _sets(argument)))
+
+
+def _declared_return(subject: Subject, outcome: Outcome, leaf: int) -> Any:
+    """The schema's return that a leaf of the results belongs to."""
+    returns = subject.schema.returns
+    if len(returns) == 1:
+        return returns[0]
+    counts = [len(leaves(each)) for each in outcome.returned] if isinstance(outcome.returned, (tuple, list)) else []
+    owner = [number for number, count in enumerate(counts) for _ in range(count)]
+    return returns[owner[leaf]] if leaf < len(owner) and owner[leaf] < len(returns) else None
+
+
+def _sets(declared: Any) -> set[str]:
+    info = None if declared is None else declared.alias_info
+    return set() if info is None else {*info.before_set, *info.after_set}
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "Tensor": (torch.Tensor,),
+    "int": (int, torch.SymInt),
+    "float": (float, torch.SymFloat),
+    "bool": (bool, torch.SymBool),
+    "number": (int, float, complex),
+    "str": (str,),
+}
+
+
+def _returns(subject: Subject, case: Case) -> None:
+    outcome = _called(subject, case.make(subject.device), (OutputError,))
+    if subject.schema is not None:
+        _as_declared(subject.schema.returns, outcome.returned)
+    if subject.reference is not None:
+        ours, expected = outcome.results, subject.expect(case).results
+        kinds = [[isinstance(each, torch.Tensor) for each in both] for both in (ours, expected)]
+        if kinds[0] != kinds[1]:
+            told = ["(" + ", ".join(map(described, both)) + ")" for both in (ours, expected)]
+            raise Violation(f"it returned {told[0]}, and the reference {told[1]}")
+
+
+def _as_declared(declared: Any, returned: Any) -> None:
+    if len(declared) == 0:
+        if returned is not None and returned != ():
+            raise Violation(f"its schema says that it returns nothing, and it returned {described(returned)}")
+        return
+    values = (returned,) if len(declared) == 1 else returned
+    if not isinstance(values, (tuple, list)) or len(values) != len(declared):
+        raise Violation(f"its schema promises {len(declared)} results, and it returned {described(returned)}")
+    for number, (promise, value) in enumerate(zip(declared, values, strict=True)):
+        _of_kind(f"result {number}", str(promise.type), value)
+
+
+def _of_kind(place: str, kind: str, value: Any) -> None:
+    if kind.startswith("List["):
+        if not isinstance(value, (list, tuple)):
+            raise Violation(f"{place}: its schema promises {kind}, and it is {described(value)}")
+        for number, item in enumerate(value):
+            _of_kind(f"{place}[{number}]", kind[5:-1], item)
+    elif kind in _KINDS and not isinstance(value, _KINDS[kind]):
+        raise Violation(f"{place}: its schema promises {kind}, and it is {described(value)}")
+
+
+def _names(subject: Subject) -> list[tuple[str, Any, bool]]:
+    """Each parameter's name, default (or ``inspect.Parameter.empty``), and whether it can be passed in both ways."""
+    empty = inspect.Parameter.empty
+    if subject.schema is not None:
+        return [
+            (a.name, a.default_value if a.has_default_value() else empty, not a.kwarg_only)
+            for a in subject.schema.arguments
+        ]
+    try:
+        found = inspect.signature(subject.function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [(p.name, p.default, p.kind is p.POSITIONAL_OR_KEYWORD) for p in found]
+
+
+def _has_names(subject: Subject) -> str:
+    return "" if _names(subject) else "nothing says what its arguments are called"
+
+
+def _defaults(subject: Subject, case: Case) -> None:
+    parameters = _names(subject)
+    empty = inspect.Parameter.empty
+    positional = [each for each in parameters if each[2]]
+    if len(case.args) > len(positional):
+        return
+    given = {name: value for (name, _, _), value in zip(positional, case.args, strict=False)}
+    named = Case((), (*given.items(), *case.kwargs))
+    _agree(subject, case, named, "passed by position, and by keyword")
+    optional = {name: default for name, default, _ in parameters if default is not empty}
+    if optional and subject.schema is not None:
+        kept = tuple((name, value) for name, value in named.kwargs if name not in optional)
+        _agree(
+            subject,
+            Case((), kept),
+            Case((), (*kept, *optional.items())),
+            "without optional arguments, and with defaults",
+        )
+
+
+def _agree(subject: Subject, one: Case, other: Case, how: str) -> None:
+    first = _seeded(subject, one)
+    found = difference(one, first, _seeded(subject, other))
+    if found and not difference(one, first, _seeded(subject, one)):
+        raise Violation(f"the same call {how}, gives other results: {found}")
+
+
+def _seeded(subject: Subject, case: Case) -> Outcome:
+    torch.manual_seed(0)
+    return subject.run(case).detached()
+
+
+def _overloads(subject: Subject, case: Case) -> None:
+    for name in subject.target.overloads():
+        overload = getattr(subject.target, name)
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in overload._schema.arguments)
+        if overload is subject.overload or writes:
+            continue
+        try:
+            theirs = subject.call(case.make(subject.device), overload)
+        except Refusal:
+            continue
+        ours = subject.run(case)
+        for a, b in zip(ours.tensors(), theirs.tensors(), strict=False):
+            if a.shape != b.shape or not torch.allclose(a.double(), b.double(), rtol=1e-2, atol=1e-2, equal_nan=True):
+                raise Violation(f"the overload {name!r} accepts the same arguments, and gives other results")
+
+
+def _has_overloads(subject: Subject) -> str:
+    packet = isinstance(subject.target, torch._ops.OpOverloadPacket) and len(subject.target.overloads()) > 1
+    return "" if packet else "it has no other overloads"
+
+
+PROPERTIES = (
+    Property(
+        "schema.mutation",
+        rule="No argument changes that is not declared as written to, to the bit, and nothing of its storage beside the view.",
+        defect="an input used as a workspace, a write to it for some shapes, layouts or values alone",
+        check=_over_variants(_mutation),
+        cases=any_cases,
+        cost=0.002,
+    ),
+    Property(
+        "schema.mutation_declared",
+        rule="An argument that is declared as written to is written to.",
+        defect="a kernel that writes to a contiguous copy of its argument, and never back",
+        check=_declared,
+        cases=any_cases,
+        cost=0.001,
+        skip=_declares_writes,
+        least=50,
+    ),
+    Property(
+        "schema.alias",
+        rule="No result shares memory with an argument or another result, unless the schema, or the reference, does so.",
+        defect="an argument returned as it is where there is nothing to do: by contiguous(), to(), reshape(), or a shortcut",
+        check=_over_variants(_alias),
+        cases=any_cases,
+        cost=0.002,
+    ),
+    Property(
+        "schema.returns",
+        rule="Results are as many, and of the kinds, that the schema promises, or that the reference has.",
+        defect="None in place of a tensor under some flag, a list of another length",
+        check=_returns,
+        cases=any_cases,
+    ),
+    Property(
+        "schema.defaults",
+        rule="Leaving an argument out is passing its default, and keywords are as good as positions.",
+        defect="a default of the kernel's that is not the schema's, a wrapper that swaps arguments",
+        check=_defaults,
+        share=0.4,
+        skip=_has_names,
+    ),
+    Property(
+        "schema.overloads",
+        rule="Overloads that accept the same arguments agree.",
+        defect="a kernel that was changed for one overload alone",
+        check=_overloads,
+        share=0.4,
+        skip=_has_overloads,
+    ),
+)

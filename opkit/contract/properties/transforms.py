@@ -1,7 +1,257 @@
-"""transforms: ..."""
+"""transforms: the operator under vmap, torch.func's derivatives and functionalization. Modes and autocast are in ``modes``."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-from opkit.contract.prop import Property
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
 
-PROPERTIES: tuple[Property, ...] = ()
+import torch
+
+from opkit.contract import derivatives as d
+from opkit.contract.cases import Call, Case, TensorCase
+from opkit.contract.directions import direction, inner, size
+from opkit.contract.outcome import leaves
+from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.properties import transforms_modes as modes
+from opkit.contract.subject import Subject
+
+_BATCHES = (3, 1, 2, 0)
+_MOST_DIMS = 12
+
+Flat = Callable[..., tuple[torch.Tensor, ...]]
+
+
+def flat(subject: Subject, call: Call, tensors: Sequence[torch.Tensor]) -> Flat:
+    """The operator as a function of ``tensors``, which are among the call's, to its tensor results."""
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+
+    def function(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = call.map(lambda each: given[places[id(each)]] if id(each) in places else each)
+        torch.default_generator.manual_seed(0)
+        returned = subject.function(*made.args, **made.kwargs)
+        return tuple(leaf for leaf in leaves(returned) if isinstance(leaf, torch.Tensor))
+
+    return function
+
+
+# ---- vmap --------------------------------------------------------------------------------------------------------------
+
+
+def _samples(subject: Subject, case: Case, count: int) -> list[list[torch.Tensor]]:
+    """The case's tensors ``count`` times, each time with other numbers."""
+    found: list[list[torch.Tensor]] = []
+    for sample in range(max(count, 1)):
+        other = case.map(lambda _, tensor, k=sample: _seeded(tensor, 10 * k))
+        unique = {id(tensor): tensor for tensor in d.cased(other, other.make(subject.device))}
+        found.append([*unique.values()])
+    return found
+
+
+def _seeded(tensor: TensorCase, step: int) -> TensorCase:
+    return dataclasses.replace(tensor, seed=tensor.seed + step)
+
+
+def _combinations(tensors: Sequence[torch.Tensor]) -> list[tuple[int | None, ...]]:
+    """In which dimension each tensor is mapped: all in the first, each alone, last and middle ones, and mixtures."""
+    choices = [dict.fromkeys([0, None, -1, tensor.dim() // 2]) for tensor in tensors]
+    simple = [
+        tuple(0 for _ in tensors),
+        *(tuple(0 if n == m else None for n in range(len(tensors))) for m in range(len(tensors))),
+    ]
+    every = itertools.islice(itertools.product(*choices), 64)
+    found = [each for each in dict.fromkeys([*simple, *every]) if any(dim is not None for dim in each)]
+    step = max(1, len(found) // _MOST_DIMS)
+    return [*dict.fromkeys([*found[: len(simple)], *found[len(simple) :: step]])]
+
+
+def _stacked(samples: list[list[torch.Tensor]], dims: Sequence[int | None], count: int) -> list[torch.Tensor]:
+    return [
+        samples[0][place] if dim is None else torch.stack([each[place] for each in samples], dim).narrow(dim, 0, count)
+        for place, dim in enumerate(dims)
+    ]
+
+
+def _vmap(subject: Subject, case: Case) -> None:
+    if not subject.functional:
+        raise NotApplicable("it writes to its arguments")
+    call = case.make(subject.device)
+    tensors = [*{id(tensor): tensor for tensor in d.cased(case, call)}.values()]
+    if not tensors:
+        raise Refusal(ValueError("no tensor to map"))
+    function = flat(subject, call, tensors)
+    samples = _samples(subject, case, 3)
+    for turn, dims in enumerate(_combinations(tensors)):
+        count = 3 if turn == 0 else _BATCHES[turn % len(_BATCHES)]
+        _mapped(function, samples[: max(count, 1)], dims, count, turn % 2)
+
+
+def _mapped(
+    function: Flat, samples: list[list[torch.Tensor]], dims: tuple[int | None, ...], count: int, out_dim: int
+) -> None:
+    chosen = [[s[p] if dim is not None else samples[0][p] for p, dim in enumerate(dims)] for s in samples]
+    try:
+        wanted = [function(*each) for each in chosen]
+    except Exception as error:
+        raise Refusal(error) from error
+    out_dims = tuple(-1 if out_dim and result.dim() else 0 for result in wanted[0])
+    try:
+        got = torch.vmap(function, in_dims=dims, out_dims=out_dims)(*_stacked(samples, dims, count))
+    except Exception as error:
+        if count == 0:
+            return  # torch's own loop does not take an empty batch
+        raise Remark(f"torch.vmap with in_dims={dims} raises {type(error).__name__}: {str(error)[:200]}") from error
+    if [t.shape for each in wanted for t in each] != [t.shape for _ in wanted for t in wanted[0]]:
+        return  # sizes that depend on data cannot be stacked
+    for number, result in enumerate(got):
+        right = torch.stack([each[number] for each in wanted], out_dims[number]).narrow(out_dims[number], 0, count)
+        _same(result, right, f"torch.vmap with in_dims={dims}, {count} of them: result {number}", "a loop's")
+
+
+def _same(got: torch.Tensor, right: torch.Tensor, what: str, whose: str) -> None:
+    if got.dtype != right.dtype or got.shape != right.shape:
+        raise Violation(
+            f"{what} is {got.dtype} of shape {list(got.shape)}, where {whose} is {right.dtype} of {list(right.shape)}"
+        )
+    exact = not (got.is_floating_point() or got.is_complex())
+    if exact and not torch.equal(got, right):
+        raise Violation(f"{what} is not {whose}")
+    if not exact and (wrong := d.mismatch(got, right, 1.0)):
+        raise Violation(f"{what} is not {whose}: {wrong}")
+
+
+# ---- torch.func --------------------------------------------------------------------------------------------------------
+
+
+def _functional(subject: Subject, case: Case) -> None:
+    graph, numbers, right, grads = d.supported(subject, case)
+    if not graph.attached:
+        raise NotApplicable("no result requires grad")
+    call, inputs = d.made(subject, case, numbers)
+    call, inputs = _detached(call, inputs)
+    floating = flat(subject, call, inputs)
+
+    def function(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(t for t in floating(*given) if t.is_floating_point() or t.is_complex())
+
+    def total(*given: torch.Tensor) -> torch.Tensor:
+        terms = [(g * out).sum() for g, out in zip(grads, function(*given), strict=True)]
+        return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
+
+    places = tuple(range(len(inputs)))
+    asked: dict[str, Callable[[], Sequence[torch.Tensor]]] = {
+        "torch.func.vjp": lambda: torch.func.vjp(function, *inputs)[1](tuple(grads)),
+    }
+    if not any(t.is_complex() for t in (*inputs, *graph.outputs)):
+        asked["torch.func.grad"] = lambda: torch.func.grad(total, places)(*inputs)
+        asked["torch.func.jacrev"] = lambda: torch.func.jacrev(total, places)(*inputs)
+        asked["torch.func.jacfwd"] = lambda: torch.func.jacfwd(total, places)(*inputs)
+        _forward_agrees(subject, total, inputs, right, grads)
+    for name, ask in asked.items():
+        _agrees(subject, case, name, ask, numbers, right, grads)
+
+
+def _forward_agrees(
+    subject: Subject,
+    total: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    right: d.Gradients,
+    grads: Sequence[torch.Tensor],
+) -> None:
+    along = tuple(direction(tensor, number) for number, tensor in enumerate(inputs))
+    try:
+        found = torch.func.jvp(total, tuple(inputs), along)[1]
+    except Exception:  # a transform that is not there is no defect
+        return
+    wanted = sum(map(inner, right, along))
+    scale = sum(map(size, right, along)) + d.magnitude(grads)
+    near = 10 * max(d.tolerances(tensor.dtype)[0] for tensor in inputs)
+    lost = d.vanished(found) and subject.operator is None
+    if not lost and wanted == wanted and not abs(float(found) - wanted) <= near * scale:
+        raise Violation(
+            f"torch.func.jvp in a random direction is {float(found):.7g}; by the backward it is {wanted:.7g}"
+        )
+
+
+def _detached(call: Call, inputs: Sequence[torch.Tensor]) -> tuple[Call, tuple[torch.Tensor, ...]]:
+    plain = {id(tensor): tensor.detach() for tensor in inputs}
+    return call.map(lambda tensor: plain.get(id(tensor), tensor)), tuple(plain[id(tensor)] for tensor in inputs)
+
+
+def _agrees(
+    subject: Subject,
+    case: Case,
+    name: str,
+    ask: Callable[[], Sequence[torch.Tensor]],
+    numbers: Sequence[int],
+    right: d.Gradients,
+    grads: Sequence[torch.Tensor],
+) -> None:
+    try:
+        got = ask()
+    except Exception:  # a transform that is not there is no defect
+        return
+    if all(d.vanished(each) for each in got) and subject.operator is None:
+        return  # torch.library gives zeros where an operator has no rule for a transform
+    scale = 4 * d.magnitude(grads)
+    for number, mine, wanted in zip(numbers, got, right, strict=True):
+        if wrong := d.mismatch(mine, wanted, scale, factor=4):
+            raise Violation(
+                f"{name}: the gradient of {d.argument(subject, case, number)} is not the backward's: {wrong}"
+            )
+
+
+# ---- functionalization -------------------------------------------------------------------------------------------------
+
+
+def _functionalize(subject: Subject, case: Case) -> None:
+    plain = subject.run(case)
+    call = case.make(subject.device)
+    try:
+        found = subject.call(call, torch.func.functionalize(subject.function))
+    except Refusal as refusal:
+        raise Remark(f"torch.func.functionalize raises {refusal}") from refusal
+    for number, (a, b) in enumerate(zip(found.tensors(), plain.tensors(), strict=True)):
+        _same(a.detach(), b.detach(), f"under torch.func.functionalize, result {number}", "an eager call's")
+    for number, (a, b) in enumerate(zip(call.tensors(), plain.call.tensors(), strict=True)):
+        _same(
+            a.detach(),
+            b.detach(),
+            f"after torch.func.functionalize, tensor argument {number}",
+            "what an eager call leaves",
+        )
+
+
+PROPERTIES: tuple[Property, ...] = (
+    Property(
+        "transforms.vmap",
+        rule="torch.vmap gives what a loop gives, whichever arguments are mapped, and in whichever dimension.",
+        defect="a batching rule that forgets in_dims, an unmapped argument, or where the mapped dimension ends up",
+        check=d.steady(_vmap),
+        cases=d.smooth_cases(elements=64),
+        share=0.5,
+        cost=0.006,
+    ),
+    Property(
+        "transforms.functional",
+        rule="torch.func's vjp, grad, jacrev and jacfwd agree with the backward.",
+        defect="a setup_context or a jvp that is wrong where a transform calls it",
+        check=d.steady(_functional),
+        cases=d.smooth_cases(elements=64),
+        share=0.3,
+        cost=0.006,
+        skip=d.no_candidates,
+    ),
+    Property(
+        "transforms.functionalize",
+        rule="Functionalization changes neither results nor what is written to arguments.",
+        defect="a mutation that the schema does not tell, and functionalization loses",
+        check=d.steady(_functionalize),
+        cases=d.smooth_cases(),
+        share=0.4,
+        cost=0.002,
+    ),
+    *modes.PROPERTIES,
+)

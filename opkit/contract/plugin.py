@@ -1,0 +1,99 @@
+"""One test item for each property of an operator: parametrised tests, so pytest needs no plugin for them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opkit.contract.report import Report
+
+_ARGUMENT = "opkit_property"
+_CRASHES = "memory.crash"
+_METHOD = "test_contract"
+
+
+def contract(
+    op: Any, *, properties: Iterable[str] | None = None, exclude: Iterable[str] = (), **options: Any
+) -> Callable[..., Any]:
+    """A test with one item for each property, such as ``test_scale[numbers.reference]``.
+
+    It is assigned to a name, or decorates a function, whose body is then run first in each item, with its fixtures, or a
+    class, which is given a method ``test_contract``. Nothing of the operator is run until the items are.
+
+    Args:
+        op: the operator, as for :func:`opkit.check`.
+        properties: only these, or these groups.
+        exclude: none of these.
+        options: what else :func:`opkit.check` takes, ``args`` and ``reference`` above all; a budget is one property's.
+
+    Raises:
+        ArgumentError: a property is unknown.
+        ImportError: pytest is not installed.
+
+    >>> from opkit.testing import tensor
+    >>> test_add = contract(torch.add, args=(tensor("n"), tensor("n")), reference=torch.add)  # doctest: +SKIP
+    """
+    import pytest
+
+    from opkit.contract import run
+
+    names = [prop.name for prop in run.chosen(properties, exclude)]
+    parametrized = pytest.mark.parametrize(_ARGUMENT, names, ids=names)
+    ask = functools.partial(_ask, op, options, {})
+
+    @parametrized
+    def test(opkit_property: Any) -> Any:
+        if isinstance(opkit_property, type):
+            return _on_class(opkit_property, parametrized, ask)
+        if callable(opkit_property):
+            return parametrized(_on_function(opkit_property, ask))
+        return ask(opkit_property)
+
+    return test
+
+
+def _on_class(decorated: type, parametrized: Callable[..., Any], ask: Callable[[str], None]) -> type:
+    def test_contract(self: Any, opkit_property: str) -> None:
+        ask(opkit_property)
+
+    setattr(decorated, _METHOD, parametrized(test_contract))
+    return decorated
+
+
+def _on_function(decorated: Callable[..., Any], ask: Callable[[str], None]) -> Callable[..., Any]:
+    signature = inspect.signature(decorated)
+
+    @functools.wraps(decorated)
+    def test(*args: Any, **fixtures: Any) -> None:
+        name = fixtures.pop(_ARGUMENT)
+        decorated(*args, **fixtures)
+        ask(name)
+
+    added = inspect.Parameter(_ARGUMENT, inspect.Parameter.KEYWORD_ONLY)
+    test.__signature__ = signature.replace(parameters=[*signature.parameters.values(), added])  # type: ignore[attr-defined]
+    return test
+
+
+def _ask(op: Any, options: dict[str, Any], crashed: dict[str, bool], name: str) -> None:
+    """Check one property; fail or skip as the report says. After a crash, the properties that would crash pytest are skipped."""
+    import pytest
+
+    from opkit.contract.checking import check
+
+    __tracebackhide__ = True
+    if crashed:
+        pytest.skip(f"a call ends the process: see {_CRASHES}")
+    report: Report = check(op, properties=[name], **options)
+    if name == _CRASHES and report.failures:
+        crashed[name] = True
+    for failure in report.failures:
+        pytest.fail(f"{report.name} breaks {failure}{_script(failure.repro)}", pytrace=False)
+    for skipped in report.skipped:
+        pytest.skip(skipped.reason)
+
+
+def _script(repro: str) -> str:
+    return f"\n\nThis script shows it:\n\n{repro}" if repro else ""

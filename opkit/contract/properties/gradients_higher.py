@@ -1,0 +1,247 @@
+"""gradients: finite differences, second order, forward mode."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from opkit.contract import derivatives as d
+from opkit.contract.cases import Call, Case
+from opkit.contract.derivatives import Gradients, Graph
+from opkit.contract.directions import along, direction, inner, size, slope, widened
+from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.subject import Subject
+
+_ROOM = 20.0  # how much more rounding a second derivative may have than a first
+
+
+# ---- finite differences ------------------------------------------------------------------------------------------------
+
+
+@d.steady
+def _finite(subject: Subject, case: Case) -> None:
+    wide = widened(subject, case)
+    graph, numbers, got, grads = d.supported(subject, wide)
+    if not graph.attached:
+        raise NotApplicable("no result requires grad: whether one should, only a reference can say")
+    for number, tensor, mine in zip(numbers, graph.inputs, got, strict=True):
+        u = direction(tensor, number)
+        found = slope(along(subject, wide, numbers, number, u, lambda moved: _weighed(moved.outputs, grads)))
+        derivative = inner(mine, u)
+        if not found.differs(derivative, size(mine, u)) or _reference_agrees(subject, wide, numbers, number, mine):
+            continue
+        if found.constant:
+            raise Remark(f"{d.argument(subject, wide, number)} has a gradient, where results are a step function of it")
+        raise Violation(
+            f"the gradient of {d.argument(subject, wide, number)} is {_state(mine)}: in a random direction it gives "
+            f"{derivative:.7g}, finite differences {found.value:.7g}"
+        )
+
+
+def _weighed(outputs: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]) -> float:
+    return math.fsum(inner(weight, output) for output, weight in zip(outputs, weights, strict=False))
+
+
+def _state(gradient: torch.Tensor | None) -> str:
+    return "None" if gradient is None else "zero" if d.vanished(gradient) else "wrong"
+
+
+def _reference_agrees(
+    subject: Subject, case: Case, numbers: Sequence[int], number: int, mine: torch.Tensor | None
+) -> bool:
+    """Whether a reference of its own has this gradient, on purpose then: a straight-through estimate, a reversal."""
+    if subject.reference is None or _is_own_body(subject):
+        return False
+    try:
+        reference, right, _ = d.expected(subject, case, numbers)
+    except Refusal:
+        return False
+    return bool(reference.attached) and not d.mismatch(mine, right[list(numbers).index(number)], 1.0)
+
+
+def _is_own_body(subject: Subject) -> bool:
+    """Whether the reference is the operator's body, which shares every mistake with it."""
+    operator = subject.operator
+    return operator is not None and subject.reference is operator._operator.function  # pyright: ignore[reportPrivateUsage]
+
+
+# ---- second order ------------------------------------------------------------------------------------------------------
+
+
+def _second_gradients(graph: Graph, grads: Sequence[torch.Tensor]) -> tuple[Gradients, Gradients] | None:
+    """Gradients, and gradients of their weighed sum; None where they have no graph."""
+    first = graph.vjp(grads, create_graph=True)
+    if any(g is not None and type(g.grad_fn).__name__ == "Error" for g in first):
+        raise NotImplementedError("it is marked with once_differentiable")
+    parts = [(g, direction(g, n + 50)) for n, g in enumerate(first) if g is not None and g.requires_grad]
+    if not parts:
+        return None
+    outputs, weights = zip(*parts, strict=True)
+    targets = [*graph.inputs, *grads]
+    return first, list(torch.autograd.grad(outputs, targets, weights, allow_unused=True))
+
+
+def _leaves(graph: Graph) -> list[torch.Tensor]:
+    return [g.detach().requires_grad_() for g in d.incoming(graph)]
+
+
+@d.steady
+def _second(subject: Subject, case: Case) -> None:
+    graph, numbers, _, _ = d.supported(subject, case)
+    if not graph.attached:
+        raise NotApplicable("no result requires grad")
+    grads = _leaves(graph)
+    try:
+        found = _second_gradients(graph, grads)
+    except Exception as error:
+        raise NotApplicable(f"it cannot be differentiated twice: {type(error).__name__}: {error}") from error
+    if found is None:
+        raise Remark(
+            "gradients have no graph: torch raises where they are differentiated again. once_differentiable says it"
+        )
+    if _by_reference(subject, case, numbers, found):
+        return
+    _by_differences(subject, case, numbers, found)
+
+
+def _by_reference(subject: Subject, case: Case, numbers: Sequence[int], found: tuple[Gradients, Gradients]) -> bool:
+    """Whether there is a reference that can be differentiated twice: then the operator's must be its."""
+    if subject.reference is None:
+        return False
+    try:
+        reference = d.trace(subject, case, numbers, subject.reference)
+        right = _second_gradients(reference, _leaves(reference))
+    except Exception:  # of the reference, by autograd
+        return False
+    if right is None or len(right[1]) != len(found[1]) or _disagree(numbers, found[0], right[0]):
+        return False
+    scale = max(1.0, d.magnitude(right[1]))
+    for position, (mine, wanted) in enumerate(zip(found[1], right[1], strict=True)):
+        if wrong := d.mismatch(mine, wanted, scale, factor=_ROOM):
+            of = d.argument(subject, case, numbers[position]) if position < len(numbers) else "what comes in"
+            raise Violation(f"the second derivative by {of} is {_state(mine)}, not the reference's: {wrong}")
+    return True
+
+
+def _disagree(numbers: Sequence[int], mine: Gradients, right: Gradients) -> bool:
+    """Whether first gradients differ, or have a graph in one and not in the other: other properties say so."""
+    scale = max(1.0, d.magnitude(right))
+    return any(d.mismatch(a, b, scale, factor=_ROOM) for _, a, b in zip(numbers, mine, right, strict=True))
+
+
+def _by_differences(subject: Subject, case: Case, numbers: Sequence[int], found: tuple[Gradients, Gradients]) -> None:
+    wide = widened(subject, case)
+    graph, _, first, grads = d.supported(subject, wide)
+    if wide is not case:
+        again = _second_gradients(graph, _leaves(graph))
+        if again is None:
+            return
+        found = again
+    taken = [g is not None and g.requires_grad for g in found[0]]
+    weights = [direction(g, n + 50) if g is not None else None for n, g in enumerate(first)]
+    kept = [w if use else None for w, use in zip(weights, taken, strict=True)]
+    for position, number in enumerate(numbers):
+        u = direction(graph.inputs[position], number)
+        seen = slope(along(subject, wide, numbers, number, u, lambda moved: _pulled(moved, grads, kept)))
+        second = inner(found[1][position], u)
+        if seen.differs(second, size(found[1][position], u) + 1.0):
+            raise Violation(
+                f"the second derivative by {d.argument(subject, wide, number)} is {_state(found[1][position])}: in a random "
+                f"direction it gives {second:.7g}, finite differences of the gradient {seen.value:.7g}"
+            )
+
+
+def _pulled(moved: Graph, grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> float:
+    return math.fsum(inner(w, g) for g, w in zip(moved.vjp(grads), weights, strict=True))
+
+
+# ---- forward mode ------------------------------------------------------------------------------------------------------
+
+
+@d.steady
+def _forward(subject: Subject, case: Case) -> None:
+    graph, numbers, got, grads = d.supported(subject, case)
+    if not graph.attached:
+        raise NotApplicable("no result requires grad")
+    lost: list[int] = []
+    seen = 0
+    for number, tensor, mine in zip(numbers, graph.inputs, got, strict=True):
+        u = direction(tensor, number)
+        tangents = _tangents(subject, case, number, u)
+        wanted, scale = inner(mine, u), size(mine, u)
+        near = d.tolerances(tensor.dtype)[0]
+        if all(t is None or d.vanished(t) for t in tangents):
+            lost += [number] if abs(wanted) > 10 * near * (scale + d.magnitude(grads)) else []
+            continue
+        seen += 1
+        value = _weighed(tangents, grads)
+        scale += sum(size(t, g) for t, g in zip(tangents, grads, strict=False))
+        if not abs(value - wanted) <= 10 * near * (scale + d.magnitude(grads)) and math.isfinite(wanted):
+            raise Violation(
+                f"in forward mode, the derivative by {d.argument(subject, case, number)} in a random direction is {value:.7g}; "
+                f"by the backward it is {wanted:.7g}"
+            )
+    _judge_lost(subject, case, lost, seen)
+
+
+def _judge_lost(subject: Subject, case: Case, lost: Sequence[int], seen: int) -> None:
+    if lost and (seen or subject.operator is not None):
+        raise Violation(f"in forward mode, the tangent of {d.argument(subject, case, lost[0])} is lost")
+    if lost:  # torch.library drops tangents of operators without a rule
+        raise NotApplicable("it has no forward mode: torch gives no tangent")
+
+
+def _tangents(subject: Subject, case: Case, number: int, u: torch.Tensor) -> list[torch.Tensor | None]:
+    call, inputs = d.made(subject, case, (number,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(inputs[0].detach(), u)
+        torch.default_generator.manual_seed(0)
+        outcome = _called(subject, call.map(lambda tensor: dual if tensor is inputs[0] else tensor))
+        outputs = [t for t in outcome if t.is_floating_point() or t.is_complex()]
+        found = [torch.autograd.forward_ad.unpack_dual(t).tangent for t in outputs]
+        return [None if t is None else t.detach().clone() for t in found]
+
+
+def _called(subject: Subject, call: Call) -> list[torch.Tensor]:
+    try:
+        return subject.call(call).tensors()
+    except Refusal as refusal:
+        raise NotApplicable(f"it has no forward mode: {refusal}") from refusal
+
+
+PROPERTIES: tuple[Property, ...] = (
+    Property(
+        "gradients.finite",
+        rule="Gradients are those of the function that is computed: finite differences in float64 agree.",
+        defect="a backward of another formula than the forward, also where there is no reference to say so",
+        check=_finite,
+        cases=d.smooth_cases(elements=64, dtypes=(torch.float64,)),
+        share=0.4,
+        cost=0.004,
+        skip=d.no_candidates,
+    ),
+    Property(
+        "gradients.second",
+        rule="An operator that can be differentiated twice has the right second derivatives.",
+        defect="intermediate values saved without a graph, a detach in the backward: second derivatives silently lose terms",
+        check=_second,
+        cases=d.smooth_cases(elements=64),
+        share=0.4,
+        cost=0.004,
+        skip=d.no_candidates,
+    ),
+    Property(
+        "gradients.forward",
+        rule="Forward mode, where there is one, agrees with the backward.",
+        defect="a jvp of another formula, or a tangent that is lost",
+        check=_forward,
+        cases=d.smooth_cases(elements=64),
+        share=0.4,
+        cost=0.002,
+        skip=d.no_candidates,
+    ),
+)

@@ -1,0 +1,163 @@
+"""transforms: the operator under autocast, under modes that change nothing, and in a checkpoint."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from opkit.contract import derivatives as d
+from opkit.contract.cases import Call, Case
+from opkit.contract.outcome import Outcome
+from opkit.contract.prop import Property, Refusal, Remark, Violation
+from opkit.contract.subject import Subject
+from opkit.op import torch_private as private
+from opkit.op.rules import autocast
+
+_LOW = torch.bfloat16
+
+
+def _policy(subject: Subject) -> tuple[str | None, torch.dtype | None] | None:
+    """What the operator declares for autocast on the CPU: opkit's policy and dtype; None where nothing is declared."""
+    if subject.operator is not None:
+        return subject.operator._operator.autocast, subject.operator._operator.given.autocast.get("cpu")
+    if isinstance(subject.target, private.CustomOpDef):
+        given = subject.target._autocast_dtype.get("cpu")
+        return None if given is None else (None, given)
+    return None
+
+
+def _autocast(subject: Subject, case: Case) -> None:
+    plain = subject.run(case)
+    with torch.autocast("cpu", _LOW):
+        found = _or_violation(subject, case, "under torch.autocast")
+        with torch.autocast("cpu", enabled=False):
+            disabled = _or_violation(subject, case, "under a disabled torch.autocast")
+    _compare(disabled, plain, "under torch.autocast(enabled=False)", "a call without autocast")
+    policy = _policy(subject)
+    if policy is not None:
+        args, kwargs = autocast.cast((case.make().args, case.make().kwargs), "cpu", *policy)
+        wanted = subject.call(Call(args, kwargs))
+        _compare(found, wanted, "under torch.autocast", "a call with the arguments cast as declared")
+
+
+def _or_violation(subject: Subject, case: Case, where: str) -> Outcome:
+    try:
+        return subject.run(case)
+    except Refusal as refusal:
+        if subject.reference is not None:
+            subject.expect(case)  # where the reference raises too, it is passed over
+            raise Violation(f"{where} it raises {refusal}") from refusal
+        raise Remark(f"{where} it raises {refusal}") from refusal
+
+
+def _compare(found: Outcome, wanted: Outcome, where: str, whose: str) -> None:
+    for number, (a, b) in enumerate(zip(found.tensors(), wanted.tensors(), strict=True)):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            raise Violation(
+                f"{where}, result {number} is {a.dtype}{list(a.shape)}; of {whose} {b.dtype}{list(b.shape)}"
+            )
+        if a.is_floating_point() and (wrong := d.mismatch(a, b, 1.0)):
+            raise Violation(f"{where}, result {number} is not that of {whose}: {wrong}")
+
+
+# ---- modes -------------------------------------------------------------------------------------------------------------
+
+
+def _innocent_dispatch() -> Any:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Innocent(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    return Innocent()
+
+
+def _innocent_function() -> Any:
+    class Innocent(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    return Innocent()
+
+
+def _hooks() -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "a TorchDispatchMode that changes nothing": _innocent_dispatch,
+    "a TorchFunctionMode that changes nothing": _innocent_function,
+}
+
+
+def _modes(subject: Subject, case: Case) -> None:
+    plain = subject.run(case)
+    for name, mode in MODES.items():
+        try:
+            with mode():
+                found = subject.run(case)
+        except Refusal as refusal:
+            raise Remark(f"under {name} it raises {refusal}") from refusal
+        _compare(found, plain, f"under {name}", "a plain call")
+
+
+def _checkpoint(subject: Subject, case: Case) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    graph, numbers, right, grads = d.supported(subject, case)
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(subject.function, *args, use_reentrant=False, **kwargs)
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        with _hooks():
+            return subject.function(*args, **kwargs)
+
+    for name, function in (("torch.utils.checkpoint", again), ("saved_tensors_hooks that copy", hooked)):
+        other = d.trace(subject, case, numbers, function)
+        try:
+            got = other.vjp(grads)
+        except Exception as error:
+            raise Remark(f"with {name} the backward raises {type(error).__name__}: {error}") from error
+        for number, mine, wanted in zip(numbers, got, right, strict=True):
+            if wrong := d.mismatch(mine, wanted, d.magnitude(grads)):
+                raise Violation(f"with {name}, the gradient of {d.argument(subject, case, number)} is another: {wrong}")
+    assert graph.inputs
+
+
+PROPERTIES: tuple[Property, ...] = (
+    Property(
+        "transforms.autocast",
+        rule="Under autocast arguments are cast as declared, nothing breaks, and a disabled autocast changes nothing.",
+        defect="a declared dtype that the kernel does not see; an operator that raises under autocast",
+        check=d.steady(_autocast),
+        cases=d.smooth_cases(dtypes=(torch.float32, torch.float64)),
+        share=0.4,
+        cost=0.002,
+    ),
+    Property(
+        "transforms.modes",
+        rule="Dispatch and function modes that change nothing change no result.",
+        defect="a fast path that computes something else than the dispatcher's kernel",
+        check=d.steady(_modes),
+        cases=d.smooth_cases(),
+        share=0.3,
+        cost=0.002,
+    ),
+    Property(
+        "transforms.checkpoint",
+        rule="Gradients are the same in a checkpoint, and where hooks keep copies of what is saved.",
+        defect="state kept outside save_for_backward, which a second forward overwrites",
+        check=d.steady(_checkpoint),
+        cases=d.smooth_cases(elements=64),
+        share=0.3,
+        cost=0.003,
+        skip=d.no_candidates,
+    ),
+)

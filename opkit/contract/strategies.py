@@ -1,0 +1,176 @@
+"""Strategies for people's own Hypothesis tests: tensors, layouts, and whole calls with joint sizes."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from opkit.contract.cases import Call, Case, TensorCase
+from opkit.contract.fills import FILLS, ORDINARY
+from opkit.contract.layouts import LAYOUTS, fits, layout_of
+from opkit.contract.sizes import shapes
+from opkit.contract.specs import CallSpec, Drawing
+from opkit.errors import ArgumentError
+
+_SEEDS = 4
+
+
+def make_tensor(
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    layout: str = "contiguous",
+    fill: str = "normal",
+    seed: int = 0,
+    low: float | None = None,
+    high: float | None = None,
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """The tensor of a failing example: Hypothesis prints :func:`tensors` as calls of this function.
+
+    >>> make_tensor((2, 3), layout="transposed").stride()
+    (1, 2)
+    """
+    return TensorCase(tuple(shape), dtype, layout, fill, seed, low, high, requires_grad).make()
+
+
+def tensors(
+    shape: str | Sequence[int] | SearchStrategy[Any] = "*shape",
+    dtypes: torch.dtype | Iterable[torch.dtype] = torch.float32,
+    *,
+    layouts: Iterable[str] = ("contiguous",),
+    fills: Iterable[str] = ORDINARY,
+    low: float | None = None,
+    high: float | None = None,
+    requires_grad: bool = False,
+) -> SearchStrategy[torch.Tensor]:
+    """A strategy for tensors. It shrinks to the smallest sizes, the first dtype, and the first layout and fill.
+
+    Args:
+        shape: sizes, a pattern such as ``"*batch d"``, or a strategy for sizes such as :func:`shapes`.
+        dtypes: those to try.
+        layouts: how they may lie in memory; names of ``opkit.testing.LAYOUTS``. Those that do not fit a shape are left out.
+        fills: what may be in them; names of ``opkit.testing.FILLS``. Integers are drawn from ``low`` to ``high`` alone.
+        low: the least element.
+        high: the largest, which may occur too.
+        requires_grad: whether those of a floating dtype require gradients.
+
+    Raises:
+        ArgumentError: a layout or a fill is unknown.
+
+    >>> from hypothesis import find
+    >>> x = find(tensors("b n", layouts=("contiguous", "transposed")), lambda x: not x.is_contiguous())
+    >>> tuple(x.shape), x.stride()
+    ((2, 2), (1, 2))
+    """
+    several = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
+    lying, filled = _known("layouts", layouts, LAYOUTS), _known("fills", fills, FILLS)
+
+    def of(sizes: Any, dtype: torch.dtype) -> SearchStrategy[torch.Tensor]:
+        floating = dtype.is_floating_point or dtype.is_complex
+        return st.builds(
+            make_tensor,
+            shape=st.just(tuple(sizes)),
+            dtype=st.just(dtype),
+            layout=st.sampled_from([name for name in lying if fits(name, sizes)] or ["contiguous"]),
+            fill=st.sampled_from(filled if floating else ["normal"]),
+            seed=st.integers(0, _SEEDS - 1),
+            low=st.just(low),
+            high=st.just(high),
+            requires_grad=st.just(requires_grad and floating),
+        )
+
+    return st.tuples(_shapes(shape), st.sampled_from(several)).flatmap(lambda both: of(*both))
+
+
+def _shapes(shape: str | Sequence[int] | SearchStrategy[Any]) -> SearchStrategy[Any]:
+    if isinstance(shape, SearchStrategy):
+        return shape
+    return shapes(shape) if isinstance(shape, str) else st.just(tuple(shape))
+
+
+def _known(what: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
+    found = list(names)
+    wrong = [name for name in found if name not in known]
+    if wrong:
+        raise ArgumentError(f"tensors({what}=...): {wrong[0]!r} is not one of {', '.join(known)}.")
+    return found
+
+
+def relaid(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """Equal numbers in another layout; where elements share memory, these have the number of one of them.
+
+    >>> relaid(torch.arange(4).view(2, 2), "transposed").stride()
+    (1, 2)
+    """
+    found = layout_of(layout, tensor.shape)
+    memory = torch.zeros(found.elements, dtype=tensor.dtype, device=tensor.device)
+    view = torch.as_strided(memory, tensor.shape, found.strides, found.offset)
+    index = torch.as_strided(
+        torch.arange(found.elements, device=tensor.device), tensor.shape, found.strides, found.offset
+    )
+    plain = tensor.detach().resolve_neg().resolve_conj()
+    memory[index.reshape(-1)] = (-plain if found.negated else plain).reshape(-1)
+    view = torch._neg_view(view) if found.negated else view  # torch 2.13: the only way to make one of a real tensor
+    return view.requires_grad_(tensor.requires_grad)
+
+
+def layouts(
+    given: torch.Tensor | Sequence[int], names: Iterable[str] = tuple(LAYOUTS)
+) -> SearchStrategy[torch.Tensor] | SearchStrategy[str]:
+    """A strategy for the layouts that a tensor or a shape can have.
+
+    Args:
+        given: a tensor, which is laid anew with equal numbers; or sizes, for which the names of layouts are drawn.
+        names: the layouts to try. Of a tensor, only those in which no two elements share memory are tried.
+
+    >>> from hypothesis import find
+    >>> find(layouts((2, 3)), lambda name: name != "contiguous")
+    'offset'
+    >>> x = torch.arange(6.0).view(2, 3)
+    >>> y = find(layouts(x), lambda y: not y.is_contiguous())
+    >>> y.stride(), torch.equal(x, y)
+    ((1, 2), True)
+    """
+    shape = tuple(given.shape) if isinstance(given, torch.Tensor) else tuple(given)
+    fitting = [name for name in _known("layouts", names, LAYOUTS) if fits(name, shape)]
+    if not isinstance(given, torch.Tensor):
+        return st.sampled_from(fitting)
+    shared = ("expanded", "expanded_last", "overlapping")
+    signed = given.dtype.is_floating_point or given.dtype.is_complex
+    usable = [name for name in fitting if name not in shared and (signed or name != "negated")]
+    return st.builds(relaid, st.just(given), st.sampled_from(usable))
+
+
+def make_call(case: Case) -> Call:
+    """The arguments of a failing example: Hypothesis prints :func:`calls` as calls of this function."""
+    return case.make()
+
+
+def calls(
+    *args: Any,
+    layouts: Iterable[str] = ("contiguous",),
+    fills: Iterable[str] = ORDINARY,
+    **kwargs: Any,
+) -> SearchStrategy[Call]:
+    """A strategy for whole calls: real tensors with joint sizes and dtypes, in ``call.args`` and ``call.kwargs``.
+
+    Args:
+        args: for each positional argument a :func:`tensor`, a list of these, a Hypothesis strategy, or a value.
+        layouts: how tensors may lie in memory.
+        fills: what may be in them.
+        kwargs: the same for keyword arguments.
+
+    >>> from hypothesis import find
+    >>> from opkit.contract.specs import tensor
+    >>> call = find(calls(tensor("b n"), tensor("n"), alpha=st.integers(0, 3)), lambda call: call.args[1].numel() > 2)
+    >>> [tuple(x.shape) for x in call.args], call.kwargs
+    ([(1, 3), (3,)], {'alpha': 0})
+    """
+    how = Drawing(layouts=tuple(_known("layouts", layouts, LAYOUTS)), fills=tuple(_known("fills", fills, FILLS)))
+    return st.builds(make_call, CallSpec(args, tuple(kwargs.items())).cases(how))

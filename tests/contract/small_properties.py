@@ -1,0 +1,62 @@
+"""Small properties for tests of what is done with properties: each is quick, and does what its name says."""
+
+import time
+
+import torch
+
+from opkit.contract import properties as table
+from opkit.contract.prop import NotApplicable, Property, Remark, Violation
+
+
+def sin(x):
+    """A right operator."""
+    return torch.sin(x)
+
+
+def sizes_over(limit):
+    def check(subject, case):
+        outcome = subject.run(case)
+        if outcome.tensors()[0].numel() > limit:
+            raise Violation(f"{outcome.tensors()[0].numel()} elements\nare more than {limit}")
+
+    return check
+
+
+def holds(subject, case):
+    subject.run(case)
+
+
+def takes(seconds):
+    def check(subject, case):
+        time.sleep(seconds)
+
+    return check
+
+
+def remarks(subject, case):
+    raise Remark("<strides> differ")
+
+
+def cannot(subject, case):
+    raise NotApplicable("nothing returns")
+
+
+def made(name, check=holds, **how):
+    return Property(
+        name, rule=f"The rule of {name} <holds> & is kept.", defect=f"the defect of {name}", check=check, **how
+    )
+
+
+PROPERTIES = (
+    made("memory.small", sizes_over(4)),
+    made("numbers.right"),
+    made("numbers.remarks", remarks),
+    made("fake.none", skip=lambda subject: "there is no fake"),
+    made("fake.neither", skip=lambda subject: "there is no fake"),
+    made("vmap.cannot", cannot),
+)
+
+
+def use(monkeypatch, properties=PROPERTIES):
+    """These are all properties that there are, for one test."""
+    monkeypatch.setattr(table, "PROPERTIES", tuple(properties))

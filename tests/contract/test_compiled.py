@@ -1,0 +1,95 @@
+"""compile: planted defects that only compiled programs show, right operators that all must pass."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from opkit.testing import tensor
+
+NUMBERS = itertools.count()
+VECTOR = {"args": (tensor("n"),)}
+
+
+def operator(kernel, fake=torch.empty_like, mutates_args=()):
+    made = torch.library.custom_op(f"compile_tests::op{next(NUMBERS)}", kernel, mutates_args=mutates_args)
+    made.register_fake(fake)
+    return made
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def write(x: Tensor, y: Tensor) -> None:
+    x.add_(y)
+
+
+def writes_in_secret(x: Tensor) -> Tensor:
+    result = x * 2
+    x.zero_()
+    return result
+
+
+def branches_when_compiled(x):
+    return x * 3 if torch.compiler.is_compiling() else x * 2
+
+
+@pytest.mark.parametrize("op", [branches_when_compiled, operator(writes_in_secret)])
+def test_another_result_when_compiled(fails, op):
+    fails("compile.aot_eager", op, max_examples=1, **VECTOR)
+
+
+def reads_elements(ctx, grad):
+    return grad * (2 if grad.sum().item() > 0 else 1)
+
+
+def test_a_backward_pass_that_cannot_be_traced(fails):
+    op = operator(double)
+    op.register_autograd(reads_elements)
+    assert "raises" in fails("compile.aot_eager", op, max_examples=1, **VECTOR).message
+
+
+def test_a_size_that_is_a_constant(fails):
+    op = operator(double, lambda x: x.new_empty(int(x.shape[0])))
+    assert "again for every size" in fails("compile.recompiles", op, max_examples=1, **VECTOR).message
+
+
+def differentiable():
+    op = operator(double)
+    op.register_autograd(lambda ctx, grad: grad * 2)
+    return op
+
+
+def test_right_operators(holds):
+    for name in ("functionalize", "recompiles", "aot_eager", "export"):
+        holds(f"compile.{name}", differentiable(), max_examples=1, **VECTOR)
+
+
+def test_one_in_place(holds):
+    op = operator(write, lambda x, y: None, ("x",))
+    for name in ("functionalize", "aot_eager", "export"):
+        holds(f"compile.{name}", op, args=(tensor("n"), tensor("n")), max_examples=1)
+
+
+def test_inductor_with_a_wrong_layout(fails):
+    def rows(x: Tensor) -> Tensor:
+        return x.t().contiguous().t()
+
+    failure = fails("compile.inductor", operator(rows), args=(tensor("b n"),), max_examples=1)
+    assert "inductor" in failure.message
+
+
+def test_inductor_with_a_right_operator(holds):
+    holds("compile.inductor", differentiable(), max_examples=1, **VECTOR)
+
+
+def test_the_backend_that_is_not_there_yet(asked):
+    report = asked("compile.opkit", double, **VECTOR)
+    assert "opkit" in torch._dynamo.list_backends() or "no backend" in report.skipped[0].reason
+
+
+@pytest.mark.gpu
+def test_cuda_graph(holds):
+    holds("compile.cuda_graph", operator(double), device="cuda", **VECTOR)

@@ -1,0 +1,121 @@
+"""memory.crash: calls that end the process, and calls that never return."""
+
+import ctypes
+import os
+import sys
+import time
+
+import pytest
+import torch
+
+from opkit.contract import crashes
+from opkit.testing import tensor
+
+ROWS = (tensor("b n"),)
+
+
+def when(condition, act):
+    """An operator that does something terrible where ``condition`` holds of its argument."""
+
+    def op(x):
+        if condition(x):
+            act()
+        return x + 1
+
+    return op
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda: ctypes.string_at(8), "SIGSEGV"),
+        (os.abort, "SIGABRT"),
+        (lambda: os._exit(3), "exit status 3"),
+        (lambda: sys.exit(2), "SystemExit"),
+        (lambda: os.kill(os.getpid(), 8), "SIGFPE"),
+    ],
+)
+def test_ends_of_the_process_shrink_to_the_smallest_size(fails, act, told):
+    failure = fails("memory.crash", when(lambda x: x.numel() >= 9, act), args=ROWS)
+    assert told in failure.message
+    assert failure.args[0].numel() in range(9, 16)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        lambda x: x.numel() == 0,
+        lambda x: not x.is_contiguous(),
+        lambda x: x.dtype == torch.float16,
+        lambda x: bool(x.isnan().any()),
+    ],
+    ids=["empty", "layout", "dtype", "values"],
+)
+def test_crashes_on_some_arguments_are_found(fails, condition):
+    fails("memory.crash", when(condition, os.abort), args=(tensor("b n", (torch.float32, torch.float16)),))
+
+
+def test_a_crash_of_the_second_call_is_found(fails):
+    calls = []
+
+    def op(x):
+        calls.append(x)
+        if len(calls) == 2:
+            os.abort()
+        return x + 1
+
+    fails("memory.crash", op, args=ROWS)
+
+
+def test_a_damaged_heap_is_found(fails):
+    def op(x):
+        result = torch.empty_like(x)
+        ctypes.memset(result.data_ptr(), 255, 8 * result.numel() + 64)
+        return result
+
+    fails("memory.crash", op, args=(tensor("n"),))
+
+
+@pytest.mark.parametrize("wait", [lambda: time.sleep(60), lambda: exec("while True: pass")], ids=["waits", "computes"])
+def test_a_call_that_never_returns_is_found(fails, monkeypatch, wait):
+    monkeypatch.setattr(crashes.child, "SECONDS", 0.5)
+    monkeypatch.setattr(crashes, "_PATIENCE", 0.5)
+    monkeypatch.setattr(crashes, "_SHORT", 0.1)
+    failure = fails("memory.crash", when(lambda x: x.shape[0] > 2, wait), args=ROWS)
+    assert "did not return" in failure.message
+    assert failure.args[0].shape[0] == 3
+
+
+def test_a_call_that_is_slow_is_no_failure(holds, monkeypatch):
+    monkeypatch.setattr(crashes.child, "SECONDS", 0.1)
+    holds("memory.crash", when(lambda x: x.numel() == 1, lambda: time.sleep(0.15)), args=ROWS, max_examples=10)
+
+
+def test_nothing_else_is_asked_after_a_crash(asked):
+    report = asked("memory", when(lambda x: True, os.abort), args=ROWS)
+    assert [failure.property for failure in report.failures] == ["memory.crash"]
+    assert all("memory.crash" in skipped.reason for skipped in report.skipped)
+
+
+def test_an_operator_that_raises_does_not_crash(asked):
+    def op(x):
+        raise ValueError("no")
+
+    report = asked("memory.crash", op, args=ROWS, max_examples=5)
+    assert report.ok
+    assert "refused every example" in report.skipped[0].reason
+
+
+def test_nothing_is_printed(capfd, asked):
+    def op(x):
+        os.write(2, b"terrible")
+        os.abort()
+
+    asked("memory.crash", op, args=ROWS)
+    captured = capfd.readouterr()
+    assert not captured.out
+    assert not captured.err
+
+
+def test_arguments_that_have_no_spelling_are_passed_all_the_same(holds):
+    holds("memory.crash", lambda x, how: how(x), args=(*ROWS, torch.sin), max_examples=5)
