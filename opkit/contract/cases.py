@@ -165,4 +165,6 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, torch.Tensor):  # a constant of the spec
+        return f"a given {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return str(value) if isinstance(value, TensorCase) else repr(value)
