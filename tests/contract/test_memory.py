@@ -184,7 +184,23 @@ def test_a_reference_may_leave_a_result_unwritten(holds):
         lambda x: (x + 1, torch.empty(3)),
         args=ROWS,
         reference=lambda x: (x + 1, torch.empty(3)),
+        max_examples=10,
     )
+
+
+def resizes(x, out):
+    out.resize_(x.shape).copy_(x)
+
+
+def convolves(x, weight):
+    return torch.nn.functional.conv1d(x, weight)
+
+
+@pytest.mark.parametrize("name", ["guard", "red_zone", "allocations", "uninitialized", "leak"])
+def test_operators_that_are_right(holds, name):
+    convolved = holds(f"memory.{name}", convolves, args=(tensor("1 2 n"), tensor("2 2 1")), max_examples=10)
+    assert convolved.tried > convolved.refused
+    assert holds(f"memory.{name}", resizes, args=(*VECTOR, tensor("0")), max_examples=10).refused < 10
 
 
 kept = []
