@@ -11,12 +11,9 @@ import functools
 import platform
 from collections.abc import Generator
 
-import numpy as np
-
 _PERTURB = -6  # M_PERTURB of malloc.h
 _CACHED = range(24, 521, 16)  # of the sizes of which each thread keeps freed blocks, to hand them out as they were left
 _KEPT = 7  # of each size
-_CACHED_BY_NUMPY = range(4, 1024, 4)  # bytes, of arrays that numpy keeps as they were left, as many of each size
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
 
@@ -60,7 +57,6 @@ def inspect() -> None:
 def poisoned(byte: int) -> Generator[None]:
     """Fresh memory holds ``byte``, which cannot be 255: that of torch's allocator, of numpy's, and of kernels themselves."""
     libc = _libc()
-    arrays = [np.empty(size, np.uint8) for size in _CACHED_BY_NUMPY for _ in range(_KEPT)]
     held = [libc.malloc(size) for size in _CACHED for _ in range(_KEPT)]
     libc.mallopt(_PERTURB, byte ^ 0xFF)
     try:
@@ -69,4 +65,3 @@ def poisoned(byte: int) -> Generator[None]:
         libc.mallopt(_PERTURB, 0)
         for block in held:
             libc.free(block)
-        del arrays

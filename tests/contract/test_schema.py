@@ -73,6 +73,7 @@ def test_a_declared_write_that_does_not_happen_is_found(fails, holds, op):
     def copies(x):
         x.contiguous().mul_(2)
 
+    holds("schema.mutation_declared", torch.ops.aten.sin.out, args=VECTOR, kwargs={"out": tensor("0")})
     silent = op("h(Tensor(a!) x) -> ()", lambda x: None)
     fails("schema.mutation_declared", silent, args=ROWS)
     copy = op("h2(Tensor(a!) x) -> ()", copies)
@@ -122,6 +123,7 @@ def test_two_results_of_one_storage_are_found(fails, op):
 def test_aliases_that_are_declared_are_right(holds):
     holds("schema.alias", torch.ops.aten.add_.Tensor, args=(*ROWS, *ROWS), max_examples=15)
     holds("schema.alias", torch.ops.aten.transpose.int, args=(*ROWS, 0, 1), max_examples=15)
+    assert holds("schema.alias", torch.ops.aten.dropout.default, args=(*ROWS, 0.5, False), max_examples=15).remarks
     holds("schema.alias", torch.ops.aten.conv1d.default, args=(tensor("1 2 n"), tensor("2 2 1")), max_examples=15)
 
 

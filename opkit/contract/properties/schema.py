@@ -126,7 +126,7 @@ def _declared(subject: Subject, case: Case) -> None:
         name = owners(case, subject.schema)[each.number]
         if name not in subject.writes or not each.tensor.numel():
             continue
-        wrote = bool(each.bytes_changed(True))
+        wrote = bool(each.bytes_changed(True) or each.metadata_changes())
         if not wrote and each.number in expected:
             raise Violation(f"{name} is declared as written to, the reference writes to it, and it did not change")
         silent[name] = -1 if wrote or silent.get(name) == -1 else silent.get(name, 0) + 1
@@ -199,8 +199,19 @@ def _alias(subject: Subject, case: Case, margin: int, note: str) -> None:
     told = next(iter(found.values()), "")
     if told and subject.schema is None and subject.reference is None:
         raise Remark(f"{told}{note}; nothing says whether it may")
+    if told and _decomposes(subject):
+        raise Remark(
+            f"{told}{note}; its schema does not say so, and nobody relies on it: the operator is a composite one"
+        )
     if told:
         raise Violation(f"{told}{note}, and nothing says that it may: return a copy, as with .clone()")
+
+
+def _decomposes(subject: Subject) -> bool:
+    """Whether transforms see through it to the operators that it calls, as through aten::dropout."""
+    if subject.overload is None:
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(subject.overload.name(), "CompositeImplicitAutograd")
 
 
 def _promised(subject: Subject, case: Case, outcome: Outcome, key: tuple[int, int, bool]) -> bool:
