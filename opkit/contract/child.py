@@ -1,7 +1,8 @@
 """Calls in a forked child process: one that crashes, aborts, exits or hangs ends the child, and is told as what it is.
 
-The child has everything that the parent has, so an operator of a notebook or of a test function needs no import. Torch's
-pool of OpenMP threads does not live through fork: the child computes on one thread. Autograd's backward does not work there.
+The child has everything that the parent has, so an operator of a notebook or of a test function needs no import. Pools of
+OpenMP threads, torch's or a kernel's own, do not live through fork: the child computes on one thread. Autograd's backward
+does not work there.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -9,10 +10,12 @@ pool of OpenMP threads does not live through fork: the child computes on one thr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -27,13 +30,14 @@ from opkit.contract import wire
 from opkit.contract.cases import Case
 from opkit.contract.prop import NotApplicable, Refusal, Remark, Violation
 
-SECONDS = 10.0
+SECONDS = 5.0
 """How long a call may take."""
 
 _IDLE = 60.0  # seconds after which a child that is asked nothing ends
 _BUSY = (
     0.5  # of its time on a processor: a child that computes hangs by itself, one that waits may wait for a lost thread
 )
+_OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so")
 _FOUND: dict[str, type[Exception]] = {"Violation": Violation, "Remark": Remark, "NotApplicable": NotApplicable}
 
 
@@ -166,10 +170,20 @@ def _live(serve: Callable[[Iterator[str], int], None], inbox: int, outbox: int) 
     try:
         _silence()
         gc.freeze()  # what the parent left is the parent's to collect
-        torch.set_num_threads(1)
+        _one_thread()
         serve(_lines(inbox), outbox)
     finally:
         os._exit(0)
+
+
+def _one_thread() -> None:
+    """Have torch and every OpenMP library compute on this thread alone: the pools of the parent are not here."""
+    torch.set_num_threads(1)
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        paths = {line.split(maxsplit=5)[5].strip() for line in lines if _OPENMP.search(line)}
+    for path in paths:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(path).omp_set_max_active_levels(0)  # whatever a num_threads clause asks for
 
 
 def _lines(inbox: int) -> Iterator[str]:

@@ -30,6 +30,7 @@ class Crashes:
         self._calls = 2
         self._seconds = child.SECONDS
         self._slowest = 0.0
+        self._lost = False
         self._hung: set[str] = set()
         self._crashed: dict[str, str] = {}
         self._worker = Worker(self._survive)
@@ -85,6 +86,7 @@ class Crashes:
         if len(self._hung) >= _MOST_HUNG:
             return
         if not self._hung:
+            self._ask_here(case, ended)
             self._confirm(case)
         self._hung.add(str(case))
         raise _never() from ended
@@ -96,13 +98,30 @@ class Crashes:
         except Ended as again:
             if not again.hung:
                 return
-            if not again.busy and _returns_here(self._subject, case):
-                self._subject.notes["hangs in a child"] = True
-                raise NotApplicable("a call returns here, and does not in a forked process") from again
+            self._ask_here(case, again)
             self._seconds = max(_SHORT, 10 * self._slowest)
             return
         self._seconds = _PATIENCE
         raise Refusal(TimeoutError(f"a call takes more than {child.SECONDS:g} s"))
+
+    def _ask_here(self, case: Case, ended: Ended) -> None:
+        """Raise if a call that only waits in a forked process returns in this one, and in a forked one not even then."""
+        if ended.busy or self._lost:
+            return
+        if not _returns_here(self._subject, case):
+            self._lost = True  # a thread of this process waits for the call; one is enough
+        elif self._waits(case):
+            self._subject.notes["hangs in a child"] = True
+            raise NotApplicable("a call returns here, and does not in a forked process") from ended
+
+    def _waits(self, case: Case) -> bool:
+        try:
+            self._worker.ask(case, child.SECONDS, fresh=True)
+        except Ended as ended:
+            return ended.hung
+        except Refusal:
+            return False
+        return False
 
 
 def _never() -> Violation:

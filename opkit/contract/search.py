@@ -42,6 +42,13 @@ class _Ended(BaseException):
     """Ends a search at once, with the reason; Hypothesis would look for a smaller example of any Exception."""
 
 
+class _Hopeless(BaseException):
+    """Ends a search whose every case was refused; of an operator that takes none, Hypothesis would draw many hundreds."""
+
+
+_HOPELESS = 100  # refusals, where nothing was accepted
+
+
 @dataclasses.dataclass
 class _Log:
     tried: dict[str, None] = dataclasses.field(default_factory=dict)
@@ -138,8 +145,8 @@ def _sweep(prop: Property, subject: Subject, count: int, clock: _Clock, log: _Lo
             broken = next((row for row in plan.rows(2 * count) if breaks(plan.case(row))), None)
             if broken is not None:
                 plan.shrink(broken, breaks)
-    except _OutOfTime:
-        return True
+    except (_OutOfTime, _Hopeless) as ended:
+        return isinstance(ended, _OutOfTime)
     return False
 
 
@@ -163,7 +170,7 @@ def _explore(
         return True
     except (Violation, hypothesis_errors.Flaky, hypothesis_errors.FlakyFailure):
         return False  # the smallest failing case is in the log
-    except hypothesis_errors.Unsatisfiable:
+    except (hypothesis_errors.Unsatisfiable, _Hopeless):
         return False  # all were refused
     return False
 
@@ -186,6 +193,8 @@ def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
         prop.check(subject, case)
     except Refusal as refusal:
         log.refused.append((case, str(refusal)))
+        if len(log.refused) >= _HOPELESS and len(log.refused) > len(log.times):
+            raise _Hopeless from refusal
         hypothesis.reject()
     except Remark as remark:
         log.remarks[str(remark)] = None

@@ -162,7 +162,6 @@ def numpy_forgets(x):
     [
         forgets,
         never_begins,
-        numpy_forgets,
         lambda x: torch.empty_like(x),
         lambda x: (x + 1, torch.empty(1)),
         lambda x: forgets(x, lambda x: not x.is_contiguous()),
@@ -172,6 +171,11 @@ def numpy_forgets(x):
 def test_results_that_are_not_all_written_are_found(fails, op):
     failure = fails("memory.uninitialized", op, args=ROWS)
     assert failure.args[0].numel() < 10
+
+
+def test_an_array_of_numpy_that_is_not_all_written_is_found(fails):
+    failure = fails("memory.uninitialized", numpy_forgets, args=ROWS)
+    assert 256 <= failure.args[0].numel() <= 1024  # numpy hands out arrays below 1 KB as they were left
 
 
 def test_an_argument_that_takes_what_fresh_memory_held_is_found(fails):
@@ -184,7 +188,23 @@ def test_a_reference_may_leave_a_result_unwritten(holds):
         lambda x: (x + 1, torch.empty(3)),
         args=ROWS,
         reference=lambda x: (x + 1, torch.empty(3)),
+        max_examples=10,
     )
+
+
+def resizes(x, out):
+    out.resize_(x.shape).copy_(x)
+
+
+def convolves(x, weight):
+    return torch.nn.functional.conv1d(x, weight)
+
+
+@pytest.mark.parametrize("name", ["guard", "red_zone", "allocations", "uninitialized", "leak"])
+def test_operators_that_are_right(holds, name):
+    convolved = holds(f"memory.{name}", convolves, args=(tensor("1 2 n"), tensor("2 2 1")), max_examples=10)
+    assert convolved.tried > convolved.refused
+    assert holds(f"memory.{name}", resizes, args=(*VECTOR, tensor("0")), max_examples=10).refused < 10
 
 
 kept = []

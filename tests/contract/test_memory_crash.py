@@ -101,8 +101,9 @@ def test_an_operator_that_raises_does_not_crash(asked):
     def op(x):
         raise ValueError("no")
 
-    report = asked("memory.crash", op, args=ROWS, max_examples=5)
+    report = asked("memory.crash", op, args=ROWS)
     assert report.ok
+    assert report.skipped[0].tried <= 100
     assert "refused every example" in report.skipped[0].reason
 
 

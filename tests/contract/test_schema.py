@@ -1,11 +1,16 @@
 """schema: a planted defect that each property must catch, right operators that it must pass."""
 
+import functools
+import inspect
+
 import pytest
 import torch
+from hypothesis import strategies as st
 
+import opkit
 from opkit.testing import tensor
 
-ROWS = (tensor("b n"),)
+ROWS, VECTOR = (tensor("b n"),), (tensor("n"),)
 
 
 @pytest.fixture
@@ -53,15 +58,22 @@ def test_writes_that_nobody_declared_are_found(fails, op, function):
 
 
 def test_writes_that_are_declared_are_right(holds, op):
-    holds("schema.mutation", op("g(Tensor(a!) x) -> ()", lambda x: None), args=ROWS)
-    holds("schema.mutation", lambda x: x.mul_(2), args=ROWS, reference=lambda x: x.mul_(2))
-    holds("schema.mutation", torch.sin, args=ROWS, reference=torch.sin)
+    def writes(x):
+        x.mul_(2)
+
+    holds("schema.mutation", op("g(Tensor(a!) x) -> ()", writes), args=ROWS, max_examples=20)
+    holds("schema.mutation", lambda x: x.mul_(2), args=ROWS, reference=lambda x: x.mul_(2), max_examples=20)
+    holds("schema.mutation", torch.sin, args=ROWS, reference=torch.sin, max_examples=20)
+    resizing = op("r(Tensor x, *, Tensor(a!) out) -> ()", lambda x, *, out: out.resize_(x.shape).copy_(x) and None)
+    passed = holds("schema.mutation", resizing, args=ROWS, kwargs={"out": VECTOR[0]}, max_examples=20)
+    assert passed.refused < passed.tried
 
 
 def test_a_declared_write_that_does_not_happen_is_found(fails, holds, op):
     def copies(x):
         x.contiguous().mul_(2)
 
+    holds("schema.mutation_declared", torch.ops.aten.sin.out, args=VECTOR, kwargs={"out": tensor("0")})
     silent = op("h(Tensor(a!) x) -> ()", lambda x: None)
     fails("schema.mutation_declared", silent, args=ROWS)
     copy = op("h2(Tensor(a!) x) -> ()", copies)
@@ -84,6 +96,23 @@ def test_results_that_are_arguments_are_found(fails, op, function):
     fails("schema.alias", function, args=ROWS, reference=lambda x: x + 1)
 
 
+def test_what_torch_and_opkit_say_of_a_result_is_a_failure(fails):
+    @torch.library.custom_op("contract_schema_tests::same", mutates_args=())
+    def same(x: torch.Tensor, s: float) -> torch.Tensor:
+        return x if s == 1.0 else x * s
+
+    failure = fails("schema.alias", same, args=(*ROWS, st.sampled_from([0.5, 1.0])))
+    assert failure.args[0].shape == (1, 1)
+    assert failure.args[1] == 1.0
+
+    @opkit.custom_op("contract_schema_tests::view")
+    def view(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    view.register_kernel("cpu")(lambda x: x[:])
+    assert fails("schema.alias", view, args=ROWS).args[0].shape == (1, 1)
+
+
 def test_two_results_of_one_storage_are_found(fails, op):
     failure = fails(
         "schema.alias", op("m(Tensor x) -> (Tensor, Tensor)", lambda x: (x + 1).unbind(0)[:1] * 2), args=ROWS
@@ -92,20 +121,88 @@ def test_two_results_of_one_storage_are_found(fails, op):
 
 
 def test_aliases_that_are_declared_are_right(holds):
-    holds("schema.alias", torch.ops.aten.add_.Tensor, args=(*ROWS, *ROWS))
-    holds("schema.alias", torch.ops.aten.transpose.int, args=(*ROWS, 0, 1))
-    holds("schema.alias", torch.ops.aten.add.Tensor, args=(*ROWS, *ROWS))
+    holds("schema.alias", torch.ops.aten.add_.Tensor, args=(*ROWS, *ROWS), max_examples=15)
+    holds("schema.alias", torch.ops.aten.transpose.int, args=(*ROWS, 0, 1), max_examples=15)
+    assert holds("schema.alias", torch.ops.aten.dropout.default, args=(*ROWS, 0.5, False), max_examples=15).remarks
+    holds("schema.alias", torch.ops.aten.conv1d.default, args=(tensor("1 2 n"), tensor("2 2 1")), max_examples=15)
 
 
 def test_none_for_a_tensor_is_found(fails):
     fails("schema.returns", lambda x: None if x.numel() == 0 else x + 1, args=ROWS, reference=lambda x: x + 1)
 
 
+@pytest.mark.parametrize(
+    ("schema", "returned"),
+    [
+        ("r(Tensor x) -> Tensor", lambda x: None if x.numel() > 2 else x + 1),
+        ("r(Tensor x) -> (Tensor, Tensor)", lambda x: (x + 1, x + 2)[: 1 if x.numel() > 2 else 2]),
+    ],
+)
+def test_results_that_the_schema_does_not_promise_are_found(fails, op, schema, returned):
+    failure = fails("schema.returns", op(schema, returned), args=VECTOR)
+    assert "its schema promises" in failure.message
+    assert failure.args[0].shape == (3,)
+
+
+def test_results_that_the_schema_promises_are_right(holds):
+    for function, args in ((torch.ops.aten.max.dim, (*ROWS, 0)), (torch.ops.aten.unbind.int, ROWS)):
+        holds("schema.returns", function, args=args, max_examples=15)
+
+
+def test_a_wrapper_with_a_default_of_its_own_is_found(fails, holds):
+    def scales(x, by=2.0):
+        return x * by
+
+    @functools.wraps(scales)
+    def wrapped(*args, **kwargs):
+        return scales(*args, **{"by": 3.0, **kwargs})
+
+    failure = fails("schema.defaults", wrapped, args=VECTOR)
+    assert failure.args[0].shape == (1,)
+    assert "defaults" in failure.message
+    holds("schema.defaults", scales, args=VECTOR)
+
+
+@pytest.fixture
+def packet():
+    """``packet(default, other)``: an operator with two overloads."""
+    library = torch.library.Library("contract_overload_tests", "FRAGMENT")
+
+    def define(default, other):
+        for schema, function in (
+            ("v(Tensor x) -> Tensor", default),
+            ("v.other(Tensor x, *, int k=0) -> Tensor", other),
+        ):
+            library.define(schema)
+            library.impl(schema.split("(")[0], function, "CompositeExplicitAutograd")
+        return torch.ops.contract_overload_tests.v
+
+    yield define
+    library._destroy()
+
+
+def test_overloads_that_disagree_are_found(fails, packet):
+    failure = fails("schema.overloads", packet(lambda x: x + 1, lambda x, k=0: x + 1 + (x.numel() > 4)), args=VECTOR)
+    assert "'other'" in failure.message
+    assert failure.args[0].shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.sin, lambda x, k=0: x.double().sin().float()),
+        (torch.rand_like, lambda x, k=0: torch.rand_like(x)),
+        (lambda x: torch.complex(x, x), lambda x, k=0: torch.complex(x, x)),
+    ],
+    ids=["rounding", "random", "complex"],
+)
+def test_overloads_that_agree_are_right(holds, packet, one, other):
+    holds("schema.overloads", packet(one, other), args=VECTOR)
+
+
 def test_keywords_that_are_swapped_are_found(fails, holds):
     def swaps(*args, **kwargs):
         return torch.sub(kwargs["b"], kwargs["a"]) if kwargs else torch.sub(*args)
-
-    import inspect
 
     swaps.__signature__ = inspect.signature(lambda a, b: None)
     fails("schema.defaults", swaps, args=(*ROWS, *ROWS))

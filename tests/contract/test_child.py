@@ -1,0 +1,106 @@
+"""Child processes: what they answer, how they end, and what threads of the parent they do without."""
+
+import concurrent.futures
+import ctypes
+import os
+import shutil
+import subprocess
+import time
+
+import pytest
+import torch
+
+from opkit.contract import crashes
+from opkit.contract.cases import Case, TensorCase
+from opkit.contract.child import Ended, Worker, in_child
+from opkit.contract.prop import Refusal, Violation
+from opkit.testing import tensor
+
+CASE = Case((TensorCase((2,)),))
+
+
+def raises(error):
+    raise error
+
+
+def test_what_a_child_finds_is_told_as_what_it_is():
+    assert in_child(lambda: 3) == "3"
+    with pytest.raises(Violation, match="broken"):
+        in_child(lambda: raises(Violation("broken")))
+    with pytest.raises(Refusal, match="ValueError: no"):
+        in_child(lambda: raises(Refusal(ValueError("no"))))
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        in_child(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [(os.abort, "SIGABRT"), (lambda: os._exit(7), "exit status 7"), (lambda: raises(KeyboardInterrupt()), "Keyboard")],
+)
+def test_ends_are_told(act, told):
+    with pytest.raises(Ended, match=told) as caught:
+        in_child(act)
+    assert not caught.value.hung
+
+
+def test_what_waits_and_what_computes_are_told_apart():
+    with pytest.raises(Ended) as waits:
+        in_child(lambda: time.sleep(60), 0.3)
+    assert waits.value.hung
+    assert not waits.value.busy
+
+
+def test_a_worker_is_one_process_until_it_ends():
+    worker = Worker(lambda case: os.getpid() if case == CASE else os.abort())
+    first = worker.ask(CASE)
+    assert first == worker.ask(CASE) != str(os.getpid())
+    assert worker.ask(CASE, fresh=True) != first
+    with pytest.raises(Ended):
+        worker.ask(CASE.replace(seed=1))
+    assert worker.ask(CASE) != first
+
+
+_SOURCE = """void twice(const float *x, float *y, long n) {
+#pragma omp parallel for num_threads(4)
+  for (long i = 0; i < n; i++) y[i] = x[i] * 2;
+}"""
+
+
+@pytest.fixture
+def parallel(tmp_path):
+    """A kernel whose OpenMP threads were started in this process."""
+    if shutil.which("gcc") is None:
+        pytest.skip("it needs gcc")
+    library = str(tmp_path / "kernel.so")
+    command = ["gcc", "-O1", "-fopenmp", "-shared", "-fPIC", "-x", "c", "-", "-o", library]
+    subprocess.run(command, input=_SOURCE.encode(), check=True)
+    twice = ctypes.CDLL(library).twice
+
+    def op(x):
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        twice(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_long(x.numel()))
+        return y
+
+    assert torch.equal(op(torch.ones(100)), torch.full((100,), 2.0))
+    return op
+
+
+def test_kernels_with_threads_of_openmp_are_asked(asked, parallel):
+    report = asked("memory", parallel, args=(tensor("n"),), max_examples=8)
+    assert len(report.passed) == 6, str(report)
+
+
+def test_kernels_with_threads_of_their_own_are_passed_over(asked, monkeypatch):
+    monkeypatch.setattr(crashes.child, "SECONDS", 1.0)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+
+        def op(x):
+            return pool.submit(torch.neg, x).result()
+
+        op(torch.ones(1))
+        report = asked("memory", op, args=(tensor("n"),))
+    assert report.ok
+    assert not report.passed
+    assert "does not in a forked process" in report.skipped[0].reason
+    assert all("see memory.crash" in skipped.reason for skipped in report.skipped[1:])
