@@ -11,7 +11,7 @@ import torch
 
 from opkit.contract.cases import Case, TensorCase
 from opkit.contract.outcome import Outcome
-from opkit.contract.prop import Refusal, Violation
+from opkit.contract.prop import NotApplicable, Refusal, Violation
 from opkit.contract.rounding import difference, observe, seed_torch
 from opkit.contract.subject import Subject
 
@@ -99,7 +99,10 @@ def check_random(subject: Subject, case: Case) -> None:
 
     Raises:
         Violation: they do not.
+        NotApplicable: there are none.
     """
+    if not ever_random(subject):
+        raise NotApplicable("its results do not depend on torch's random numbers")
     if not is_random(subject, case):
         return
     first = observe(subject, case, seed=0).detached()

@@ -36,6 +36,26 @@ def test_a_first_call_that_differs_is_found(fails):
     fails("behaviour.deterministic", op, args=(tensor("n", low=1, high=2),))
 
 
+def test_a_table_that_the_first_call_fills_is_found(fails):
+    means = {}
+
+    def op(x):
+        return x - means.setdefault(x.shape, x.mean() if x.numel() else 0)
+
+    failure = fails("behaviour.first", op, args=N)
+    assert failure.args[0].numel() <= 1
+    assert "has not called it before" in failure.message
+
+
+def test_what_depends_on_sizes_alone_may_be_kept(holds):
+    tables = {}
+
+    def op(x):
+        return x * tables.setdefault(x.shape, torch.arange(x.numel()) + 1)
+
+    holds("behaviour.first", op, args=N)
+
+
 def test_a_result_that_is_an_internal_buffer_is_found(fails):
     buffers = {}
 
@@ -149,14 +169,14 @@ RIGHT = {
     "empty": (lambda x: None, N),
     "rounds a mean": (lambda x: torch.round(x / (x.mean().abs() + 1e-3)).to(torch.int32), (tensor("b n"),)),
 }
-NAMES = ("deterministic", "history", "values", "arguments", "global_state", "settings")
+NAMES = ("first", "deterministic", "history", "values", "arguments", "global_state", "settings")
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_operators_hold(name, asked):
     op, args = RIGHT[name]
     for rule in NAMES:
-        report = asked(f"behaviour.{rule}", op, args=args, max_examples=15)
+        report = asked(f"behaviour.{rule}", op, args=args, max_examples=10)
         assert report.ok, str(report)
 
 

@@ -244,7 +244,7 @@ def test_right_operators_hold(name):
 
     op, args = RIGHT[name]
     names = [f"gradients.{rule}" for rule in FIRST]
-    report = opkit.check(op, args=args, reference=op, properties=names, database=False, max_examples=25)
+    report = opkit.check(op, args=args, reference=op, properties=names, database=False, max_examples=15)
     assert report.ok, str(report)
     assert not report.skipped, str(report)
 

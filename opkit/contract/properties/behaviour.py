@@ -10,14 +10,16 @@ import time
 from unittest import mock
 
 import torch
+from hypothesis.strategies import SearchStrategy
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from opkit.contract import concurrency, devices, global_state, randomness
+from opkit.contract import concurrency, devices, global_state, pristine, randomness
 from opkit.contract.cases import Call, Case, TensorCase
 from opkit.contract.histories import History, histories
 from opkit.contract.outcome import Outcome
 from opkit.contract.prop import Property, Refusal, Remark, Violation
 from opkit.contract.rounding import beyond_rounding, difference, observe, quietly
+from opkit.contract.specs import Drawing
 from opkit.contract.subject import Subject
 
 _REPEATS = 6
@@ -188,11 +190,21 @@ def _of_results(ours: Outcome, expected: Outcome) -> str:
     return difference(dataclasses.replace(ours, call=Call((), {})), dataclasses.replace(expected, call=Call((), {})))
 
 
-def _not_random(subject: Subject) -> str:
-    return "" if randomness.ever_random(subject) else "its results do not depend on torch's random numbers"
+def _few_elements(subject: Subject) -> SearchStrategy[Case]:
+    return subject.spec.cases(Drawing(elements=256))
 
 
 PROPERTIES: tuple[Property, ...] = (
+    Property(
+        "behaviour.first",
+        rule="A call returns the same whether it is the first of its process or comes after one with other numbers.",
+        defect="a table that the first call for a size fills from its numbers, and that all later ones read",
+        check=pristine.check_first,
+        cases=_few_elements,
+        share=0.2,
+        cost=0.0,  # before any other calls the operator in this process
+        skip=pristine.cannot_fork,
+    ),
     Property(
         "behaviour.global_state",
         rule="A call leaves torch's settings, random generators, the environment and the floating-point mode as they were.",
@@ -240,7 +252,6 @@ PROPERTIES: tuple[Property, ...] = (
         check=randomness.check_random,
         share=0.4,
         cost=0.003,
-        skip=_not_random,
     ),
     Property(
         "behaviour.settings",
