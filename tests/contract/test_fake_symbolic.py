@@ -121,3 +121,11 @@ def test_a_right_size_that_depends_on_data(holds, group):
 def test_sizes_that_do_not_depend_on_data(asked):
     report = asked("fake.unbacked", operator(total, lambda x: x.new_empty(x.shape[:-1])), args=(tensor("b n"),))
     assert "depends on data" in report.skipped[0].reason
+
+
+def test_strides_of_a_size_that_depends_on_data_are_left_to_compiled_programs(holds):
+    def places(x: Tensor) -> Tensor:
+        return x.nonzero()  # which torch lays out by columns
+
+    fake = operator(places, lambda x: x.new_empty(size(), x.dim(), dtype=torch.int64))
+    holds("fake.symbolic", fake, args=(tensor("b n"),))
