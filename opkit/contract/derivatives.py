@@ -351,6 +351,11 @@ def _short(value: Any) -> str:
     return f"{value:.7g}"
 
 
+def finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether every number is finite: a mean over nothing is not, and neither is its derivative."""
+    return all(bool(tensor.detach().isfinite().all()) for tensor in tensors)
+
+
 def clearly_nonzero(gradient: torch.Tensor | None, scale: float) -> bool:
     """Whether a gradient is no rounding error away from zero."""
     return gradient is not None and magnitude([gradient]) > 1e-3 * max(scale, 1e-30)

@@ -8,6 +8,7 @@ from typing import Any
 
 import hypothesis
 import torch
+from hypothesis import errors as hypothesis_errors
 
 from opkit.contract.cases import Case, TensorCase
 from opkit.contract.outcome import Outcome
@@ -77,7 +78,7 @@ def _search(subject: Subject) -> bool:
     @hypothesis.seed(0)
     @hypothesis.settings(
         max_examples=_EXAMPLES, database=None, deadline=None, phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck), verbosity=hypothesis.Verbosity.quiet,
+        suppress_health_check=[*hypothesis.HealthCheck.__members__.values()], verbosity=hypothesis.Verbosity.quiet,
     )  # fmt: skip
     @hypothesis.given(subject.spec.cases())
     def look(case: Case) -> None:
@@ -89,7 +90,7 @@ def _search(subject: Subject) -> bool:
 
     try:
         look()
-    except hypothesis.errors.Unsatisfiable:
+    except hypothesis_errors.Unsatisfiable:
         return False
     return found
 

@@ -167,6 +167,8 @@ def _forward(subject: Subject, case: Case) -> None:
     graph, numbers, got, grads = d.supported(subject, case)
     if not graph.attached:
         raise NotApplicable("no result requires grad")
+    if not d.finite(graph.outputs):
+        return
     lost: list[int] = []
     seen = 0
     for number, tensor, mine in zip(numbers, graph.inputs, got, strict=True):
