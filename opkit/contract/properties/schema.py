@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +16,8 @@ from opkit.contract.cases import Call, Case
 from opkit.contract.fills import FILLS
 from opkit.contract.layouts import LAYOUTS
 from opkit.contract.outcome import Outcome, described, leaves
-from opkit.contract.poison import difference
 from opkit.contract.prop import Property, Refusal, Remark, Violation
-from opkit.contract.randomness import is_random
+from opkit.contract.properties import schema_calls as calls
 from opkit.contract.snapshots import Snapshot, snapshots
 from opkit.contract.specs import Drawing
 from opkit.contract.subject import Subject
@@ -284,92 +282,6 @@ def _of_kind(place: str, kind: str, value: Any) -> None:
         raise Violation(f"{place}: its schema promises {kind}, and it is {described(value)}")
 
 
-def _names(subject: Subject) -> list[tuple[str, Any, bool]]:
-    """Each parameter's name, default (or ``inspect.Parameter.empty``), and whether it can be passed in both ways."""
-    empty = inspect.Parameter.empty
-    if subject.schema is not None:
-        return [
-            (a.name, a.default_value if a.has_default_value() else empty, not a.kwarg_only)
-            for a in subject.schema.arguments
-        ]
-    try:
-        found = inspect.signature(subject.function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found):
-        return []
-    return [(p.name, p.default, p.kind is p.POSITIONAL_OR_KEYWORD) for p in found]
-
-
-def _has_names(subject: Subject) -> str:
-    return "" if _names(subject) else "nothing says what its arguments are called"
-
-
-def _defaults(subject: Subject, case: Case) -> None:
-    parameters = _names(subject)
-    empty = inspect.Parameter.empty
-    positional = [each for each in parameters if each[2]]
-    if len(case.args) > len(positional):
-        return
-    given = {name: value for (name, _, _), value in zip(positional, case.args, strict=False)}
-    named = Case((), (*given.items(), *case.kwargs))
-    _agree(subject, case, named, "passed by position, and by keyword")
-    optional = {name: default for name, default, _ in parameters if default is not empty}
-    if optional:
-        kept = tuple((name, value) for name, value in named.kwargs if name not in optional)
-        _agree(
-            subject,
-            Case((), kept),
-            Case((), (*kept, *optional.items())),
-            "without optional arguments, and with defaults",
-        )
-
-
-def _agree(subject: Subject, one: Case, other: Case, how: str) -> None:
-    first = _seeded(subject, one)
-    found = difference(one, first, _seeded(subject, other))
-    if found and not difference(one, first, _seeded(subject, one)):
-        raise Violation(f"the same call {how}, gives other results: {found}")
-
-
-def _seeded(subject: Subject, case: Case) -> Outcome:
-    torch.manual_seed(0)
-    return subject.run(case).detached()
-
-
-def _overloads(subject: Subject, case: Case) -> None:
-    ours = _seeded(subject, case)
-    if is_random(subject, case) or difference(case, ours, _seeded(subject, case)):
-        return  # overloads may draw in different orders
-    for name in subject.target.overloads():
-        overload = getattr(subject.target, name)
-        writes = any(a.alias_info is not None and a.alias_info.is_write for a in overload._schema.arguments)
-        if overload is subject.overload or writes:
-            continue
-        try:
-            theirs = subject.call(case.make(subject.device), overload)
-        except Refusal:
-            continue
-        if not _close(ours, theirs):
-            raise Violation(f"the overload {name!r} accepts the same arguments, and gives other results")
-
-
-def _close(ours: Outcome, theirs: Outcome) -> bool:
-    """Whether results agree, as kernels that round otherwise do."""
-    pairs = zip(ours.tensors(), theirs.tensors(), strict=False)
-    return all(a.shape == b.shape and torch.allclose(*_wide(a, b), 1e-2, 1e-2, equal_nan=True) for a, b in pairs)
-
-
-def _wide(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    return a.detach().to(dtype), b.detach().to(dtype)
-
-
-def _has_overloads(subject: Subject) -> str:
-    packet = isinstance(subject.target, torch._ops.OpOverloadPacket) and len(subject.target.overloads()) > 1
-    return "" if packet else "it has no other overloads"
-
-
 PROPERTIES = (
     Property(
         "schema.mutation",
@@ -404,20 +316,5 @@ PROPERTIES = (
         check=_returns,
         cases=any_cases,
     ),
-    Property(
-        "schema.defaults",
-        rule="Leaving an argument out is passing its default, and keywords are as good as positions.",
-        defect="a default of the kernel's that is not the schema's, a wrapper that swaps arguments",
-        check=_defaults,
-        share=0.4,
-        skip=_has_names,
-    ),
-    Property(
-        "schema.overloads",
-        rule="Overloads that accept the same arguments agree.",
-        defect="a kernel that was changed for one overload alone",
-        check=_overloads,
-        share=0.4,
-        skip=_has_overloads,
-    ),
+    *calls.PROPERTIES,
 )
