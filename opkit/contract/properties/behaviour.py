@@ -201,7 +201,7 @@ PROPERTIES: tuple[Property, ...] = (
         defect="a table that the first call for a size fills from its numbers, and that all later ones read",
         check=pristine.check_first,
         cases=_few_elements,
-        share=0.2,
+        share=0.1,
         cost=0.0,  # before any other calls the operator in this process
         skip=pristine.cannot_fork,
     ),
