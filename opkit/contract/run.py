@@ -27,7 +27,11 @@ from opkit.errors import ArgumentError
 from opkit.op import torch_private as private
 
 _DATABASE = "check"
-_CRASHES = "memory.crash"
+_UNSAFE = {  # asked first, in child processes; where one does not hold, nothing calls the operator in this process
+    "memory.crash": "a call ends the process",
+    "memory.guard": "a call leaves its arguments' memory",
+    "memory.allocations": "a call leaves the memory that it allocated",
+}
 _OUT_OF_TIME = "out of time"
 _SHOWN = 5
 
@@ -89,7 +93,9 @@ def chosen(wanted: Iterable[str] | None, exclude: Iterable[str]) -> list[Propert
         known = ", ".join(prop.name for prop in table.PROPERTIES)
         raise ArgumentError(f"opkit.check: there is no property {unknown[0]!r}. There are: {known}.")
     kept = [p for p in table.PROPERTIES if wanted is None or {p.name, p.group} & wanted]
-    return sorted((p for p in kept if not {p.name, p.group} & left_out), key=lambda p: (p.name != _CRASHES, p.cost))
+    places = [*_UNSAFE]
+    remaining = [p for p in kept if not {p.name, p.group} & left_out]
+    return sorted(remaining, key=lambda p: (places.index(p.name) if p.name in _UNSAFE else len(places), p.cost))
 
 
 def _answers(
@@ -102,14 +108,14 @@ def _answers(
     tell: Progress,
 ) -> Generator[tuple[Property, Found]]:
     """What is found of each property, in order, as time allows."""
-    if asked and asked[0].name == _CRASHES:  # before anything else, which may call the operator too, looks at it
-        tell(_CRASHES, 0.0)
-        found = _asked(asked[0], subject, max_examples, seed, budget.share(asked), budget, folder)
-        budget.spent(asked[0], found)
-        yield asked[0], found
-        asked = asked[1:]
+    while asked and asked[0].name in _UNSAFE:
+        prop, asked = asked[0], asked[1:]
+        tell(prop.name, 0.0)
+        found = _asked(prop, subject, max_examples, seed, budget.share([prop, *asked]), budget, folder)
+        budget.spent(prop, found)
+        yield prop, found
         if found.failure:
-            yield from ((prop, Found((), skipped=f"a call ends the process: see {_CRASHES}")) for prop in asked)
+            yield from ((each, Found((), skipped=f"{_UNSAFE[prop.name]}: see {prop.name}")) for each in asked)
             return
     reasons = {prop.name: _why_not(prop, subject) for prop in asked}
     total = sum(budget.need(prop) for prop in asked if not reasons[prop.name]) or 1.0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._library import simple_registry  # read in torch 2.13
 
 from opkit.contract.extraction import Extraction
 from opkit.op import torch_private as private
@@ -154,7 +155,7 @@ def _default(target: Any, rest: str) -> str:
 def registrations(name: str) -> list[tuple[str, int]]:
     """Files and lines that the dispatcher remembers of an operator's registrations, outside torch and opkit."""
     text = torch._C._dispatch_dump(name)  # torch 2.13: "CPU: registered at FILE:LINE :: ..."
-    kernel = torch._library.simple_registry.singleton.find(name).fake_impl.kernel
+    kernel = simple_registry.singleton.find(name).fake_impl.kernel
     text += f" registered at {kernel.source}" if kernel is not None else ""
     found = [(file, int(line)) for file, line in re.findall(r"registered at (\S+?\.py):(\d+)", text)]
     return [(file, line) for file, line in dict.fromkeys(found) if not file.startswith((_TORCH, _OPKIT))]
