@@ -33,13 +33,20 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _check_even(x: Tensor) -> None:
+    if x.shape[-1] % 2:
+        raise ValueError(f"rotary: head_dim is {x.shape[-1]}, and must be even: it is rotated in two halves.")
+
+
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    _check_even(x)
     left, right = _wide(x).chunk(2, dim=-1)
     rotated = torch.cat((-right, left), dim=-1)
     return (_wide(x) * cos[:, None] + rotated * sin[:, None]).to(x.dtype)
 
 
 def _turned_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    _check_even(grad)
     left, right = (_wide(grad) * sin[:, None]).chunk(2, dim=-1)
     return (_wide(grad) * cos[:, None] + torch.cat((right, -left), dim=-1)).to(grad.dtype)
 

@@ -131,6 +131,12 @@ class Graph:
         """The numbers of outputs that have a gradient."""
         return tuple(number for number, output in enumerate(self.outputs) if output.requires_grad)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether a result is narrower than an input: steps of its dtype hide how it moves with the input."""
+        widest = max((t.dtype.itemsize for t in self.inputs), default=0)
+        return any(output.dtype.itemsize < widest for output in self.outputs)
+
     def vjp(self, incoming: Sequence[torch.Tensor | None], create_graph: bool = False) -> Gradients:
         """The gradients of the inputs; an output whose incoming gradient is None is not used."""
         pairs = [(o, g) for o, g in zip(self.outputs, incoming, strict=True) if g is not None and o.requires_grad]

@@ -195,6 +195,8 @@ def _functional(subject: Subject, case: Case) -> None:
     graph, numbers, right, grads = d.supported(subject, case)
     if not graph.attached:
         raise NotApplicable("no result requires grad")
+    if graph.rounds or not d.finite(graph.outputs):
+        return
     call, inputs = d.made(subject, case, numbers)
     call, inputs = _detached(call, inputs)
     floating = flat(subject, call, inputs)
