@@ -1,7 +1,7 @@
 """Does opkit.check raise a false alarm on the functions of PyTorch's own OpInfo database?
 
-Each function is wrapped as an operator of ``torch.library``'s (``tests/contract/database.py``) and checked against itself. What is
-reported is a false alarm, or a finding in ATen that is listed with its reason. A function that ends the process costs
+Each function is wrapped as an operator of ``torch.library``'s (``tests/contract/database.py``) and checked against itself. What
+is reported is a false alarm, or a finding in ATen that is listed with its reason. A function that ends the process costs
 the others nothing::
 
     python benchmarks/database.py [--jobs 2] [--examples 10] [--exclude compile] [NAME ...]
