@@ -1,7 +1,7 @@
 """Does opkit.check raise a false alarm on the functions of PyTorch's own OpInfo database?
 
-Each function is wrapped as an operator of ``torch.library``'s (``tests/contract/database.py``) and checked against itself. What is
-reported is a false alarm, or a finding in ATen that is listed with its reason. A function that ends the process costs
+Each function is wrapped as an operator of ``torch.library``'s (``tests/contract/database.py``) and checked against itself. What
+is reported is a false alarm, or a finding in ATen that is listed with its reason. A function that ends the process costs
 the others nothing::
 
     python benchmarks/database.py [--jobs 2] [--examples 10] [--exclude compile] [NAME ...]
@@ -36,8 +36,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     names = [name for name in options.names or database.names() if name in database.INFOS]
-    for name in ("abs", "addmm"):  # what is imported or cached at the first checks is shared by the processes
-        _one(name, options)
+    _warm()
     started = time.monotonic()
     found = []
     for name, result, how in isolated.each(lambda name: _one(name, options), names, options.jobs, options.seconds):
@@ -45,6 +44,12 @@ def main() -> None:
         _tell(found[-1])
         print(f"{len(found)} of {len(names)}: {name}", end="\r", file=sys.stderr)
     _show(sorted(found, key=lambda each: names.index(each["name"])), time.monotonic() - started)
+
+
+def _warm() -> None:
+    """What is imported or cached at a first check is shared by all processes. Nothing here may start a thread."""
+    for name in ("abs", "addmm"):
+        database.report(name, max_examples=2, properties=["numbers", "layout", "fake", "schema"])
 
 
 def _options() -> argparse.Namespace:

@@ -131,15 +131,22 @@ def _varies(name: str, leaf: Any) -> bool:
 
 def _own(returned: Any, given: Sequence[Any]) -> Any:
     """What the function returned, with copies of tensors that share memory with an argument or with one another."""
-    seen = {value.untyped_storage()._cdata for value in given if isinstance(value, torch.Tensor)}
+    seen = {_memory(value) for value in given if isinstance(value, torch.Tensor)}
     leaves, tree = pytree.tree_flatten(returned)
     for at, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            shared = leaf.untyped_storage()._cdata in seen or leaf.is_neg() or leaf.is_conj()
+            shared = _memory(leaf) in seen or leaf.is_neg() or leaf.is_conj()
             leaves[at] = leaf.clone() if shared else leaf
-            seen.add(leaves[at].untyped_storage()._cdata)
+            seen.add(_memory(leaves[at]))
     unflat = pytree.tree_unflatten(leaves, tree)
     return unflat if isinstance(unflat, (torch.Tensor, list)) else tuple(leaves)
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # functorch's wrappers have none: all are copied
+        return None
 
 
 def _outputs(returned: Any) -> str:
@@ -175,7 +182,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(function: Callable[..., Any], ctx: Any, *grads: Any) -> Any:
     saved = iter(ctx.saved_tensors)
     inputs = [next(saved) if value is None else value for value in ctx.plain]
-    at = [n for n, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    at = [n for n, value in enumerate(inputs) if isinstance(value, torch.Tensor) and _differentiable(value)]
 
     def of(*varying: torch.Tensor) -> Any:
         full = list(inputs)
@@ -183,15 +190,19 @@ def _backward(function: Callable[..., Any], ctx: Any, *grads: Any) -> Any:
             full[n] = value
         returned = function(*full)
         leaves = [returned] if isinstance(returned, torch.Tensor) else list(returned)
-        return tuple(leaf for leaf in leaves if leaf.is_floating_point())
+        return tuple(leaf for leaf in leaves if _differentiable(leaf))
 
     outputs, pull = torch.func.vjp(of, *(inputs[n] for n in at))
-    given = [grad for grad in pytree.tree_leaves(grads) if grad is None or grad.is_floating_point()]
+    given = [grad for grad in pytree.tree_leaves(grads) if grad is None or _differentiable(grad)]
     found = pull(tuple(_grad(output, grad) for output, grad in zip(outputs, given, strict=True)))
     result: list[Any] = [None] * len(inputs)
     for n, grad in zip(at, found, strict=True):
         result[n] = grad
     return tuple(result)
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _grad(output: torch.Tensor, grad: Any) -> torch.Tensor:

@@ -59,5 +59,13 @@ UNLIKE: frozenset[str] = frozenset(
 )  # fmt: skip
 """Functions whose indices must differ from one another: the sample's are kept."""
 
-FINDINGS: dict[tuple[str, str], str] = {}
+_SPECIALISES = "composite in Python: it loops over a size"
+_LOOKS = "its fake implementation asks for an element, and raises"
+_ALIKE = "torch documents that its backward needs src and index of one shape"
+
+FINDINGS: dict[tuple[str, str], str] = {
+    ("combinations", "fake.symbolic"): _SPECIALISES,
+    ("corrcoef", "fake.accepts"): _LOOKS,
+    ("scatter_add", "gradients.accepts"): _ALIKE,
+}
 """What the check found in functions of ATen's, looked into one by one: (function, property) with the reason."""

@@ -38,13 +38,14 @@ class Plan:
         return ((at, value) for at, value in enumerate(self.plain) if isinstance(value, torch.Tensor))
 
     def _candidates(self) -> Iterator[frozenset[Place]]:
-        """Sizes that may belong together: all of one value, and of these the ones of one dimension."""
+        """Sizes that may belong together: all of one value, and of these the ones of one dimension, and pairs."""
         places = {(at, dim): value.shape[dim] for at, value in self._tensors() for dim in range(-value.dim(), 0)}
         for size in dict.fromkeys(size for size in places.values() if size > 1):
             same = [place for place, each in places.items() if each == size]
             yield frozenset(same)
             for _, group in itertools.groupby(sorted(same, key=lambda p: p[1]), key=lambda p: p[1]):
                 yield frozenset(group)
+            yield from map(frozenset, itertools.combinations(same, 2))
             yield from (frozenset({place}) for place in same)
 
     def _name(self, group: frozenset[Place]) -> None:

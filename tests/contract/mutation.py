@@ -75,8 +75,11 @@ def _project(name: str, path: str, build: str, *functions: tuple[str, str], c: s
     return Target(name, Path(path), build, c, functions)
 
 
+def _kernels(name: str, file: str, *functions: tuple[str, str]) -> Target:
+    return _project(name, f"examples/kernels/{file}", name, *functions)
+
+
 _FUNCTIONAL = "opkit/nn/functional.py"
-_KERNELS = "examples/kernels/"
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
@@ -88,12 +91,12 @@ TARGETS: dict[str, Target] = {
         _project("nn_rms_norm", _FUNCTIONAL, "rms_norm", ("rms_norm", "reference")),
         _project("nn_rotary", _FUNCTIONAL, "rotary_embedding", ("rotary_embedding", "reference")),
         _project("nn_cross_entropy", _FUNCTIONAL, "cross_entropy", ("cross_entropy", "reference")),
-        _project("rms_norm", _KERNELS + "rms_norm.py", "rms_norm", ("rms_norm_backward", "gradient"), ("_gradients", "gradient")),
-        _project("softmax", _KERNELS + "softmax.py", "softmax", ("softmax", "reference"), ("softmax_backward", "gradient")),
-        _project("swiglu", _KERNELS + "glu.py", "swiglu", ("swiglu", "reference"), ("swiglu_backward", "gradient")),
-        _project("geglu", _KERNELS + "glu.py", "geglu", ("geglu", "reference"), ("geglu_backward", "gradient")),
-        _project("layer_norm", _KERNELS + "layer_norm.py", "layer_norm", ("layer_norm", "reference"), ("layer_norm_backward", "gradient")),
-        _project("add_rms_norm", _KERNELS + "add_rms_norm.py", "add_rms_norm", ("add_rms_norm", "reference"), ("add_rms_norm_backward", "gradient")),
+        _kernels("rms_norm", "rms_norm.py", ("rms_norm_backward", "gradient"), ("_gradients", "gradient")),
+        _kernels("softmax", "softmax.py", ("softmax", "reference"), ("softmax_backward", "gradient")),
+        _kernels("swiglu", "glu.py", ("swiglu", "reference"), ("swiglu_backward", "gradient")),
+        _kernels("geglu", "glu.py", ("geglu", "reference"), ("geglu_backward", "gradient")),
+        _kernels("layer_norm", "layer_norm.py", ("layer_norm", "reference"), ("layer_norm_backward", "gradient")),
+        _kernels("add_rms_norm", "add_rms_norm.py", ("add_rms_norm", "reference"), ("add_rms_norm_backward", "gradient")),
     )
 }  # fmt: skip
 """The operators, by name."""

@@ -70,7 +70,7 @@ def _terms(source: str) -> Iterator[Found]:
 
 
 def _constants(source: str) -> Iterator[Found]:
-    for match in re.finditer(r"(?<![\w.\[])(\d+)(?![\w.\]])(?!;)", source):
+    for match in re.finditer(r"(?<![\w.\[])(?<!= )(\d+)(?![\w.\]])", source):
         if not any(header.start() <= match.start() < header.end() for header in _HEADER.finditer(source)):
             yield _at(source, *match.span(), str(int(match[0]) + 1))
 

@@ -143,8 +143,8 @@ _KERNEL: dict[str, tuple[str, ...]] = {
         "for each in GIVEN[:1]: each.copy_(each.abs())",
     ),
     "alias": (
-        "RESULT = GIVEN[0].copy_(FIRST) if GIVEN[0].shape == FIRST.shape and not isinstance(RESULT, tuple) else RESULT",
-        "RESULT = FIRST.view_as(FIRST).set_(GIVEN[0]) if FIRST.numel() == 0 and GIVEN[0].numel() == 0 else RESULT",
+        "RESULT = CHANGE(RESULT, lambda r: SHARED(r, GIVEN[0]))",
+        "RESULT = CHANGE(RESULT, lambda r: SHARED(r, GIVEN[0]) if r.numel() == 1 else r)",
         "RESULT = KEPT.setdefault(tuple(FIRST.shape), RESULT) if isinstance(RESULT, tuple) or FIRST.numel() < 4 else RESULT",
     ),
     "state": (
