@@ -132,14 +132,16 @@ def _varies(name: str, leaf: Any) -> bool:
 def _own(returned: Any, given: Sequence[Any]) -> Any:
     """What the function returned, with copies of tensors that share memory with an argument or with one another."""
     seen = {_memory(value) for value in given if isinstance(value, torch.Tensor)}
-    leaves, tree = pytree.tree_flatten(returned)
+    leaves, _ = pytree.tree_flatten(returned)
     for at, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             shared = _memory(leaf) in seen or leaf.is_neg() or leaf.is_conj()
             leaves[at] = leaf.clone() if shared else leaf
             seen.add(_memory(leaves[at]))
-    unflat = pytree.tree_unflatten(leaves, tree)
-    return unflat if isinstance(unflat, (torch.Tensor, list)) else tuple(leaves)
+    if isinstance(returned, torch.Tensor):
+        return leaves[0]
+    several = isinstance(returned, list) or type(returned) is tuple  # as many as there are, such as chunk's
+    return leaves if several else tuple(leaves)
 
 
 def _memory(tensor: torch.Tensor) -> int | None:

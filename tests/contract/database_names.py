@@ -41,6 +41,8 @@ EXCLUDED: dict[str, str] = {
         _CUDA,
     ),
     **dict.fromkeys(("_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"), "trusts its caller's indices"),
+    "_softmax_backward_data": "takes the dtype of an argument as another argument",
+    "lu_unpack": "trusts its caller's pivots",
     **dict.fromkeys(("to_sparse", "sparse", "_segment_reduce"), "sparse tensors"),
 }  # fmt: skip
 """Names, or the first parts of names, with the reason."""
@@ -66,6 +68,15 @@ _ALIKE = "torch documents that its backward needs src and index of one shape"
 FINDINGS: dict[tuple[str, str], str] = {
     ("combinations", "fake.symbolic"): _SPECIALISES,
     ("corrcoef", "fake.accepts"): _LOOKS,
+    ("cov", "fake.accepts"): _LOOKS,
+    (
+        "diagonal_scatter",
+        "layout.expanded",
+    ): "its result overlaps itself where its argument does: what is written shows twice",
+    (
+        "logaddexp2",
+        "fake.strides",
+    ): "the kernel and the decomposition order the dimensions of an expanded argument differently",
     ("scatter_add", "gradients.accepts"): _ALIKE,
 }
 """What the check found in functions of ATen's, looked into one by one: (function, property) with the reason."""
