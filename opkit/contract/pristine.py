@@ -22,7 +22,8 @@ from opkit.contract.rounding import observe, quietly
 from opkit.contract.subject import Subject
 
 _NOTE = "behaviour.first"
-_LONG = 3.0  # seconds: an operator that compiles in its first call would do so for every case
+_LONG = 10.0  # seconds: an operator that compiles in its first call would do so for every case
+_LONGEST = 30.0  # seconds for one case; a busy machine takes a while to import what the first one needs
 _NEAR = 1e-2  # of the largest number: what is left from other numbers is off by more, and a tuned kernel may round otherwise
 
 
@@ -44,7 +45,7 @@ def check_first(subject: Subject, case: Case) -> None:
     worker = subject.notes.setdefault(_NOTE, child.Worker(lambda one: _compare(subject, one)))
     started = time.monotonic()
     try:
-        worker.ask(case)
+        worker.ask(case, _LONGEST)
     except child.Ended as ended:  # memory.crash is about that
         raise Refusal(ended) from ended
     if time.monotonic() - started > _LONG:
