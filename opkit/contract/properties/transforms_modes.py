@@ -22,27 +22,29 @@ from opkit.op.rules import autocast
 _LOW = torch.bfloat16
 
 
-def _policy(subject: Subject) -> tuple[str | None, torch.dtype | None] | None:
-    """What the operator declares for autocast on the CPU: opkit's policy and dtype; None where nothing is declared."""
+def _policy(subject: Subject, device: str) -> tuple[str | None, torch.dtype | None] | None:
+    """What the operator declares for autocast on a device: opkit's policy and dtype; None where nothing is declared."""
     if subject.operator is not None:
-        return subject.operator._operator.autocast, subject.operator._operator.given.autocast.get("cpu")
+        return subject.operator._operator.autocast, subject.operator._operator.given.autocast.get(device)
     if isinstance(subject.target, private.CustomOpDef):
-        given = subject.target._autocast_dtype.get("cpu")
+        given = subject.target._autocast_dtype.get(device)
         return None if given is None else (None, given)
     return None
 
 
 def _autocast(subject: Subject, case: Case) -> None:
     plain = observe(subject, case)
-    with torch.autocast("cpu", _LOW):
+    device = torch.device(subject.device).type
+    policy = _policy(subject, device)
+    with torch.autocast(device, _LOW):
         found = _or_violation(subject, case, "under torch.autocast")
-        with torch.autocast("cpu", enabled=False):
+        given = case.make(subject.device)
+        cast = None if policy is None else autocast.cast((given.args, given.kwargs), device, *policy)
+        with torch.autocast(device, enabled=False):
             disabled = _or_violation(subject, case, "under a disabled torch.autocast")
     _compare(disabled, plain, "under torch.autocast(enabled=False)", "a call without autocast")
-    policy = _policy(subject)
-    if policy is not None:
-        args, kwargs = autocast.cast((case.make().args, case.make().kwargs), "cpu", *policy)
-        wanted = observe(subject, Call(args, kwargs))
+    if cast is not None:
+        wanted = observe(subject, Call(*cast))
         _compare(found, wanted, "under torch.autocast", "a call with the arguments cast as declared")
 
 
