@@ -134,8 +134,7 @@ class Graph:
     @property
     def rounds(self) -> bool:
         """Whether a result is narrower than an input: steps of its dtype hide how it moves with the input."""
-        widest = max((t.dtype.itemsize for t in self.inputs), default=0)
-        return any(output.dtype.itemsize < widest for output in self.outputs)
+        return any(o.dtype.itemsize < t.dtype.itemsize for o in self.outputs for t in self.inputs)
 
     def vjp(self, incoming: Sequence[torch.Tensor | None], create_graph: bool = False) -> Gradients:
         """The gradients of the inputs; an output whose incoming gradient is None is not used."""
