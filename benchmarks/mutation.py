@@ -86,19 +86,33 @@ def _baseline(targets: Sequence[mutation.Target], options: argparse.Namespace) -
 def _judged(chosen: Sequence[mutation.Mutant], options: argparse.Namespace) -> list[dict[str, Any]]:
     done = _done(options.done)
     found = [done[_key(each)] for each in chosen if _key(each) in done]
+    rest = [each for each in chosen if _key(each) not in done]
+    ended = []
+    for mutant, result, how in _asked(rest, options, whole=False):
+        if result is None and how.startswith("signal"):
+            ended.append(mutant)
+        else:
+            found.append(_told(mutant, result, how, options))
+    found += [_told(*each, options) for each in _asked(ended, options, whole=True)]
+    return found
+
+
+def _asked(rest: Sequence[mutation.Mutant], options: argparse.Namespace, whole: bool) -> Any:
+    """Property by property, which is quick; or in one check, which survives what ends the process."""
 
     def ask(mutant: mutation.Mutant) -> Any:
-        return mutation.judge(mutant, options.examples, options.dearest)
+        return mutation.judge(mutant, options.examples, options.dearest, whole=whole)
 
-    rest = [each for each in chosen if _key(each) not in done]
-    for mutant, result, how in isolated.each(ask, rest, options.jobs, options.seconds):
-        found.append(_row(mutant, result, how))
-        row = found[-1]
-        print(f"{row['outcome']:9} {row['by']:24} {row['seconds']:6.1f} s  {mutant.name[:120]}", flush=True)
-        if options.done:
-            with options.done.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    return found
+    return isolated.each(ask, rest, options.jobs, options.seconds)
+
+
+def _told(mutant: mutation.Mutant, result: Any, how: str, options: argparse.Namespace) -> dict[str, Any]:
+    row = _row(mutant, result, how)
+    print(f"{row['outcome']:9} {row['by']:24} {row['seconds']:6.1f} s  {mutant.name[:120]}", flush=True)
+    if options.done:
+        with options.done.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return row
 
 
 def _key(mutant: mutation.Mutant) -> str:

@@ -17,7 +17,7 @@ from opkit.kernels.progress import printable
 
 if TYPE_CHECKING:
     from opkit.contract.packages import Listing, Target
-    from opkit.contract.report import Failure, Report
+    from opkit.contract.told.report import Failure, Report
 
 _HEADINGS = ("operator", "", "failed", "held", "skipped", "examples", "seconds")
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
@@ -126,7 +126,7 @@ def _checked(listing: Listing, options: dict[str, Any], budget: float | None, on
     Raises:
         ArgumentError: one that was named cannot be checked.
     """
-    from opkit.contract.bar import bar
+    from opkit.contract.told.bar import bar
 
     results = _Results(not_checked=dict(listing.left_out))
     end = None if budget is None else time.monotonic() + budget
@@ -182,8 +182,8 @@ def _written(
     results: _Results, repro: Path | None, json: Path | None, html: Path | None
 ) -> dict[tuple[str, str], Path]:
     """Write the files that were asked for; where the script of each operator's failed property is."""
-    from opkit.contract.page import page
-    from opkit.contract.report_json import as_json
+    from opkit.contract.told.page import page
+    from opkit.contract.told.report_json import as_json
 
     with terminal.bad_input(OSError):
         for path, made in ((json, as_json), (html, page)):

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
+from rows import within
 from torch import Tensor
 
 import opkit
@@ -83,7 +84,7 @@ def _add_rms_norm(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     at = row[:, None] * d + column[None, :]
-    inside = rows.within(row, column, batch, d, ROWS)
+    inside = within(row, column, batch, d, ROWS)
     at_x = row[:, None] * x_stride_m2 + column[None, :]
     at_residual = row[:, None] * residual_stride_m2 + column[None, :]
     a = tl.load(x + at_x, mask=inside, other=0.0).to(tl.float32)

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
+from rows import within
 from torch import Tensor
 
 import opkit
@@ -85,7 +86,7 @@ def _layer_norm(
     squares = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in tl.range(0, d, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = rows.within(row, column, batch, d, ROWS)
+        inside = within(row, column, batch, d, ROWS)
         at = row[:, None] * x_stride_m2 + column[None, :]
         a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         a = tl.where(inside, a - shift, 0.0)
@@ -96,7 +97,7 @@ def _layer_norm(
     centre = shift + mean[:, None]
     for start in tl.range(0, d, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = rows.within(row, column, batch, d, ROWS)
+        inside = within(row, column, batch, d, ROWS)
         at = row[:, None] * x_stride_m2 + column[None, :]
         a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         w = tl.load(weight + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)
@@ -134,7 +135,7 @@ def _layer_norm_backward(
     for first in tl.range(program, batch, programs * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS) * programs
         at = row[:, None] * d + column[None, :]
-        inside = rows.within(row, column, batch, d, ROWS)
+        inside = within(row, column, batch, d, ROWS)
         shift = next_shift[:, None]
         following = row + programs * ROWS
         next_shift = tl.load(x + following * d, mask=following < batch, other=0.0).to(tl.float32)

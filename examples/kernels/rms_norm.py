@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
+from rows import within
 from torch import Tensor
 
 import opkit
@@ -73,14 +74,14 @@ def _rms_norm(x, weight, out, x_stride_m2, batch, d: tl.constexpr, eps, BLOCK: t
     squares = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in tl.range(0, d, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = rows.within(row, column, batch, d, ROWS)
+        inside = within(row, column, batch, d, ROWS)
         at = row[:, None] * x_stride_m2 + column[None, :]
         a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         squares += a * a
     scale = tl.rsqrt(tl.sum(squares, 1) / d + eps)
     for start in tl.range(0, d, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = rows.within(row, column, batch, d, ROWS)
+        inside = within(row, column, batch, d, ROWS)
         at = row[:, None] * x_stride_m2 + column[None, :]
         a = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         w = tl.load(weight + column, mask=column < d, other=0.0, eviction_policy="evict_last").to(tl.float32)

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
+from rows import within
 from torch import Tensor
 
 import opkit
@@ -69,7 +70,7 @@ def _softmax(x, out, x_stride_m2, batch, d: tl.constexpr, BLOCK: tl.constexpr, T
     ROWS: tl.constexpr = TILE // BLOCK if TILE > BLOCK else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = rows.within(row, column, batch, d, ROWS)
+    inside = within(row, column, batch, d, ROWS)
     at = row[:, None] * x_stride_m2 + column[None, :]
     a = tl.load(x + at, mask=inside, other=-float("inf")).to(tl.float32)
     powers = tl.exp(a - tl.max(a, 1)[:, None])
@@ -113,14 +114,14 @@ def _softmax_backward(grad, y, out, batch, d: tl.constexpr, BLOCK: tl.constexpr,
     products = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in tl.range(0, d, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = rows.within(row, column, batch, d, ROWS)
+        inside = within(row, column, batch, d, ROWS)
         at = row[:, None] * d + column[None, :]
         g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         products += g * tl.load(y + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
     mean = tl.sum(products, 1)[:, None]
     for start in tl.range(0, d, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = rows.within(row, column, batch, d, ROWS)
+        inside = within(row, column, batch, d, ROWS)
         at = row[:, None] * d + column[None, :]
         p = tl.load(y + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)

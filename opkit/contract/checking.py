@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from opkit.contract.report import Progress, Report
+    from opkit.contract.told.report import Progress, Report
 
 
 def check(
@@ -27,6 +27,9 @@ def check(
 ) -> Report:
     """Search for arguments on which an operator breaks its contract.
 
+    On Linux, on the CPU, and once the operator is known to survive, properties that need neither threads nor a compiler are asked
+    in forked processes, as many as there are cores, four at most: a call that crashes there is a failure like any other.
+
     Args:
         op: an operator of opkit's or of ``torch.library``'s, an ``OpOverload``, or any callable.
         args: for each positional argument a :func:`opkit.testing.tensor`, a list of these, a Hypothesis strategy, or a value. By
@@ -41,8 +44,8 @@ def check(
         budget: seconds for everything; the search ends in time, with what it has, and what could not be asked is skipped.
         device: where tensors are.
         database: keep failing examples in opkit's cache directory, or in this folder, and try them first the next time.
-        progress: True for a bar on the terminal (stderr), or a function that is called with the name of a property, and the share
-            of the work that is done, before each. By default nothing is shown.
+        progress: True for a bar on the terminal (stderr), or a function that is called with the name of a property that is asked,
+            and the share of the work that is done, as the check goes on. By default nothing is shown.
 
     Raises:
         ArgumentError: ``op`` is nothing to check, its arguments cannot be inferred, or a property is unknown.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from opkit.contract.report import Report
+    from opkit.contract.told.report import Report
 
 _ARGUMENT = "opkit_property"
 _CRASHES = "memory.crash"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from hypothesis.strategies import SearchStrategy
 
 if TYPE_CHECKING:
-    from opkit.contract.cases import Case
+    from opkit.contract.calls.cases import Case
+    from opkit.contract.calls.sweep import Sweep
     from opkit.contract.subject import Subject
-    from opkit.contract.sweep import Sweep
 
 
 class Violation(Exception):
@@ -62,6 +62,7 @@ class Property:
         skip: why the property does not apply to this operator, or "".
         least: how many cases are tried at least, whatever ``max_examples`` is.
         first: a fixed list of cases that are tried before the search; see ``sweep``.
+        forked: it may be asked in a forked process, beside others; see ``lanes``.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Property:
     skip: Callable[[Subject], str] = always
     least: int = 1
     first: Callable[[Subject], Sweep] | None = None
+    forked: bool = False
 
     @property
     def group(self) -> str:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -14,21 +15,23 @@ from typing import Any
 import torch
 
 from opkit import config
-from opkit.contract import global_state
 from opkit.contract import properties as table
-from opkit.contract.bar import progress_of
 from opkit.contract.budget import Budget
+from opkit.contract.observed import global_state
+from opkit.contract.processes import lanes
 from opkit.contract.prop import Property
-from opkit.contract.report import Failure, Passed, Progress, Report, Skipped
-from opkit.contract.repro import script
 from opkit.contract.search import Found, search, warm_up
 from opkit.contract.subject import Subject, subject_of
+from opkit.contract.told.bar import progress_of
+from opkit.contract.told.report import Failure, Passed, Progress, Report, Skipped
+from opkit.contract.told.repro import script
 from opkit.errors import ArgumentError
 from opkit.op import torch_private as private
 
 _DATABASE = "check"
+_CRASHES = "memory.crash"
 _UNSAFE = {  # asked first, in child processes; where one does not hold, nothing calls the operator in this process
-    "memory.crash": "a call ends the process",
+    _CRASHES: "a call ends the process",
     "memory.guard": "a call leaves its arguments' memory",
     "memory.allocations": "a call leaves the memory that it allocated",
 }
@@ -68,16 +71,17 @@ def run(
     if budget is not None:
         warm_up()
     folder = config.get().cache_dir / _DATABASE if database is True else database or None
-    found: list[tuple[Property, Found]] = []
+    found: dict[Property, Found] = {}
     with _undisturbed(), progress_of(progress, subject.name) as tell:
         try:
-            for prop, each in _answers(asked, subject, seconds, max_examples, seed, folder, tell):
-                found.append((prop, each))
+            for prop, each in _answers(asked, _Asking(subject, seconds, max_examples, seed, folder), tell):
+                found[prop] = each
         except KeyboardInterrupt as interrupt:
-            left = [(prop, Found((), skipped="interrupted")) for prop in asked[len(found) :]]
-            report = _report(subject, [*found, *left], time.monotonic() - started, seed)
+            rest = dict.fromkeys(asked, Found((), skipped="interrupted"))
+            report = _report(subject, rest | found, time.monotonic() - started, seed)
             raise Interrupted(report) from interrupt
-    return _report(subject, found, time.monotonic() - started, seed)
+    ordered = {prop: found[prop] for prop in asked}
+    return _report(subject, ordered, time.monotonic() - started, seed)
 
 
 def chosen(wanted: Iterable[str] | None, exclude: Iterable[str]) -> list[Property]:
@@ -98,54 +102,75 @@ def chosen(wanted: Iterable[str] | None, exclude: Iterable[str]) -> list[Propert
     return sorted(remaining, key=lambda p: (places.index(p.name) if p.name in _UNSAFE else len(places), p.cost))
 
 
-def _answers(
-    asked: Sequence[Property],
-    subject: Subject,
-    budget: Budget,
-    max_examples: int,
-    seed: int,
-    folder: Path | None,
-    tell: Progress,
-) -> Generator[tuple[Property, Found]]:
-    """What is found of each property, in order, as time allows."""
+@dataclasses.dataclass(frozen=True)
+class _Asking:
+    """What every property of one check is asked with."""
+
+    subject: Subject
+    budget: Budget
+    max_examples: int
+    seed: int
+    folder: Path | None
+
+    def ask(self, prop: Property, rest: Sequence[Property]) -> Found:
+        """Look for a case that breaks the property, in its part of the time that is left for it and ``rest``."""
+        seconds = self.budget.share([prop, *rest])
+        if seconds <= 0:
+            return Found((), skipped=_OUT_OF_TIME)
+        left = self.budget.left()
+        found = search(prop, self.subject, self.max_examples, self.seed, seconds, self.folder, left)
+        self.budget.spent(prop, found)
+        return Found((), skipped=_OUT_OF_TIME, seconds=found.seconds) if found.cut_short and not found.tried else found
+
+    def why_not(self, prop: Property) -> str:
+        """Why the property does not apply."""
+        try:
+            return prop.skip(self.subject)
+        except Exception as error:  # of an operator that raises where it is looked at
+            return f"could not be asked: {type(error).__name__}: {error}"
+
+
+def _answers(asked: Sequence[Property], asking: _Asking, tell: Progress) -> Generator[tuple[Property, Found]]:
+    """What is found of each property, as it is found."""
+    survives = False
     while asked and asked[0].name in _UNSAFE:
         prop, asked = asked[0], asked[1:]
         tell(prop.name, 0.0)
-        found = _asked(prop, subject, max_examples, seed, budget.share([prop, *asked]), budget, folder)
-        budget.spent(prop, found)
+        found = asking.ask(prop, asked)
         yield prop, found
         if found.failure:
             yield from ((each, Found((), skipped=f"{_UNSAFE[prop.name]}: see {prop.name}")) for each in asked)
             return
-    reasons = {prop.name: _why_not(prop, subject) for prop in asked}
-    total = sum(budget.need(prop) for prop in asked if not reasons[prop.name]) or 1.0
-    done = 0.0
-    for number, prop in enumerate(asked):
-        tell(prop.name, min(done / total, 1.0))
-        if reasons[prop.name]:
-            yield prop, Found((), skipped=reasons[prop.name])
-            continue
-        done += budget.need(prop)
-        seconds = budget.share([each for each in asked[number:] if not reasons[each.name]])
-        found = _asked(prop, subject, max_examples, seed, seconds, budget, folder)
-        budget.spent(prop, found)
+        survives |= prop.name == _CRASHES and bool(found.tried) and not found.skipped
+    reasons = {prop.name: asking.why_not(prop) for prop in asked}
+    yield from ((prop, Found((), skipped=reasons[prop.name])) for prop in asked if reasons[prop.name])
+    remaining = [prop for prop in asked if not reasons[prop.name]]
+    total, done = sum(map(asking.budget.need, remaining)) or 1.0, list[Property]()
+
+    def telling(prop: Property) -> None:
+        tell(prop.name, min(sum(map(asking.budget.need, done)) / total, 1.0))
+
+    for prop, found in _found(remaining, asking, survives, telling):
+        done.append(prop)
         yield prop, found
 
 
-def _why_not(prop: Property, subject: Subject) -> str:
-    try:
-        return prop.skip(subject)
-    except Exception as error:  # of an operator that raises where it is looked at
-        return f"could not be asked: {type(error).__name__}: {error}"
-
-
-def _asked(
-    prop: Property, subject: Subject, max_examples: int, seed: int, seconds: float, budget: Budget, folder: Path | None
-) -> Found:
-    if seconds <= 0:
-        return Found((), skipped=_OUT_OF_TIME)
-    found = search(prop, subject, max_examples, seed, seconds, folder, budget.left())
-    return Found((), skipped=_OUT_OF_TIME, seconds=found.seconds) if found.cut_short and not found.tried else found
+def _found(
+    asked: Sequence[Property], asking: _Asking, survives: bool, tell: Callable[[Property], None]
+) -> Generator[tuple[Property, Found]]:
+    """Ask some in processes beside this one, where the operator is known to survive, and the others here meanwhile."""
+    beside = [prop for prop in asked if prop.forked and survives]
+    here = [prop for prop in asked if prop not in beside]
+    shared = lanes.Lanes(beside, asking.ask)
+    for number, prop in enumerate(here):
+        tell(prop)
+        yield prop, asking.ask(prop, here[number + 1 :])
+        while answer := shared.poll(0.0):
+            yield answer
+    while shared.left:
+        tell(shared.left[0])
+        if answer := shared.poll():
+            yield answer
 
 
 @contextlib.contextmanager
@@ -155,9 +180,9 @@ def _undisturbed() -> Generator[None]:
         yield
 
 
-def _report(subject: Subject, found: Sequence[tuple[Property, Found]], seconds: float, seed: int) -> Report:
-    entries = [_entry(subject, prop, each) for prop, each in found]
-    examples = {text for _, each in found for text in each.tried}
+def _report(subject: Subject, found: Mapping[Property, Found], seconds: float, seed: int) -> Report:
+    entries = [_entry(subject, prop, each) for prop, each in found.items()]
+    examples = {text for each in found.values() for text in each.tried}
     return Report(
         subject.name,
         tuple(each for each in entries if isinstance(each, Failure)),
@@ -172,7 +197,7 @@ def _report(subject: Subject, found: Sequence[tuple[Property, Found]], seconds: 
 def _entry(subject: Subject, prop: Property, found: Found) -> Failure | Passed | Skipped:
     if found.failure is not None:
         return _failure(subject, prop, found)
-    refused = {str(case): error for case, error in found.refused}
+    refused = dict(found.refused)
     if found.skipped or (refused and len(refused) >= len(found.tried)):
         return _skipped(prop, found, refused)
     return Passed(

@@ -15,7 +15,7 @@ from hypothesis import errors as hypothesis_errors
 from hypothesis import strategies
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from opkit.contract.cases import Case
+from opkit.contract.calls.cases import Case
 from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
 from opkit.contract.subject import Subject
 
@@ -25,7 +25,7 @@ class Found:
     """How the search for one property ended."""
 
     tried: tuple[str, ...]  # the cases, as text
-    refused: tuple[tuple[Case, str], ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()  # the case as text, and why
     remarks: tuple[str, ...] = ()
     failure: tuple[Case, str] | None = None
     skipped: str = ""
@@ -52,7 +52,7 @@ _HOPELESS = 100  # refusals, where nothing was accepted
 @dataclasses.dataclass
 class _Log:
     tried: dict[str, None] = dataclasses.field(default_factory=dict)
-    refused: list[tuple[Case, str]] = dataclasses.field(default_factory=list)
+    refused: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     remarks: dict[str, None] = dataclasses.field(default_factory=dict)
     failure: tuple[Case, str] | None = None
     times: list[float] = dataclasses.field(default_factory=list)
@@ -187,12 +187,14 @@ def warm_up() -> None:
 
 
 def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
+    if any(tensor.impossible for tensor in case.tensors()):
+        hypothesis.reject()
     log.tried[str(case)] = None
     found = ""
     try:
         prop.check(subject, case)
     except Refusal as refusal:
-        log.refused.append((case, str(refusal)))
+        log.refused.append((str(case), str(refusal)))
         if len(log.refused) >= _HOPELESS and len(log.refused) > len(log.times):
             raise _Hopeless from refusal
         hypothesis.reject()

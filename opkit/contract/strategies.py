@@ -11,11 +11,11 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from opkit.contract.cases import Call, Case, TensorCase
-from opkit.contract.fills import FILLS, ORDINARY
-from opkit.contract.layouts import LAYOUTS, fits, layout_of
-from opkit.contract.sizes import shapes
-from opkit.contract.specs import CallSpec, Drawing
+from opkit.contract.calls.cases import Call, Case, TensorCase
+from opkit.contract.calls.fills import FILLS, ORDINARY
+from opkit.contract.calls.layouts import LAYOUTS, fits, layout_of
+from opkit.contract.calls.sizes import shapes
+from opkit.contract.calls.specs import CallSpec, Drawing
 from opkit.errors import ArgumentError
 
 _SEEDS = 4
@@ -167,7 +167,7 @@ def calls(
         kwargs: the same for keyword arguments.
 
     >>> from hypothesis import find
-    >>> from opkit.contract.specs import tensor
+    >>> from opkit.contract.calls.specs import tensor
     >>> call = find(calls(tensor("b n"), tensor("n"), alpha=st.integers(0, 3)), lambda call: call.args[1].numel() > 2)
     >>> [tuple(x.shape) for x in call.args], call.kwargs
     ([(1, 3), (3,)], {'alpha': 0})

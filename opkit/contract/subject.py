@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from opkit.contract import inference
-from opkit.contract.cases import Call, Case
-from opkit.contract.outcome import Outcome, leaves
+from opkit.contract.calls import inference
+from opkit.contract.calls.cases import Call, Case
+from opkit.contract.calls.specs import CallSpec
+from opkit.contract.observed.outcome import Outcome, leaves
 from opkit.contract.prop import Refusal
-from opkit.contract.specs import CallSpec
 from opkit.errors import ArgumentError
 from opkit.op import torch_private as private
 from opkit.op.operator import CustomOp
@@ -64,6 +64,14 @@ class Subject:
     def functional(self) -> bool:
         """Whether it says that it writes to no argument."""
         return not self.writes
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the kernels that an operator of opkit's has for the device."""
+        if self.operator is None:
+            return ()
+        kind = torch.device(self.device).type
+        return tuple(each.name for each in self.operator._operator.kernels.kernels if each.device in (None, kind))
 
     def call(self, call: Call, function: Callable[..., Any] | None = None) -> Outcome:
         """Call the operator, or ``function`` in its place.

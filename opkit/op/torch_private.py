@@ -299,3 +299,10 @@ def forget_operator(namespace: str, name: str) -> None:
     if name in vars(known):
         delattr(known, name)
         known._dir.remove(name)  # else the name outlives the operator's removal, and listing the namespace fails
+
+
+def inductor_widens_floats() -> bool:
+    """Whether Inductor hands floats to kernels of the user's as float64, where Triton itself takes them for float32."""
+    from torch._inductor import config as inductor  # takes a while to import, and what asks is about to compile
+
+    return bool(getattr(inductor, "_use_fp64_for_unbacked_floats", False))

@@ -11,16 +11,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from database_names import EXCLUDED, FIXED, UNLIKE
 from database_specs import Plan
-from torch.testing._internal.common_methods_invocations import op_db
+from torch._guards import detect_fake_mode  # read in torch 2.13
 from torch.utils import _pytree as pytree
 
 import opkit
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of what it imports, such as numba
+    from torch.testing._internal.common_methods_invocations import op_db
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int64, torch.int32)
@@ -106,7 +111,7 @@ def _entry(name: str, info: Any, sample: Any, dtype: torch.dtype) -> Entry:
         raise UnfitError("its sample has no tensor")
 
     def function(*given: Any) -> Any:
-        leaves = list(flat)
+        leaves = _as_fake_as(given, flat)
         for at, value in zip(varying, given, strict=True):
             leaves[at] = value
         args, kwargs = pytree.tree_unflatten(leaves, tree)
@@ -120,6 +125,12 @@ def _entry(name: str, info: Any, sample: Any, dtype: torch.dtype) -> Entry:
     parameters = ", ".join(f"{kind} a{number}" for number, kind in enumerate(kinds))
     differentiable = bool(info.supports_autograd) and dtype.is_floating_point
     return Entry(name, function, args, f"({parameters}) -> {outputs}", differentiable)
+
+
+def _as_fake_as(given: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    """The leaves, with fake tensors for those that stay as they are where the others are fake."""
+    mode = detect_fake_mode([value for value in given if isinstance(value, torch.Tensor)])
+    return [leaf if mode is None or not isinstance(leaf, torch.Tensor) else mode.from_tensor(leaf) for leaf in leaves]
 
 
 def _varies(name: str, leaf: Any) -> bool:

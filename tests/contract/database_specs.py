@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opkit.contract.cases import TensorCase
+from opkit.contract.calls.cases import TensorCase
 from opkit.testing import tensor
 
 Place = tuple[int, int]  # number of a tensor among the arguments, and of a dimension counted from its last: -1, -2, ...

@@ -22,7 +22,7 @@ import mutation_c
 import mutation_python
 
 import opkit
-from opkit.contract import properties
+from opkit.contract import run
 
 ROOT = Path(__file__).parents[2]
 _OWN = Path("tests/contract/mutants")
@@ -65,10 +65,10 @@ def _native(name: str) -> Target:
     return Target(name, _OWN / "native.py", f"build_{name}", f"\nvoid {name}(")
 
 
-def _library(name: str, *roles: str, operator: str = "") -> Target:
-    parts = tuple((f"{operator or name}_{ending}", role) for ending, role in (("kernel", "kernel"), ("fake", "fake")))
-    backward = ((f"{name}_backward", "gradient"),) if "gradient" in roles else ()
-    return Target(name, _OWN / "library.py", f"build_{name}", "", (*parts, *backward))
+def _library(name: str, *roles: str) -> Target:
+    endings = {"kernel": "kernel", "fake": "fake", "gradient": "backward"}
+    parts = tuple((f"{name}_{endings[role]}", role) for role in ("kernel", *roles))
+    return Target(name, _OWN / "library.py", f"build_{name}", "", parts)
 
 
 def _project(name: str, path: str, build: str, *functions: tuple[str, str], c: str = "") -> Target:
@@ -84,7 +84,7 @@ TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
         *map(_native, ("softsign", "dot", "gather", "trace", "cumulated", "scale_rows", "masked_mean", "histogram")),
-        *(_library(name, "gradient") for name in ("softplus", "window_mean", "scores", "moments", "swapped", "segments")),
+        *(_library(name, "fake", "gradient") for name in ("softplus", "window_mean", "scores", "moments", "swapped", "segments")),
         _library("ema"),
         _project("c_rms_norm", "examples/c_kernel.py", "c_kernel", c="\n    void rms_norm("),
         _project("c_silu_mul", "examples/packaged_op/packaged_op/silu_mul.c", "silu_mul", c="void silu_mul("),
@@ -138,7 +138,9 @@ def original(target: Target) -> Mutant:
     return Mutant(target.name, "none", "nothing", (ROOT / target.path).read_text(encoding="utf-8"))
 
 
-def judge(mutant: Mutant, max_examples: int = 50, dearest: float = 0.1, every: bool = False) -> dict[str, Any]:
+def judge(
+    mutant: Mutant, max_examples: int = 50, dearest: float = 0.1, every: bool = False, whole: bool = False
+) -> dict[str, Any]:
     """Check a mutant's operator; by what it was found out, if it was.
 
     Args:
@@ -146,6 +148,7 @@ def judge(mutant: Mutant, max_examples: int = 50, dearest: float = 0.1, every: b
         max_examples: see :func:`opkit.check`.
         dearest: properties are left out of which a case takes longer.
         every: go on after a failure.
+        whole: in one check. Otherwise property by property, which ends sooner.
     """
     warnings.simplefilter("ignore")
     started, failures, skipped = time.monotonic(), [], []
@@ -156,8 +159,9 @@ def judge(mutant: Mutant, max_examples: int = 50, dearest: float = 0.1, every: b
             "failures": [["definition", f"{type(error).__name__}: {error}", ""]],
             "seconds": time.monotonic() - started,
         }
-    for prop in sorted((p for p in properties.PROPERTIES if p.cost <= dearest), key=lambda p: p.cost):
-        report = opkit.check(**built, properties=[prop.name], max_examples=max_examples, database=False)
+    names = [prop.name for prop in run.chosen(None, ()) if prop.cost <= dearest]
+    for each in [names] if whole else [[name] for name in names]:
+        report = opkit.check(**built, properties=each, max_examples=max_examples, database=False)
         failures += [[each.property, each.message, str(each.case)] for each in report.failures]
         skipped += [[each.property, each.reason] for each in report.skipped]
         if failures and not every:

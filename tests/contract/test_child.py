@@ -5,14 +5,15 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
-from opkit.contract import crashes
-from opkit.contract.cases import Case, TensorCase
-from opkit.contract.child import Ended, Worker, in_child
+from opkit.contract.calls.cases import Case, TensorCase
+from opkit.contract.processes import child, crashes
+from opkit.contract.processes.child import Ended, Worker, in_child
 from opkit.contract.prop import Refusal, Violation
 from opkit.testing import tensor
 
@@ -48,6 +49,18 @@ def test_what_waits_and_what_computes_are_told_apart():
         in_child(lambda: time.sleep(60), 0.3)
     assert waits.value.hung
     assert not waits.value.busy
+
+
+def test_a_child_that_waits_for_a_process_of_its_own_is_given_time():
+    command = [sys.executable, "-c", "import time; time.sleep(0.5)"]
+    assert in_child(lambda: subprocess.run(command, check=True).returncode, 0.1) == "0"
+
+
+def test_a_process_that_never_ends_is_no_excuse(monkeypatch):
+    monkeypatch.setattr(child, "_BUILDING", 0.3)
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(Ended, match="did not return"):
+        in_child(lambda: subprocess.run(command), 0.1)
 
 
 def test_a_worker_is_one_process_until_it_ends():
@@ -99,7 +112,7 @@ def test_kernels_with_threads_of_their_own_are_passed_over(asked, monkeypatch):
             return pool.submit(torch.neg, x).result()
 
         op(torch.ones(1))
-        report = asked("memory", op, args=(tensor("n"),))
+        report = asked("memory", op, args=(tensor("n"),), reference=torch.neg)
     assert report.ok
     assert not report.passed
     assert "does not in a forked process" in report.skipped[0].reason

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from opkit.contract.cases import Case, TensorCase
-from opkit.contract.exact import expected
+from opkit.contract.calls.cases import Case, TensorCase
+from opkit.contract.compare.exact import expected
 from opkit.contract.subject import subject_of
 from opkit.testing import tensor
 

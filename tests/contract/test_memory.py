@@ -114,6 +114,42 @@ def writer(past, fresh=torch.empty_like):
     return op
 
 
+def bare(x):
+    """The memory of a tensor, behind torch's back."""
+    return np.ctypeslib.as_array((ctypes.c_float * x.numel()).from_address(x.data_ptr()))
+
+
+def doubles_and_halves(x):
+    """Changes its argument, and puts it back."""
+    if x.numel() < 3 or not x.is_contiguous():
+        return x.sin()
+    bare(x)[:] *= 2
+    result = (x / 2).sin()
+    bare(x)[:] /= 2
+    return result
+
+
+def adds_in_place(x, y):
+    return x.add_(y)
+
+
+def test_an_argument_that_is_written_and_put_back_is_found(fails):
+    failure = fails("memory.read_only", doubles_and_halves, args=VECTOR, reference=torch.sin)
+    assert failure.message.startswith("argument 0 is written to, if for a moment")
+    assert failure.args[0].shape == (3,)
+
+
+def test_writes_that_the_reference_makes_are_right(holds, fails):
+    args = (*VECTOR, *VECTOR)
+    holds("memory.read_only", adds_in_place, args=args, reference=torch.Tensor.add_)
+    failure = fails("memory.read_only", lambda x, y: adds_in_place(y, x), args=args, reference=torch.Tensor.add_)
+    assert "argument 1" in failure.message
+
+
+def test_without_a_word_on_writes_nothing_is_asked(asked):
+    assert asked("memory.read_only", torch.sin, args=VECTOR).skipped[0].reason == "nothing says what it may write to"
+
+
 @pytest.mark.parametrize("past", [1, 4, 32, 64])
 def test_writing_past_the_end_of_a_result_is_found(fails, past):
     failure = fails("memory.allocations", writer(past), args=VECTOR)
@@ -192,6 +228,21 @@ def test_a_reference_may_leave_a_result_unwritten(holds):
     )
 
 
+masks = {}
+
+
+def keeps_masks(x):
+    """A right operator that keeps what it has computed once for a size."""
+    if x.numel() not in masks:
+        masks[x.numel()] = torch.arange(x.numel()) % 2
+    return x * masks[x.numel()].view(x.shape)
+
+
+def test_memory_that_is_kept_for_the_next_call_is_right(holds):
+    holds("memory.allocations", keeps_masks, args=ROWS)
+    assert not masks
+
+
 def resizes(x, out):
     out.resize_(x.shape).copy_(x)
 
@@ -200,11 +251,13 @@ def convolves(x, weight):
     return torch.nn.functional.conv1d(x, weight)
 
 
-@pytest.mark.parametrize("name", ["guard", "red_zone", "allocations", "uninitialized", "leak"])
+@pytest.mark.parametrize("name", ["guard", "read_only", "red_zone", "allocations", "uninitialized", "leak"])
 def test_operators_that_are_right(holds, name):
-    convolved = holds(f"memory.{name}", convolves, args=(tensor("1 2 n"), tensor("2 2 1")), max_examples=10)
+    sizes = (tensor("1 2 n"), tensor("2 2 1"))
+    convolved = holds(f"memory.{name}", convolves, args=sizes, reference=convolves, max_examples=10)
     assert convolved.tried > convolved.refused
-    assert holds(f"memory.{name}", resizes, args=(*VECTOR, tensor("0")), max_examples=10).refused < 10
+    args = (*VECTOR, tensor("0"))
+    assert holds(f"memory.{name}", resizes, args=args, reference=resizes, max_examples=10).refused < 10
 
 
 kept = []
@@ -257,3 +310,33 @@ def keeps_the_last(x):
 @pytest.mark.parametrize("op", [caches_once, keeps_the_last, lambda x: [x + 1, x * 2], lambda x: x.mul_(2)])
 def test_caches_that_fill_are_no_leaks(holds, op):
     holds("memory.leak", op, args=ROWS)
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def beside_on_gpu(x):
+    """Its last sum takes in what lies behind a tensor."""
+    return torch.as_strided(x, (x.numel() + 1,), (1,)).sum() if x.numel() and x.is_contiguous() else x.sum()
+
+
+def unwritten_on_gpu(x):
+    result = torch.empty_like(x)
+    result[: x.numel() // 2 + 1] = x[: x.numel() // 2 + 1]
+    return result
+
+
+def keeps_on_gpu(x):
+    kept.append(torch.empty(100, device=x.device))
+    return x + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("red_zone", beside_on_gpu), ("uninitialized", unwritten_on_gpu), ("leak", keeps_on_gpu)]
+)
+def test_memory_of_a_gpu(fails, holds, name, wrong):
+    fails(f"memory.{name}", wrong, args=VECTOR, device="cuda", max_examples=20)
+    for right in (torch.sin, lambda x: x.sort().values, lambda x: x.cumsum(0)):
+        holds(f"memory.{name}", right, args=VECTOR, device="cuda", max_examples=20)
+    kept.clear()

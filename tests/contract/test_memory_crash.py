@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from opkit.contract import crashes
+from opkit.contract.processes import crashes
 from opkit.testing import tensor
 
 ROWS = (tensor("b n"),)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+import opkit
 from opkit.testing import tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -123,6 +124,17 @@ def test_right_operators_hold(holds, op, reference, args):
     holds("numbers.reference", op, args=args, reference=reference)
 
 
+def test_what_no_number_may_index_is_not_asked(holds):
+    """The bounds leave no index into a tensor of no rows: the operator is not called with one."""
+
+    def rows(x, index):
+        assert x.shape[0] or not index.numel()
+        return x[index]
+
+    args = (tensor("n d"), tensor("k", torch.int64, low=0, high="n-1"))
+    assert holds("numbers.reference", rows, args=args, reference=rows).refused == 0
+
+
 def test_a_random_reference_is_not_compared(asked):
     report = asked("numbers.reference", torch.dropout, args=(tensor("n"), 0.5, True), reference=torch.dropout)
     assert "random" in report.skipped[0].reason
@@ -149,6 +161,55 @@ def test_right_choices_at_extremes_hold(holds):
 
     narrow = tensor("b 5", (torch.float32, torch.bfloat16, torch.float16))
     holds("numbers.extreme", exp2_softmax, args=(narrow,), reference=lambda x: x.softmax(-1))
+
+
+def test_numbers_too_large_to_be_squared_may_overflow_in_one_formula_and_not_in_another(holds):
+    def norm(x):
+        centred = x - x.mean(-1, keepdim=True)
+        return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-5)
+
+    args = (tensor("b 4", (torch.float32, torch.float64)),)
+    holds("numbers.extreme", norm, args=args, reference=lambda x: torch.nn.functional.layer_norm(x, (4,)))
+
+
+def test_an_operator_that_takes_nothing_is_found(fails, asked):
+    def refuses(x):
+        raise ValueError("never")
+
+    failure = fails("numbers.accepts", refuses, args=(_ROWS,), reference=torch.sin)
+    assert failure.message.startswith("none of ")
+    assert not asked("numbers.accepts", refuses, args=(_ROWS,), reference=refuses).failures
+
+
+def test_a_call_that_is_written_wrong_is_no_refusal(fails):
+    def mistaken(x):
+        return x.masked_fill(x > 3, "-inf") if x.numel() > 4 else x
+
+    failure = fails("numbers.accepts", mistaken, args=(_ROWS,), reference=torch.clone)
+    assert "TypeError" in failure.message
+
+
+def test_what_happens_to_one_long_row_alone_is_found(fails):
+    def clears(x):
+        return torch.cat((x[:, :40], torch.zeros_like(x[:, 40:])), 1) if x.shape[0] == 1 else x.clone()
+
+    fails("numbers.reference", clears, args=(_ROWS,), reference=torch.clone)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_kernel_that_is_never_selected_is_compared_too(fails, holds, right):
+    @opkit.custom_op("contract_numbers_tests::kernels", mutates_args=())
+    def op(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x)
+
+    op.register_kernel("cpu", lambda x: torch.sin(x) * (1 if right else 1.01), name="slow")
+    op.register_kernel("cpu", torch.sin, name="fast", priority=1)
+    holds("numbers.reference", op, args=(_ROWS,))
+    if right:
+        holds("numbers.kernels", op, args=(_ROWS,))
+    else:
+        assert "kernel 'slow'" in fails("numbers.kernels", op, args=(_ROWS,)).message
+    opkit.remove(op.name)
 
 
 def test_results_of_nothing(fails, holds):
@@ -216,3 +277,20 @@ def test_integers_that_are_sizes_or_positions_are_never_huge(holds):
 
     holds("numbers.integers", looked_up, args=(tensor("n", torch.int64),), reference=lambda x: table[x + 4])
     assert max(seen) <= 4
+
+
+@pytest.mark.gpu
+def test_numbers_on_a_gpu(fails, holds):
+    args = (tensor("b n", (torch.float32, torch.bfloat16, torch.float64)),)
+
+    def norm(x):
+        return torch.nn.functional.layer_norm(x, x.shape[1:])
+
+    def plain(x):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        centred = wide - wide.mean(-1, keepdim=True)
+        return (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+    holds("numbers.reference", norm, args=args, reference=plain, device="cuda")
+    holds("numbers.extreme", lambda x: x.softmax(-1), args=args, reference=lambda x: x.softmax(-1), device="cuda")
+    fails("numbers.reference", lambda x: norm(x) * 1.01, args=args, reference=plain, device="cuda")

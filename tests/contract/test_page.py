@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import opkit
-from opkit.contract.cases import Case
-from opkit.contract.page import page
-from opkit.contract.report import Failure, Passed, Report, Skipped
+from opkit.contract.calls.cases import Case
+from opkit.contract.told.page import page
+from opkit.contract.told.report import Failure, Passed, Report, Skipped
 from opkit.testing import tensor
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import opkit
-from opkit.contract.cases import Case, TensorCase
-from opkit.contract.report import Failure, Passed, Report, Skipped
-from opkit.contract.report_json import as_json
+from opkit.contract.calls.cases import Case, TensorCase
+from opkit.contract.told.report import Failure, Passed, Report, Skipped
+from opkit.contract.told.report_json import as_json
 from opkit.errors import ContractError
 from opkit.testing import tensor
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import opkit
-from opkit.contract.repro import written
+from opkit.contract.told.repro import written
 from opkit.testing import Case, TensorCase, load, replay, tensor
 
 FACTOR = 2.0

@@ -33,6 +33,13 @@ def zeroes_sign(x):
     return x + 1
 
 
+def puts_back(x):
+    x.neg_()
+    result = 1 - x
+    x.neg_()
+    return result
+
+
 def large_only(x):
     if x.numel() > 8:
         x[..., 0] = 1
@@ -50,7 +57,7 @@ def resizes(x):
     return result
 
 
-@pytest.mark.parametrize("function", [zeroes_sign, large_only, beside, resizes])
+@pytest.mark.parametrize("function", [zeroes_sign, puts_back, large_only, beside, resizes])
 def test_writes_that_nobody_declared_are_found(fails, op, function):
     failure = fails("schema.mutation", op("f(Tensor x) -> Tensor", function), args=ROWS)
     assert failure.args[0].numel() <= 12
@@ -207,3 +214,19 @@ def test_keywords_that_are_swapped_are_found(fails, holds):
     swaps.__signature__ = inspect.signature(lambda a, b: None)
     fails("schema.defaults", swaps, args=(*ROWS, *ROWS))
     holds("schema.defaults", torch.ops.aten.gelu.default, args=ROWS)
+
+
+def scales(x, by: float):
+    return x * by
+
+
+def divides(x, by: float):
+    return x * (1 // by if isinstance(by, int) else 1 / by)
+
+
+def test_an_integer_for_a_float_is_as_good(fails, holds, asked):
+    args = (*ROWS, st.floats(0.5, 8))
+    assert "with 2.0 for by, and with 2" in fails("schema.kinds", divides, args=args).message
+    holds("schema.kinds", scales, args=args)
+    holds("schema.kinds", torch.ops.aten.nan_to_num.default, args=args)
+    assert asked("schema.kinds", torch.sin, args=ROWS).skipped

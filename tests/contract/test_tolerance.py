@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opkit.contract.tolerance import Goal, allowed, wrong
+from opkit.contract.compare.tolerance import Goal, allowed, wrong
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

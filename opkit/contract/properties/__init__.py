@@ -1,5 +1,7 @@
 """The contract, property by property. Each module has a group; adding a property touches one file and its test."""
 
+import dataclasses
+
 from opkit.contract.prop import Property
 from opkit.contract.properties import (
     behaviour,
@@ -13,8 +15,19 @@ from opkit.contract.properties import (
     transforms,
 )
 
+_THREADED = {  # these need threads, which a forked process has not
+    "compile",
+    "behaviour.first",
+    "behaviour.deterministic",
+    "behaviour.threads",
+    "behaviour.concurrent",
+    "behaviour.streams",
+    "behaviour.second_device",
+}
+
+
 PROPERTIES: tuple[Property, ...] = tuple(
-    prop
+    dataclasses.replace(prop, forked=not {prop.group, prop.name} & _THREADED)
     for group in (schema, memory, numbers, layout, fake, gradients, transforms, compiled, behaviour)
     for prop in group.PROPERTIES
 )

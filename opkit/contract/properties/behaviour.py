@@ -13,13 +13,14 @@ import torch
 from hypothesis.strategies import SearchStrategy
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from opkit.contract import concurrency, devices, global_state, pristine, randomness
-from opkit.contract.cases import Call, Case, TensorCase
-from opkit.contract.histories import History, histories
-from opkit.contract.outcome import Outcome
+from opkit.contract.calls.cases import Call, Case, TensorCase
+from opkit.contract.calls.histories import History, histories
+from opkit.contract.calls.specs import Drawing
+from opkit.contract.compare.rounding import beyond_rounding, difference, observe, quietly
+from opkit.contract.observed import concurrency, devices, global_state, randomness
+from opkit.contract.observed.outcome import Outcome
+from opkit.contract.processes import pristine
 from opkit.contract.prop import Property, Refusal, Remark, Violation
-from opkit.contract.rounding import beyond_rounding, difference, observe, quietly
-from opkit.contract.specs import Drawing
 from opkit.contract.subject import Subject
 
 _REPEATS = 6

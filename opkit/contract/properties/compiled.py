@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from hypothesis.strategies import SearchStrategy
 
-from opkit.contract import fakes, graphs
-from opkit.contract.cases import Case
-from opkit.contract.outcome import leaves
+from opkit.contract.calls.cases import Case
+from opkit.contract.calls.resizing import CHANGES, at_least_two, other_sizes, resized
+from opkit.contract.calls.specs import Drawing
+from opkit.contract.observed.outcome import leaves
 from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
-from opkit.contract.resizing import CHANGES, at_least_two, other_sizes, resized
-from opkit.contract.specs import Drawing
 from opkit.contract.subject import Subject
+from opkit.contract.traced import fakes, graphs
 
 _LAYOUTS = ("contiguous", "transposed", "strided", "offset", "channels_last")
 _LARGEST = 33

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from hypothesis.strategies import SearchStrategy
 
-from opkit.contract import fakes, symbols
-from opkit.contract.cases import Case
-from opkit.contract.fills import ORDINARY
-from opkit.contract.layouts import LAYOUTS
-from opkit.contract.outcome import Outcome, described
+from opkit.contract.calls.cases import Case
+from opkit.contract.calls.fills import ORDINARY
+from opkit.contract.calls.layouts import LAYOUTS
+from opkit.contract.calls.specs import Drawing
+from opkit.contract.calls.sweep import Sweep
+from opkit.contract.observed.outcome import Outcome, described
 from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
-from opkit.contract.specs import Drawing
 from opkit.contract.subject import Subject
-from opkit.contract.sweep import Sweep
+from opkit.contract.traced import fakes, symbols
 
 _ANYWHERE = "CompositeExplicitAutograd"  # a kernel that says it runs on every device
 Difference = Callable[[str, Any, Any], str]

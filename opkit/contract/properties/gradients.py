@@ -8,16 +8,17 @@ from collections.abc import Sequence
 
 import torch
 
-from opkit.contract import derivatives as d
-from opkit.contract.cases import Case
-from opkit.contract.derivatives import Gradients, Graph
-from opkit.contract.incoming import INCOMING
-from opkit.contract.outcome import bits
+from opkit.contract.calls.cases import Case
+from opkit.contract.calls.incoming import INCOMING
+from opkit.contract.observed.outcome import bits
 from opkit.contract.prop import NotApplicable, Property, Refusal, Violation
 from opkit.contract.properties import gradients_accepts as accepts
+from opkit.contract.properties import gradients_dtypes as dtypes
 from opkit.contract.properties import gradients_higher as higher
 from opkit.contract.properties import gradients_modes as modes
 from opkit.contract.subject import Subject
+from opkit.contract.traced import derivatives as d
+from opkit.contract.traced.derivatives import Gradients, Graph
 
 
 def _needs_reference(subject: Subject) -> str:
@@ -359,6 +360,7 @@ PROPERTIES: tuple[Property, ...] = (
         cost=0.003,
         skip=d.no_candidates,
     ),
+    *dtypes.PROPERTIES,
     *modes.PROPERTIES,
     *accepts.PROPERTIES,
     *higher.PROPERTIES,

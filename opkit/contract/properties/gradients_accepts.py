@@ -9,10 +9,10 @@ import re
 import types
 from collections.abc import Iterator, Sequence
 
-from opkit.contract import derivatives as d
-from opkit.contract.cases import Case
+from opkit.contract.calls.cases import Case
 from opkit.contract.prop import NotApplicable, Property, Refusal, Violation
 from opkit.contract.subject import Subject
+from opkit.contract.traced import derivatives as d
 
 _SLIPS = (TypeError, AttributeError, LookupError, NameError, ValueError, ArithmeticError)
 _DISAGREES = re.compile(

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from opkit.contract import derivatives as d
-from opkit.contract.cases import Call, Case
-from opkit.contract.derivatives import Gradients, Graph
-from opkit.contract.directions import along, direction, inner, size, slope, widened
+from opkit.contract.calls.cases import Call, Case
 from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
 from opkit.contract.subject import Subject
+from opkit.contract.traced import derivatives as d
+from opkit.contract.traced.derivatives import Gradients, Graph
+from opkit.contract.traced.directions import along, direction, inner, size, slope, widened
 
 _ROOM = 20.0  # how much more rounding a second derivative may have than a first
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from opkit.contract import derivatives as d
-from opkit.contract.cases import Case
-from opkit.contract.derivatives import Graph
+from opkit.contract.calls.cases import Case
 from opkit.contract.prop import Property, Refusal, Remark, Violation
 from opkit.contract.subject import Subject
+from opkit.contract.traced import derivatives as d
+from opkit.contract.traced.derivatives import Graph
 from opkit.op.torch_private import shares_memory
 
 

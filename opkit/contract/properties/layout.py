@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from hypothesis.strategies import SearchStrategy
 
-from opkit.contract.cases import Call, Case, TensorCase
-from opkit.contract.compared import Pair, steadily
-from opkit.contract.fills import fill
-from opkit.contract.layouts import WRITABLE
-from opkit.contract.outcome import Outcome, described, same_bits
+from opkit.contract.calls.cases import Call, Case, TensorCase
+from opkit.contract.calls.fills import fill
+from opkit.contract.calls.layouts import WRITABLE
+from opkit.contract.calls.specs import Drawing
+from opkit.contract.calls.sweep import Sweep
+from opkit.contract.compare.compared import Pair, steadily
+from opkit.contract.observed.outcome import Outcome, described, same_bits
 from opkit.contract.prop import Property, Violation
-from opkit.contract.specs import Drawing
 from opkit.contract.subject import Subject
-from opkit.contract.sweep import Sweep
 
 _FILLS = ("normal", "distinct")
 _SIZES = (3, 2, 17, 5, 65, 4, 33, 1, 8)

@@ -12,27 +12,37 @@ from collections.abc import Callable
 import torch
 from hypothesis.strategies import SearchStrategy
 
-from opkit.contract import allocator, guarded, heap, poison
-from opkit.contract.arguments import distinct, places
-from opkit.contract.cases import Call, Case
-from opkit.contract.child import Ended, Worker, available
-from opkit.contract.crashes import Crashes
-from opkit.contract.fills import FILLS
-from opkit.contract.layouts import LAYOUTS, WRITABLE
-from opkit.contract.outcome import Outcome
+from opkit.contract.calls.arguments import distinct, places
+from opkit.contract.calls.cases import Call, Case
+from opkit.contract.calls.fills import FILLS
+from opkit.contract.calls.layouts import LAYOUTS, WRITABLE
+from opkit.contract.calls.sizes import LARGE
+from opkit.contract.calls.specs import Drawing
+from opkit.contract.memory import allocator, guarded, heap, poison
+from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.snapshots import may_write
+from opkit.contract.processes.child import Ended, Worker, available
+from opkit.contract.processes.crashes import Crashes
 from opkit.contract.prop import NotApplicable, Property, Refusal, Violation
-from opkit.contract.specs import Drawing
+from opkit.contract.properties import memory_gpu
 from opkit.contract.subject import Subject
 
 _PATIENCE = 60.0  # seconds for what is no question of time: a kernel may be compiled by the first call
+_LOOKS = 3  # at whether a reference leaves memory as it is: what it gets need not be fresh
 _WINDOW = 50  # calls between two looks at the heap
 _SLOW = 0.002  # seconds; of slower operators, fewer calls are made
 _LEAST_LEAK = 32  # bytes a call
+Check = Callable[[Subject, Case], None]
 
 
 def any_cases(subject: Subject) -> SearchStrategy[Case]:
     """Every layout and every fill."""
     return subject.spec.cases(Drawing(layouts=tuple(LAYOUTS), fills=tuple(FILLS)))
+
+
+def all_sizes(subject: Subject) -> SearchStrategy[Case]:
+    """The same at a larger size too."""
+    return subject.spec.cases(Drawing(layouts=tuple(LAYOUTS), fills=tuple(FILLS), largest=LARGE))
 
 
 def writable_cases(subject: Subject) -> SearchStrategy[Case]:
@@ -47,8 +57,17 @@ def needs_child(subject: Subject) -> str:
     return "" if available() else "it needs a child process, forked, as Linux has them"
 
 
-def _needs(also: Callable[[], str]) -> Callable[[Subject], str]:
-    return lambda subject: needs_child(subject) or also()
+def _needs(also: Callable[[], str], gpu: bool = False) -> Callable[[Subject], str]:
+    """What keeps a property from being asked: a platform; nothing on a GPU, where it is asked there too."""
+    return lambda subject: "" if gpu and _on_gpu(subject) else needs_child(subject) or also()
+
+
+def _on_gpu(subject: Subject) -> bool:
+    return torch.device(subject.device).type == "cuda"
+
+
+def _either(cpu: Check, gpu: Check) -> Check:
+    return lambda subject, case: (gpu if _on_gpu(subject) else cpu)(subject, case)
 
 
 def _ask(subject: Subject, name: str, question: Callable[[Subject, Case], object], case: Case) -> None:
@@ -111,14 +130,44 @@ def _who_left(subject: Subject, case: Case) -> str:
 
 
 def _dies(subject: Subject, case: Case, only: int, at_end: bool, protection: int) -> bool:
-    worker = Worker(lambda each: _run_guarded(subject, each, only, at_end, protection))
+    return _ends(lambda each: _run_guarded(subject, each, only, at_end, protection), case)
+
+
+def _ends(question: Callable[[Case], object], case: Case) -> bool:
+    """Whether a process ends by the question."""
     try:
-        worker.ask(case, _PATIENCE, fresh=True)
+        Worker(question).ask(case, _PATIENCE, fresh=True)
     except Ended as ended:
         return not ended.hung
     except (Refusal, RuntimeError):
         return False
     return False
+
+
+def _run_sealed(subject: Subject, case: Case, sealed: set[int]) -> None:
+    call = case.make()
+    chosen = {id(tensor) for number, tensor in distinct(call) if number in sealed}
+    subject.call(call.map(lambda tensor: guarded.sealed(tensor) if id(tensor) in chosen else tensor)).detached()
+
+
+def _read_only_in_child(subject: Subject, case: Case) -> None:
+    _run_sealed(subject, case, {number for number, _ in distinct(case.make())} - may_write(subject, case))
+
+
+def _read_only(subject: Subject, case: Case) -> None:
+    try:
+        _ask(subject, "memory.read_only", _read_only_in_child, case)
+    except Ended as ended:
+        for number in sorted({number for number, _ in distinct(case.make())} - may_write(subject, case)):
+            if _ends(functools.partial(_run_sealed, subject, sealed={number}), case):
+                reason = "it is not declared as written to, and the process ended where it could only be read"
+                raise Violation(f"{places(case)[number]} is written to, if for a moment: {reason}") from ended
+        raise Violation(f"the call {ended} where its arguments could only be read") from ended
+
+
+def _says_what_is_written(subject: Subject) -> str:
+    told = subject.schema is not None or subject.reference is not None
+    return needs_child(subject) or guarded.missing() or ("" if told else "nothing says what it may write to")
 
 
 def _run_watched(subject: Subject, case: Case, byte: int) -> Outcome:
@@ -147,7 +196,7 @@ def _red_zone(subject: Subject, case: Case) -> None:
 
 
 def _allocations_in_child(subject: Subject, case: Case) -> None:
-    call, guard = case.make(), allocator.Guard()
+    call, guard = case.make(), allocator.guard()
     guard.begin()
     try:
         kept = subject.call(call)  # nothing is freed before the child ends
@@ -199,7 +248,10 @@ def _reference_depends(subject: Subject, case: Case) -> bool:
         return False
     try:
         run = functools.partial(subject.call, function=reference)
-        return bool(poison.dependence(case, poison.FRESH, lambda byte: _run_poisoned(run, case, byte)))
+        told = (
+            poison.dependence(case, poison.FRESH, lambda byte: _run_poisoned(run, case, byte)) for _ in range(_LOOKS)
+        )
+        return any(told)
     except Refusal:
         return False
 
@@ -247,7 +299,7 @@ PROPERTIES = (
         rule="Whatever the arguments' sizes, layouts, dtypes and values, a call returns or raises.",
         defect="a segmentation fault at a size of 0, a failed assertion, an exit, a loop that never ends",
         check=_crash,
-        cases=any_cases,
+        cases=all_sizes,
         share=2.0,
         cost=0.0015,
         skip=needs_child,
@@ -262,13 +314,23 @@ PROPERTIES = (
         skip=_needs(guarded.missing),
     ),
     Property(
+        "memory.read_only",
+        rule="No argument is written to, not even for a moment, that is not declared as written to.",
+        defect="a kernel that changes its input and puts it back: what reads it meanwhile, in another thread, is wrong",
+        check=_read_only,
+        cases=any_cases,
+        share=0.5,
+        cost=0.003,
+        skip=_says_what_is_written,
+    ),
+    Property(
         "memory.red_zone",
         rule="What lies beside an argument, and between its elements, is not written, and nothing depends on it.",
         defect="a kernel that takes a strided tensor for a contiguous one, or writes one element too many",
-        check=_red_zone,
+        check=_either(_red_zone, memory_gpu.red_zone),
         cases=any_cases,
         cost=0.005,
-        skip=_needs(guarded.missing),
+        skip=_needs(guarded.missing, gpu=True),
     ),
     Property(
         "memory.allocations",
@@ -283,20 +345,20 @@ PROPERTIES = (
         "memory.uninitialized",
         rule="Results do not depend on what fresh memory held.",
         defect="a result of torch.empty that is not all written, a sum that does not begin at zero",
-        check=_uninitialized,
+        check=_either(_uninitialized, memory_gpu.uninitialized),
         cases=writable_cases,
         cost=0.006,
-        skip=_needs(heap.missing),
+        skip=_needs(heap.missing, gpu=True),
     ),
     Property(
         "memory.leak",
         rule="Calls do not allocate more than they give back.",
         defect="a workspace that is not freed, a cache that grows with each call, a reference that is never dropped",
-        check=_leak,
+        check=_either(_leak, memory_gpu.leak),
         cases=writable_cases,
         share=0.2,
         least=4,
         cost=0.03,
-        skip=_needs(heap.missing),
+        skip=_needs(heap.missing, gpu=True),
     ),
 )

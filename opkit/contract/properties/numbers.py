@@ -13,23 +13,29 @@ from typing import Any
 import torch
 from hypothesis.strategies import SearchStrategy
 
-from opkit.contract.cases import Call, Case, TensorCase
-from opkit.contract.compared import Judge, Pair, pairs
-from opkit.contract.exact import Expected, expected
-from opkit.contract.fills import EXTREME, NUMERIC, ORDINARY
-from opkit.contract.outcome import Outcome, described
+from opkit.contract.calls.cases import Call, Case, TensorCase
+from opkit.contract.calls.fills import EXTREME, NUMERIC, ORDINARY
+from opkit.contract.calls.specs import Drawing
+from opkit.contract.calls.sweep import Sweep
+from opkit.contract.compare.compared import Judge, Pair, pairs
+from opkit.contract.compare.exact import Expected, expected
+from opkit.contract.compare.special import excused, flushed, zero_signs
+from opkit.contract.observed.outcome import Outcome, described
 from opkit.contract.prop import Property, Refusal, Remark, Violation
-from opkit.contract.special import excused, flushed, zero_signs
-from opkit.contract.specs import Drawing
 from opkit.contract.subject import Subject
-from opkit.contract.sweep import Sweep
 from opkit.errors import OpkitError
+from opkit.op.operator import use_kernel
 
 _SMALL = (0, 1, 2, 3, 4, 7, 8, 9, 17)
 _NONE = (0, 1, 3, 2)
 _ENDS = (1, 2, 3, 5, 8, 17)
 _DELIBERATE = (TypeError, ValueError, NotImplementedError, OpkitError)
 _ASKS = re.compile(r"expect|must be|should|support|only|require|not implemented|contiguous|dtype", re.IGNORECASE)
+_MISTAKE = re.compile(  # what Python and torch say of a call that was written wrong
+    r"invalid combination of arguments|unsupported operand|positional argument|unexpected keyword|is not (callable|iterable|"
+    r"subscriptable)|indices must be|object (is not|does not)|must be real number|cannot be interpreted as"
+)
+_NONE_TAKEN = 20  # calls: an operator that takes none of so many takes none
 _FLUSHED = ("denormal", "special", "tiny")
 
 
@@ -85,6 +91,25 @@ def compare(subject: Subject, case: Case, **how: Any) -> None:
 
 def _reference(subject: Subject, case: Case) -> None:
     compare(subject, case)
+
+
+def _has_kernels(subject: Subject) -> str:
+    return needs_reference(subject) or ("" if len(subject.kernels) > 1 else "it has no second kernel for the device")
+
+
+def _kernels(subject: Subject, case: Case) -> None:
+    assert subject.operator is not None
+    refusals: list[Refusal] = []
+    for name in subject.kernels:
+        try:
+            with use_kernel(subject.operator, name):
+                compare(subject, case)
+        except Violation as violation:
+            raise Violation(f"kernel {name!r}: {violation}") from None
+        except Refusal as refusal:
+            refusals.append(refusal)
+    if len(refusals) == len(subject.kernels):
+        raise refusals[0]
 
 
 def _extreme(subject: Subject, case: Case) -> None:
@@ -174,12 +199,24 @@ def _dtypes(subject: Subject, case: Case) -> None:
 def _accepts(subject: Subject, case: Case) -> None:
     refusal = _refusal(subject, case.make(subject.device), subject.function)
     reference = _refusal(subject, case.make(subject.device), subject.reference)
+    _count(subject, refusal, reference)
     if refusal is None and reference is not None:
         raise Remark(f"it gives a result where the reference raises {reference}")
     if refusal is None or reference is not None:
         return
     said = f"it raises {refusal}, and the reference gives a result"
     raise Remark(said) if _deliberate(refusal.error) else Violation(said)
+
+
+def _count(subject: Subject, refusal: Refusal | None, reference: Refusal | None) -> None:
+    """Raise if the operator has taken nothing of all that the reference took: then nothing is checked at all."""
+    count: dict[str, int] = subject.notes.setdefault("numbers.accepts", {"taken": 0, "refused": 0})
+    count["taken"] += refusal is None
+    count["refused"] += refusal is not None and reference is None
+    if count["refused"] >= _NONE_TAKEN and not count["taken"]:
+        raise Violation(
+            f"none of {count['refused']} calls that the reference takes gives a result: it raises {refusal}"
+        )
 
 
 def _refusal(subject: Subject, call: Call, function: Any) -> Refusal | None:
@@ -192,6 +229,8 @@ def _refusal(subject: Subject, call: Call, function: Any) -> Refusal | None:
 
 def _deliberate(error: BaseException) -> bool:
     """Whether the author of the operator, or torch for a dtype, says that it does not take this."""
+    if isinstance(error, TypeError) and _MISTAKE.search(str(error)):
+        return False
     said = isinstance(error, RuntimeError) and _ASKS.search(str(error)) is not None
     return isinstance(error, _DELIBERATE) or (said and type(error) is RuntimeError)
 
@@ -266,6 +305,16 @@ PROPERTIES = (
         skip=_has_scalars,
         share=0.4,
         cost=0.002,
+    ),
+    Property(
+        "numbers.kernels",
+        rule="Every kernel for the device computes this, not only the one that opkit selects.",
+        defect="a kernel for rare calls that nobody has called, one that another kernel has stood before ever since",
+        check=_kernels,
+        cases=_drawn(_NUMERIC),
+        first=_swept(_NUMERIC),
+        skip=_has_kernels,
+        cost=0.004,
     ),
     Property(
         "numbers.extreme",

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from hypothesis.strategies import SearchStrategy
 
-from opkit.contract.arguments import distinct, owners, places
-from opkit.contract.cases import Call, Case
-from opkit.contract.fills import FILLS
-from opkit.contract.layouts import LAYOUTS
-from opkit.contract.outcome import Outcome, described, leaves
+from opkit.contract.calls.arguments import distinct, owners, places
+from opkit.contract.calls.cases import Call, Case
+from opkit.contract.calls.fills import FILLS
+from opkit.contract.calls.layouts import LAYOUTS
+from opkit.contract.calls.specs import Drawing
+from opkit.contract.observed.outcome import Outcome, described, leaves
+from opkit.contract.observed.snapshots import Snapshot, may_write, snapshots
 from opkit.contract.prop import Property, Refusal, Remark, Violation
 from opkit.contract.properties import schema_calls as calls
-from opkit.contract.snapshots import Snapshot, snapshots
-from opkit.contract.specs import Drawing
 from opkit.contract.subject import Subject
 from opkit.errors import AliasError, MutationError, MutationUnknownError, OutputError
 
@@ -65,23 +65,12 @@ def _over_variants(check: Callable[[Subject, Case, int, str], None]) -> Callable
     return over
 
 
-def _written(subject: Subject, case: Case, margin: int) -> set[int]:
-    """The numbers of the tensors that the operator may write to."""
-    if subject.schema is not None:
-        return {number for number, name in enumerate(owners(case, subject.schema)) if name in subject.writes}
-    assert subject.reference is not None
-    call = case.make(subject.device, margin=margin)
-    before = snapshots(call)
-    subject.call(call, subject.reference)
-    return {each.number for each in before if each.bytes_changed(True) or each.metadata_changes()}
-
-
 def _mutation(subject: Subject, case: Case, margin: int, note: str) -> None:
     call = case.make(subject.device, margin=margin)
     lists = [(value, [*value]) for value in (*call.args, *call.kwargs.values()) if isinstance(value, list)]
     before = snapshots(call)
     _called(subject, call, (MutationError,))
-    allowed = None if subject.schema is None and subject.reference is None else _written(subject, case, margin)
+    allowed = None if subject.schema is None and subject.reference is None else may_write(subject, case, margin)
     for each in before:
         _unchanged(each, places(case)[each.number] + note, allowed)
     if any(len(now) != len(was) or any(a is not b for a, b in zip(now, was, strict=True)) for now, was in lists):
@@ -106,8 +95,9 @@ def _unchanged(each: Snapshot, place: str, allowed: set[int] | None) -> None:
         raise Remark(f"{place} is written to: {changes[0]}; nothing says whether it may be. Give a reference.")
     if changes:
         raise Violation(f"{place} is not declared as written to, and {changes[0]}")
-    if not written and each.tensor._version != each.version:
-        raise Remark(f"{place} is written to, and holds in the end what it held before")
+    if not written and each.written():
+        told = f"{place} is written to, and holds in the end what it held before"
+        raise Remark(told) if allowed is None else Violation(f"{told}; it is not declared as written to")
 
 
 def _declares_writes(subject: Subject) -> str:

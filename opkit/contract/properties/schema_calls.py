@@ -5,15 +5,18 @@
 from __future__ import annotations
 
 import inspect
+import math
+import typing
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from opkit.contract.cases import Case
-from opkit.contract.outcome import Outcome
-from opkit.contract.poison import difference
+from opkit.contract.calls.cases import Case
+from opkit.contract.memory.poison import difference
+from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.randomness import is_random
 from opkit.contract.prop import Property, Refusal, Violation
-from opkit.contract.randomness import is_random
 from opkit.contract.subject import Subject
 
 
@@ -98,6 +101,44 @@ def _wide(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return a.detach().to(dtype), b.detach().to(dtype)
 
 
+def _floats(subject: Subject) -> dict[Any, str]:
+    """The parameters that take floats, by position and by name."""
+    if subject.schema is not None:
+        declared = [(a.name, str(a.type) in ("float", "Optional[float]")) for a in subject.schema.arguments]
+    else:
+        try:
+            hints = typing.get_type_hints(subject.function)
+        except (TypeError, NameError):
+            return {}
+        declared = [(name, hints.get(name) in (float, float | None)) for name, _, _ in _names(subject)]
+    found = {number: name for number, (name, takes) in enumerate(declared) if takes}
+    return {**found, **{name: name for name in found.values()}}
+
+
+def _takes_floats(subject: Subject) -> str:
+    return "" if _floats(subject) else "nothing says that an argument is a float"
+
+
+def _kinds(subject: Subject, case: Case) -> None:
+    floats = _floats(subject)
+    whole = _changed(case, lambda at, value: _whole(value) if at in floats else value)
+    for at, value in (*enumerate(whole.args), *whole.kwargs):
+        if at in floats and type(value) is float and math.isfinite(value):
+            variant = _changed(whole, lambda each, v, at=at: int(v) if each == at else v)
+            _agree(subject, whole, variant, f"with {value!r} for {floats[at]}, and with {int(value)!r}")
+
+
+def _changed(case: Case, change: Callable[[Any, Any], Any]) -> Case:
+    args = tuple(change(number, value) for number, value in enumerate(case.args))
+    return Case(args, tuple((name, change(name, value)) for name, value in case.kwargs))
+
+
+def _whole(value: Any) -> Any:
+    """A float that an integer can stand for."""
+    fractional = type(value) is float and math.isfinite(value)
+    return (float(round(value)) or math.copysign(1.0, value)) if fractional else value
+
+
 def _has_overloads(subject: Subject) -> str:
     packet = isinstance(subject.target, torch._ops.OpOverloadPacket) and len(subject.target.overloads()) > 1
     return "" if packet else "it has no other overloads"
@@ -111,6 +152,14 @@ PROPERTIES = (
         check=_defaults,
         share=0.4,
         skip=_has_names,
+    ),
+    Property(
+        "schema.kinds",
+        rule="Where a float is declared, 2 is as good as 2.0.",
+        defect="a division or a power of integers, a check for the type float, a kernel that is handed an integer's bits",
+        check=_kinds,
+        share=0.3,
+        skip=_takes_floats,
     ),
     Property(
         "schema.overloads",

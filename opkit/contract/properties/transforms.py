@@ -12,15 +12,15 @@ from typing import Any, cast
 
 import torch
 
-from opkit.contract import derivatives as d
-from opkit.contract.cases import Call, Case, TensorCase
-from opkit.contract.directions import direction, inner, size
-from opkit.contract.outcome import leaves
+from opkit.contract.calls.cases import Call, Case, TensorCase
+from opkit.contract.compare.rounding import observe
+from opkit.contract.observed.outcome import leaves
+from opkit.contract.observed.randomness import is_random
 from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
 from opkit.contract.properties import transforms_modes as modes
-from opkit.contract.randomness import is_random
-from opkit.contract.rounding import observe
 from opkit.contract.subject import Subject
+from opkit.contract.traced import derivatives as d
+from opkit.contract.traced.directions import direction, inner, size
 
 _BATCHES = (3, 1, 2, 0)
 _MOST_DIMS = 9

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from opkit.contract import derivatives as d
-from opkit.contract.cases import Call, Case
-from opkit.contract.outcome import Outcome
+from opkit.contract.calls.cases import Call, Case
+from opkit.contract.compare.rounding import observe
+from opkit.contract.observed.outcome import Outcome
 from opkit.contract.prop import Property, Refusal, Remark, Violation
-from opkit.contract.rounding import observe
 from opkit.contract.subject import Subject
+from opkit.contract.traced import derivatives as d
 from opkit.op import torch_private as private
 from opkit.op.rules import autocast
 

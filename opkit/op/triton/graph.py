@@ -22,6 +22,7 @@ from opkit.op.core import Operator
 from opkit.op.planning import choose
 from opkit.op.triton.arguments import Values, launch_of
 from opkit.op.triton.binding import Bound
+from opkit.op.triton.carried import left_out
 from opkit.op.triton.choosing import Chooser
 from opkit.op.triton.evaluation import exact
 from opkit.op.triton.machine import machine_of
@@ -46,7 +47,21 @@ def refusal(bound: Bound) -> str:
     if told:
         return f"its configs decide on {told[0]}, which is no constexpr"
     other = sorted(name for name in bound.options - _REPRESENTED if not _usual(bound, name))
-    return f"its option {other[0]} is not recorded by torch" if other else ""
+    if other:
+        return f"its option {other[0]} is not recorded by torch"
+    floats = _floats(bound)
+    if floats and private.inductor_widens_floats():
+        return f"Inductor would pass {floats[0]} as a float64"
+    missing = left_out(unwrapped(kernel.function))
+    return f"Inductor would leave out {missing}" if missing else ""
+
+
+def _floats(bound: Bound) -> list[str]:
+    """The parameters that are given numbers, which Triton takes for float32."""
+    given = [name for name, source in bound.given.items() if bound.sources[source].kind == "float"]
+    fixed = [name for name, value in bound.constants.items() if isinstance(value, float)]
+    compiled = {parameter.name for parameter in bound.kernel.parameters if parameter.constexpr}
+    return [name for name in (*given, *fixed) if name not in compiled]
 
 
 def _usual(bound: Bound, name: str) -> bool:

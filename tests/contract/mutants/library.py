@@ -28,7 +28,7 @@ def softplus_kernel(x, beta):
     a = x.numpy().astype(np.float64)
     scaled = beta * a
     result = np.where(scaled > 20, a, np.log1p(np.exp(np.minimum(scaled, 20))) / beta)
-    return torch.from_numpy(np.asarray(result)).to(x.dtype)
+    return torch.from_numpy(np.asarray(result, order="C")).to(x.dtype)
 
 
 def softplus_fake(x, beta):

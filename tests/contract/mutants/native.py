@@ -1,7 +1,7 @@
 """Right operators with kernels in C, most of them those of docs/native.md; mutants are made of their sources."""
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 import opkit
@@ -129,7 +129,7 @@ def build_gather():
 
     @opkit.custom_op("mutants::gather")
     def gather(x: Float[Tensor, "n d"], index: Int[Tensor, "count"]) -> Float[Tensor, "count d"]:
-        return x[index]
+        return x.index_select(0, index)
 
     gather.register_kernel("cpu", opkit.c_kernel(GATHER, dtypes=FLOATING))
     return {"op": gather, "args": (tensor("n d", FLOATING), tensor("count", torch.int64, low=0, high="n-1"))}
@@ -172,7 +172,7 @@ def build_masked_mean():
     """A mean of what a mask leaves; 0 where it leaves nothing."""
 
     @opkit.custom_op("mutants::masked_mean")
-    def masked_mean(x: Float[Tensor, "*batch n"], mask: Tensor) -> Float[Tensor, "*batch"]:
+    def masked_mean(x: Float[Tensor, "*batch n"], mask: Bool[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:
         count = mask.sum(-1)
         return torch.where(mask, x, 0).sum(-1) / count.clamp(min=1).to(x.dtype)
 

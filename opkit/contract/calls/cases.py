@@ -1,0 +1,177 @@
+"""One call as data: sizes, dtypes, layouts, fills and seeds. The same case makes the same tensors, every time."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from opkit.contract.calls.fills import fill
+from opkit.contract.calls.layouts import layout_of
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorCase:
+    """A tensor to be made. ``same_as`` is the number of an earlier tensor of the case that is passed again in its place."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    layout: str = "contiguous"
+    fill: str = "normal"
+    seed: int = 0
+    low: float | None = None
+    high: float | None = None
+    requires_grad: bool = False
+    same_as: int | None = None
+
+    def make(self, device: str | torch.device = "cpu", margin: int = 0, outside: float | None = None) -> torch.Tensor:
+        """The tensor.
+
+        Args:
+            device: where it is.
+            margin: how many elements of memory lie before and after what the layout reaches over.
+            outside: what is in the margins and in gaps between elements; the fill's own numbers by default.
+        """
+        layout = layout_of(self.layout, self.shape)
+        memory = fill(layout.elements + 2 * margin, self.dtype, self.fill, self.seed, self.low, self.high)
+        if layout.negated and self._has_sign:
+            memory = -memory
+        view = torch.as_strided(memory, self.shape, layout.strides, layout.offset + margin)
+        if outside is not None:
+            inside = torch.as_strided(torch.arange(memory.numel()), view.shape, view.stride(), view.storage_offset())
+            values = memory[inside]
+            memory.fill_(outside)
+            memory[inside] = values
+        if device != "cpu":
+            view = torch.as_strided(memory.to(device), self.shape, layout.strides, layout.offset + margin)
+        if layout.negated and self._has_sign:
+            view = torch._neg_view(view)
+        return view.requires_grad_() if self.requires_grad else view
+
+    @property
+    def impossible(self) -> bool:
+        """Whether its bounds leave no number for its elements, as those of an index into nothing do."""
+        whole = not self.differentiable and self.dtype != torch.bool and 0 not in self.shape
+        return whole and self.low is not None and self.high is not None and int(self.low) > int(self.high)
+
+    @property
+    def _has_sign(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether the dtype can require gradients."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def __str__(self) -> str:
+        parts = [f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"]
+        parts += [self.layout] if self.layout != "contiguous" else []
+        parts += [self.fill] if self.fill != "normal" and (self.differentiable or self.fill == "edges") else []
+        parts += [f"seed={self.seed}"] if self.seed else []
+        parts += ["requires_grad"] if self.requires_grad else []
+        parts += [f"same as tensor {self.same_as}"] if self.same_as is not None else []
+        return " ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of one call, made."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor among the arguments, in the order of :meth:`Case.tensors`."""
+        return [leaf for leaf in _leaves((*self.args, *self.kwargs.values())) if isinstance(leaf, torch.Tensor)]
+
+    def map(self, function: Callable[[torch.Tensor], Any]) -> Call:
+        """The call with ``function`` of each tensor in the tensor's place; one that is passed twice stays one."""
+        done: dict[int, Any] = {}
+
+        def change(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in done:
+                done[id(leaf)] = function(leaf)
+            return done[id(leaf)]
+
+        return Call(_mapped(self.args, change), {name: _mapped(value, change) for name, value in self.kwargs.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """The arguments of one call as data: a :class:`TensorCase` for each tensor, lists of these, and plain values."""
+
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def make(self, device: str | torch.device = "cpu", **how: Any) -> Call:
+        """The arguments, made anew; ``how`` is passed on to :meth:`TensorCase.make`."""
+        made: list[torch.Tensor] = []
+
+        def build(leaf: Any) -> Any:
+            if not isinstance(leaf, TensorCase):
+                return leaf
+            again = leaf.same_as is not None and leaf.same_as < len(made)
+            made.append(made[leaf.same_as] if again else leaf.make(device, **how))  # type: ignore[index]
+            return made[-1]
+
+        args = _mapped(self.args, build)
+        return Call(args, {name: _mapped(value, build) for name, value in self.kwargs})
+
+    def tensors(self) -> list[TensorCase]:
+        """Every tensor of the case, in the order of the arguments."""
+        return [leaf for leaf in _leaves((*self.args, *dict(self.kwargs).values())) if isinstance(leaf, TensorCase)]
+
+    def map(self, function: Callable[[int, TensorCase], TensorCase]) -> Case:
+        """The case with ``function(number, tensor)`` in the place of each tensor."""
+        numbers = iter(range(len(self.tensors())))
+
+        def change(leaf: Any) -> Any:
+            return function(next(numbers), leaf) if isinstance(leaf, TensorCase) else leaf
+
+        args = _mapped(self.args, change)
+        return Case(args, tuple((name, _mapped(value, change)) for name, value in self.kwargs))
+
+    def replace(self, **changes: Any) -> Case:
+        """The case with these fields of every tensor changed.
+
+        >>> print(Case((TensorCase((2,)),)).replace(fill="ones"))
+        (float32[2] ones)
+        """
+        return self.map(lambda _, tensor: dataclasses.replace(tensor, **changes))
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The first floating or complex dtype among the tensors."""
+        return next((tensor.dtype for tensor in self.tensors() if tensor.differentiable), None)
+
+    def __str__(self) -> str:
+        named = [f"{name}={_shown(value)}" for name, value in self.kwargs]
+        return f"({', '.join([*map(_shown, self.args), *named])})"
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, change) for item in value)  # pyright: ignore
+    return change(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, torch.Tensor):  # a constant of the spec
+        return f"a given {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return str(value) if isinstance(value, TensorCase) else repr(value)

@@ -1,0 +1,1 @@
+"""Results beside the reference's: how near is near enough, and what extreme numbers leave open."""

@@ -1,0 +1,292 @@
+"""An operator's results beside its reference's: which belongs to which, and what is wrong with each."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from opkit.contract.calls.cases import Call, Case
+from opkit.contract.compare.exact import Expected, unit
+from opkit.contract.compare.tolerance import Goal, allowed, wrong
+from opkit.contract.observed.outcome import Outcome, described, same_bits, same_values
+from opkit.contract.prop import NotApplicable, Refusal, Remark, Violation
+from opkit.contract.subject import Subject
+
+_RUNS = 8
+_ROUNDINGS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One result, or one argument afterwards, of the operator and of the reference."""
+
+    name: str
+    at: tuple[str, int]  # in which of an outcome's lists, and where
+    got: Any
+    own: Any
+
+    def of(self, outcome: Outcome) -> Any:
+        """The same result in another outcome of the reference."""
+        found = outcome.results if self.at[0] == "result" else outcome.call.tensors()
+        return found[self.at[1]]
+
+
+def pairs(subject: Subject, got: Outcome, wanted: Outcome, case: Case) -> list[Pair]:
+    """Results in order, then the arguments that are written to.
+
+    Raises:
+        Violation: the operator returns more, or fewer, than the reference.
+    """
+    ours, theirs = got.results, wanted.results
+    after = _written(subject, got, wanted, case)
+    if len(ours) != len(theirs) and subject.writes and not [each for each in ours if each is not None]:
+        return _into_arguments(subject, got, wanted)
+    if len(ours) != len(theirs):
+        if all(each is None for each in theirs) and after:  # returns what it wrote to, too
+            return after
+        raise Violation(
+            f"it returns {len(ours)} values ({_list(ours)}), and the reference {len(theirs)} ({_list(theirs)})"
+        )
+    if after and (_nothing(ours) or _nothing(theirs)):
+        return after
+    many = len(ours) > 1
+    named = [
+        Pair(f"result {at}" if many else "the result", ("result", at), *both)
+        for at, both in enumerate(zip(ours, theirs, strict=True))
+    ]
+    return named + after
+
+
+def _nothing(values: tuple[Any, ...]) -> bool:
+    return all(each is None for each in values)
+
+
+def _list(values: tuple[Any, ...]) -> str:
+    return ", ".join(map(described, values)) or "none"
+
+
+def _written(subject: Subject, got: Outcome, wanted: Outcome, case: Case) -> list[Pair]:
+    """Arguments that the reference writes to, and those of a schema that says so."""
+    before = case.make(subject.device).tensors()
+    found = []
+    for at, (a, b, c) in enumerate(zip(got.call.tensors(), wanted.call.tensors(), before, strict=True)):
+        if not same_bits(b, c):
+            found.append(Pair(f"argument tensor {at}, afterwards,", ("argument", at), a, b))
+    return found
+
+
+def _into_arguments(subject: Subject, got: Outcome, wanted: Outcome) -> list[Pair]:
+    """An operator with ``out`` arguments and no results, beside a reference that returns them."""
+    names = [argument.name for argument in subject.schema.arguments]
+    given = dict(zip(names, got.call.args, strict=False)) | got.call.kwargs
+    outs = [given[name] for name in subject.writes if isinstance(given.get(name), torch.Tensor)]
+    if len(outs) != len(wanted.results):
+        raise Remark(f"it writes to {len(outs)} arguments and the reference returns {len(wanted.results)} values")
+    return [
+        Pair(f"argument {name}, afterwards,", ("result", at), *both)
+        for at, (name, *both) in enumerate(zip(subject.writes, outs, wanted.results, strict=True))
+    ]
+
+
+@dataclasses.dataclass
+class Judge:
+    """Compares one call's results with what is expected of it."""
+
+    subject: Subject
+    case: Case
+    wanted: Expected
+    floor: float = 0.0
+    extreme: bool = False
+    alternates: Callable[[Pair], Iterable[Any]] = lambda _: ()
+    excused: Callable[[Pair], torch.Tensor | None] = lambda _: None
+
+    @functools.cached_property
+    def _disturbed(self) -> list[Outcome]:
+        return [found for seed in range(_RUNS) if (found := self.wanted.disturbed(seed)) is not None]
+
+    @functools.cached_property
+    def _moved(self) -> list[Outcome]:
+        return [found for seed in range(2) if (found := self.wanted.moved(seed)) is not None]
+
+    def goal(self, pair: Pair) -> Goal:
+        """What a pair's result must be."""
+        own = pair.own
+        exact = pair.of(self.wanted.exact) if self.wanted.exact is not None else None
+        usable = isinstance(exact, torch.Tensor) and exact.shape == own.shape
+        base: torch.Tensor = exact if usable and exact is not None else own
+
+        def spread(outcomes: list[Outcome]) -> torch.Tensor | None:
+            found = [pair.of(each) for each in outcomes if len(each.results) == len(self.wanted_results)]
+            gaps = [_gap(each, base) for each in found if isinstance(each, torch.Tensor) and each.shape == base.shape]
+            return torch.stack(gaps).amax(0) if gaps else None
+
+        half = own.dtype.is_floating_point and own.dtype.itemsize <= 2
+        return Goal(
+            own,
+            _wide(base),
+            lambda: spread(self._disturbed),
+            lambda: spread(self._moved) if half or self._is_narrow else None,
+            self.floor,
+            self.extreme,
+        )
+
+    @property
+    def wanted_results(self) -> tuple[Any, ...]:
+        """The reference's results."""
+        found = self.wanted.own or self.wanted.exact
+        assert found is not None
+        return found.results
+
+    @functools.cached_property
+    def _is_narrow(self) -> bool:
+        return any(tensor.dtype.itemsize <= 2 for tensor in self.case.tensors() if tensor.differentiable)
+
+    def ask(self, pair: Pair) -> None:
+        """Raise where the result is not what is expected.
+
+        Raises:
+            Violation: it is another value, or has another shape or dtype.
+        """
+        got, own = pair.got, pair.own
+        if isinstance(got, torch.Tensor) != isinstance(own, torch.Tensor) and (got is None or own is None):
+            raise Violation(f"{pair.name} is {described(got)}, and the reference's is {described(own)}")
+        if not _numeric(got) or not _numeric(own):
+            self._plain(pair)
+            return
+        got, own = _tensor(got, own), _tensor(own, got)
+        if got.shape != own.shape:
+            raise Violation(f"{pair.name} has shape {list(got.shape)}, and the reference's has {list(own.shape)}")
+        self._numbers(dataclasses.replace(pair, got=got.detach(), own=own.detach()))
+
+    def _plain(self, pair: Pair) -> None:
+        if not (pair.got == pair.own or pair.got is pair.own):
+            raise Violation(f"{pair.name} is {pair.got!r}, and the reference's is {pair.own!r}")
+
+    def _numbers(self, pair: Pair) -> None:
+        got, own = pair.got, pair.own
+        if own.numel() == 0 or (got.dtype == own.dtype and torch.equal(got, own)):
+            return
+        if got.dtype.is_floating_point != own.dtype.is_floating_point or got.dtype.is_complex != own.dtype.is_complex:
+            raise Violation(f"{pair.name} is {described(got)}, and the reference's is {described(own)}")
+        goal = self.goal(pair)
+        bad = wrong(got, goal)
+        if bool(bad.any()):
+            bad = self._forgiven(pair, bad)
+        if bool(bad.any()):
+            self.ties(pair)
+            raise Violation(self._message(pair, goal, bad))
+
+    def _forgiven(self, pair: Pair, bad: torch.Tensor) -> torch.Tensor:
+        """What is still wrong beside other results that are right as well."""
+        for other in self.alternates(pair):
+            if isinstance(other, torch.Tensor) and other.shape == pair.own.shape:
+                bad = bad & wrong(pair.got, Goal(other, _wide(other), floor=self.floor, extreme=self.extreme))
+        excused = self.excused(pair)
+        return bad if excused is None else bad & ~excused
+
+    def ties(self, pair: Pair) -> None:
+        """Positions of equal elements are in no order: a difference there tells nothing."""
+        if pair.got.dtype not in (torch.int64, torch.int32):
+            return
+        for tensor in self.case.make(self.subject.device).tensors():
+            values = (
+                torch.nan_to_num(tensor.detach().double()) if tensor.dtype.is_floating_point else tensor.new_empty(0)
+            )
+            if values.unique().numel() < values.numel():
+                raise Remark(f"{pair.name} holds positions, and differs from the reference's where elements are equal")
+
+    def _message(self, pair: Pair, goal: Goal, bad: torch.Tensor) -> str:
+        at = int(bad.reshape(-1).nonzero()[0])
+        index = [int(i) for i in torch.unravel_index(torch.tensor(at), bad.shape)] if bad.dim() else []
+        got, own, exact = (each.reshape(-1)[at].item() for each in (pair.got, goal.own, goal.exact))
+        exactly = f" (exactly {exact!r})" if own != exact and self.wanted.exact is not None else ""
+        floating = pair.got.dtype.is_floating_point
+        within = f", within {float(allowed(goal).reshape(-1)[at]):.2g}" if floating else ""
+        count = f"; {int(bad.sum())} of {bad.numel()} elements are wrong" if bad.numel() > 1 else ""
+        return f"{pair.name} is {got!r} at {index}, and the reference's is {own!r}{exactly}{within}{count}"
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
+
+
+def _gap(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.nan_to_num((_wide(one) - _wide(other)).abs(), 0.0, 0.0, 0.0)
+
+
+def _numeric(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, int, float, complex))
+
+
+def _tensor(value: Any, like: Any) -> torch.Tensor:
+    """A number as a tensor, in the other's dtype where that is a tensor of the same kind."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype.is_floating_point and value.dtype.itemsize == 1 else value
+    found = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    suits = isinstance(like, torch.Tensor) and like.dtype.is_floating_point == found.dtype.is_floating_point
+    return found.to(like.dtype) if suits else found
+
+
+def steadily(subject: Subject, case: Case, pair: Pair, plain: Outcome, before: Call) -> str:
+    """How a result differs from that of contiguous copies, ``plain``, by more than other orders of its sums, or "".
+
+    Raises:
+        NotApplicable: the operator gives other results for the same arguments each time.
+        Remark: what differs are positions of equal elements.
+    """
+    got, own = (_tensor(each, each).detach() for each in (pair.got, pair.own))
+    if same_bits(got, own) or not bool((bad := wrong(got, Goal(own, _wide(own), floor=_steps(own)))).any()):
+        return ""
+    again = pair.of(subject.call(before.map(torch.clone)))
+    if not same_values(again, pair.of(plain)):
+        raise NotApplicable("the operator gives other results for the same arguments each time")
+    runs = [pair.of(run) for seed in range(_RUNS) if (run := _nearby(subject, before, seed)) is not None]
+    gaps = [_gap(each, own) for each in runs if each.shape == own.shape]
+    spread = torch.stack(gaps).amax(0) if gaps else None
+    bad = wrong(got, Goal(own, _wide(own), spread=lambda: spread, floor=_steps(own)))
+    if _finite(before):  # a product that overflows in one order need not in another
+        bad = bad & got.isfinite() & own.isfinite()
+    if not bool(bad.any()):
+        return ""
+    Judge(subject, case, Expected(subject, case, plain, None)).ties(pair)
+    at = int(bad.reshape(-1).nonzero()[0])
+    index = [int(i) for i in torch.unravel_index(torch.tensor(at), bad.shape)] if bad.dim() else []
+    one, other = (each.reshape(-1)[at].item() for each in (got, own))
+    return f"{one!r} at {index}, and {other!r} for contiguous copies ({int(bad.sum())} of {bad.numel()} elements)"
+
+
+def _finite(call: Call) -> bool:
+    """Whether all floats among the arguments are finite."""
+    return all(bool(each.isfinite().all()) for each in call.tensors() if each.dtype.is_floating_point)
+
+
+def _steps(result: torch.Tensor) -> float:
+    """What steps in between are off by: another layout means other instructions, such as for exp; a layout error is large."""
+    if not (result.dtype.is_floating_point or result.dtype.is_complex) or not result.numel():
+        return 0.0
+    largest = float(torch.nan_to_num(_wide(result).abs(), 0.0, 0.0, 0.0).amax())
+    return _ROUNDINGS * unit(result.dtype) * max(1.0, largest)
+
+
+def _nearby(subject: Subject, before: Call, seed: int) -> Outcome | None:
+    """The operator's results for arguments that are off by the roundings of a sum over the longest dimension."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def off(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dtype.is_floating_point:
+            return tensor.clone()
+        length = max(tensor.shape, default=1)
+        size = unit(tensor.dtype) * (2 if tensor.dtype.itemsize <= 2 else 4 * length**0.5)
+        signs = torch.randint(2, tensor.shape, generator=generator).to(torch.float64) * 2 - 1
+        return (tensor.double() * (1 + size * signs.to(tensor.device))).to(tensor.dtype)
+
+    try:
+        return subject.call(before.map(off))
+    except Refusal:
+        return None

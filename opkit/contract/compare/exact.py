@@ -1,0 +1,319 @@
+"""What a reference gives exactly, or nearly so: run in float64 on the same numbers, with nothing rounded on the way.
+
+A reference says ``x.float()`` or ``torch.zeros(n, dtype=torch.bfloat16)`` somewhere; a dispatch mode reads float64 there. The
+same mode can disturb what each step gives by as much as rounding would, which shows how far right kernels may lie
+apart: what a step computes exactly (a minimum, a sign, a sum of small integers) stays as it is.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opkit.contract.calls.cases import Call, Case
+from opkit.contract.calls.fills import CONSTANT
+from opkit.contract.observed.outcome import Outcome
+from opkit.contract.prop import NotApplicable, Refusal
+from opkit.contract.subject import Subject
+
+_ULPS = 4  # how far one step of a right kernel may be off, in units of rounding
+_EXACT = frozenset(
+    [
+        "abs",
+        "neg",
+        "relu",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "maximum",
+        "minimum",
+        "fmax",
+        "fmin",
+        "max",
+        "min",
+        "amax",
+        "amin",
+        "argmax",
+        "argmin",
+        "where",
+        "sign",
+        "sgn",
+        "round",
+        "floor",
+        "ceil",
+        "trunc",
+        "copysign",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "copy_",
+        "clone",
+        "_to_copy",
+        "cat",
+        "stack",
+        "index",
+        "index_select",
+        "gather",
+        "scatter",
+        "sort",
+        "topk",
+        "masked_fill",
+        "index_put",
+        "fill",
+        "fill_",
+        "zeros",
+        "ones",
+        "full",
+        "arange",
+        "empty",
+        "zero_",
+        "constant_pad_nd",
+        "flip",
+        "roll",
+        "repeat",
+        "isnan",
+        "isinf",
+        "tril",
+        "triu",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "scalar_tensor",
+        "threshold",
+        "embedding",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "slice_scatter",
+        "select_scatter",
+        "masked_select",
+        "nonzero",
+        "isfinite",
+        "logical_not",
+    ]
+)
+_EXACT_WHERE_REPRESENTABLE = frozenset(
+    ["add", "sub", "mul", "rsub", "sum", "cumsum", "addcmul", "mm", "bmm", "dot", "mv", "addmm", "baddbmm"]
+)
+
+
+class _Unpromotable(Exception):
+    """The reference looks into the bits of floats."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float64 or complex128 for a narrower one; float8 and what is no float stay."""
+    if dtype in (torch.float16, torch.bfloat16, torch.float32):
+        return torch.float64
+    return torch.complex128 if dtype.is_complex else dtype
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in float64."""
+    return tensor.detach().clone().to(wide(tensor.dtype))
+
+
+def unit(dtype: torch.dtype) -> float:
+    """Half the distance from 1 to the next number: what one rounding is off at most, in relation to the result."""
+    return torch.finfo(dtype).eps / 2
+
+
+@dataclasses.dataclass
+class _Noise:
+    generator: torch.Generator
+    unit: float
+    dtype: torch.dtype
+    steady: bool  # errors of a sum add up rather than cancel
+
+    def factor(self, like: torch.Tensor, size: float) -> torch.Tensor:
+        signs = torch.randint(2, like.shape, generator=self.generator, dtype=torch.int8).to(torch.float64) * 2 - 1
+        return 1 + size * signs.to(like.device)
+
+    def longer(self, length: int) -> float:
+        return _ULPS * self.unit * (length if self.steady else math.sqrt(length))
+
+
+class _Promoted(TorchDispatchMode):
+    """Every float is a float64, whatever the function says."""
+
+    def __init__(self, noise: _Noise | None = None) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NotApplicable("the reference draws random numbers: two right results differ")
+        if func.overloadpacket.__name__ == "view" and func._overloadname == "dtype":
+            raise _Unpromotable
+        args, kwargs = pytree.tree_map_only(torch.dtype, wide, (args, kwargs or {}))
+        name = func.overloadpacket.__name__
+        noise = self.noise
+        disturbed = noise is not None and name not in _EXACT and not func.is_view
+        if noise is not None and disturbed and self._length(func, args) > 1 and not func._schema.is_mutable:
+            args = self._inputs(args, noise.longer(self._length(func, args)), name)
+        out = func(*args, **kwargs)
+        if disturbed:
+            self._disturb(out, name, self._length(func, args), args)
+        return out
+
+    @staticmethod
+    def _length(func: Any, args: Any) -> int:
+        """How many terms are added up for one result, at most."""
+        if torch.Tag.pointwise in func.tags:
+            return 1
+        tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        whole = not [leaf for leaf in args[1:] if leaf is not None]
+        return max([1, *(each.numel() if whole else max(each.shape, default=1) for each in tensors)])
+
+    def _inputs(self, args: Any, size: float, name: str) -> Any:
+        def change(leaf: torch.Tensor) -> torch.Tensor:
+            if leaf.dtype != torch.float64 or (name in _EXACT_WHERE_REPRESENTABLE and _integral(leaf)):
+                return leaf
+            return leaf * self.noise.factor(leaf, size)  # pyright: ignore[reportOptionalMemberAccess]
+
+        return pytree.tree_map_only(torch.Tensor, change, args)
+
+    def _disturb(self, out: Any, name: str, length: int, args: Any) -> None:
+        noise = self.noise
+        assert noise is not None
+        for leaf in pytree.tree_leaves(out):
+            if not isinstance(leaf, torch.Tensor) or leaf.dtype != torch.float64:
+                continue
+            changed = leaf * noise.factor(leaf, noise.longer(length))
+            if name in _EXACT_WHERE_REPRESENTABLE:
+                changed = torch.where(_kept(leaf, noise.dtype, name, args), leaf, changed)
+            leaf.copy_(changed)
+
+
+def _kept(result: torch.Tensor, dtype: torch.dtype, name: str, args: Any) -> torch.Tensor:
+    """Where a step rounds nothing in ``dtype``: its result is representable, and nothing was lost of a smaller operand."""
+    fits = result == result.to(dtype).double()
+    if name in ("add", "sub") and all(isinstance(each, torch.Tensor) for each in args[:2]):
+        one, other = args[:2]
+        back = result - other if name == "add" else result + other
+        fits = fits & ((result - one).abs() == other.abs()) & (back == one)
+    return fits
+
+
+def _integral(tensor: torch.Tensor) -> bool:
+    """Whether all sums of the elements are exact, in any order: small multiples of a quarter."""
+    return bool(((tensor * 4).frac() == 0).all()) and bool((tensor.abs() < 64).all())
+
+
+@dataclasses.dataclass
+class Expected:
+    """What the reference gives for a case.
+
+    Attributes:
+        own: in its own dtype; None where it has no implementation for that one.
+        exact: in float64; None where it cannot be run so.
+        why: why it cannot.
+    """
+
+    subject: Subject
+    case: Case
+    own: Outcome | None
+    exact: Outcome | None
+    why: str = ""
+
+    def disturbed(self, seed: int) -> Outcome | None:
+        """The exact result, disturbed as rounding would; None where that fails."""
+        generator = torch.Generator().manual_seed(seed)
+        dtype = working_dtype(self.case)
+        steady = any(tensor.fill in CONSTANT for tensor in self.case.tensors())
+        noise = _Noise(generator, unit(dtype), dtype, steady)
+        try:
+            return _run(self.subject, self.case, noise) if self.exact is not None else self._moved(noise)
+        except (Refusal, _Unpromotable):
+            return None
+
+    def moved(self, seed: int) -> Outcome | None:
+        """The exact result for arguments that are each off by one rounding of their dtype."""
+        generator = torch.Generator().manual_seed(seed)
+        noise = _Noise(generator, 0.0, torch.float64, False)
+        try:
+            call = self.case.make(self.subject.device).map(lambda tensor: _off(tensor, noise, unit))
+            return _call(self.subject, call, None)
+        except (Refusal, _Unpromotable):
+            return None
+
+    def _moved(self, noise: _Noise) -> Outcome | None:
+        length = max((max(t.shape, default=1) for t in self.case.tensors()), default=1)
+        call = self.case.make(self.subject.device)
+        moved = call.map(lambda t: _off(t, noise, lambda _: noise.longer(length)).to(t.dtype))
+        return self.subject.call(moved, self.subject.reference)
+
+
+def _off(tensor: torch.Tensor, noise: _Noise, size: Any) -> torch.Tensor:
+    wider = widened(tensor)
+    floating = tensor.dtype.is_floating_point
+    return wider * noise.factor(wider, size(tensor.dtype)) if floating else wider
+
+
+def working_dtype(case: Case) -> torch.dtype:
+    """The dtype that right kernels compute in: float64 where every float is one, otherwise float32."""
+    found = {tensor.dtype for tensor in case.tensors() if tensor.differentiable}
+    return torch.float64 if found and found <= {torch.float64, torch.complex128} else torch.float32
+
+
+def expected(subject: Subject, case: Case) -> Expected:
+    """Run the reference in its own dtype and in float64.
+
+    Raises:
+        Refusal: it gives no result in either.
+        NotApplicable: it draws random numbers.
+    """
+    own = refusal = exact = None
+    why = ""
+    try:
+        own = subject.expect(case)
+    except Refusal as error:
+        refusal = error
+    try:
+        exact = _run(subject, case, None)
+    except (Refusal, _Unpromotable) as error:
+        why = "it looks into the bits of floats" if isinstance(error, _Unpromotable) else str(error)
+    if own is None and (exact is None or not _lacks_dtype(refusal)):
+        assert refusal is not None
+        raise refusal
+    if own is not None and exact is not None and len(own.results) != len(exact.results):
+        exact = None
+    return Expected(subject, case, own, exact, why)
+
+
+def _lacks_dtype(refusal: Refusal | None) -> bool:
+    return refusal is not None and "not implemented for" in str(refusal)
+
+
+def _run(subject: Subject, case: Case, noise: _Noise | None) -> Outcome:
+    return _call(subject, case.make(subject.device).map(widened), noise)
+
+
+def _call(subject: Subject, call: Call, noise: _Noise | None) -> Outcome:
+    default = torch.get_default_dtype()
+    plain = Call(*pytree.tree_map_only(torch.dtype, wide, (call.args, call.kwargs)))
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), _Promoted(noise):
+            return subject.call(plain, subject.reference)
+    except Refusal as refusal:
+        if isinstance(refusal.error, (NotApplicable, _Unpromotable)):
+            raise refusal.error from None
+        raise
+    finally:
+        torch.set_default_dtype(default)

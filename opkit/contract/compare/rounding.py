@@ -1,0 +1,162 @@
+"""Two calls of one operator, compared: to the bit, or up to what another order of summation may change."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from opkit.contract.calls.cases import Call, Case
+from opkit.contract.observed.outcome import Outcome, described, first_difference, same_bits
+from opkit.contract.prop import Refusal
+from opkit.contract.subject import Subject
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+_ACCUMULATED = torch.finfo(torch.float32).eps  # 16-bit kernels add up in float32
+_STEPS = 8  # roundings an element, other than those of a sum
+Part = tuple[str, Any, Any]
+
+
+def observe(subject: Subject, given: Case | Call, function: Callable[..., Any] | None = None, seed: int = 0) -> Outcome:
+    """Call the operator with torch's generator set to ``seed``. Its results are its own: they may change later."""
+    call = given.make(subject.device) if isinstance(given, Case) else given
+    seed_torch(subject, seed)
+    return subject.call(call, function)
+
+
+def seed_torch(subject: Subject, seed: int) -> None:
+    """As torch.manual_seed does; without it on a CPU, since it formats a stack trace for each kind of device there is."""
+    if subject.device == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+def quietly(subject: Subject, case: Case) -> None:
+    """Call the operator for what the call leaves behind; whether it refuses does not matter."""
+    try:
+        observe(subject, case)
+    except Refusal:
+        return
+
+
+def unequal(ours: Outcome, expected: Outcome) -> Iterator[Part]:
+    """What differs to the bit: results, then arguments as the calls left them. Opaque objects are not compared."""
+    if len(ours.results) != len(expected.results):
+        yield "the number of results", len(ours.results), len(expected.results)
+        return
+    pairs = [(f"result {n}", *pair) for n, pair in enumerate(zip(ours.results, expected.results, strict=True))]
+    tensors = zip(ours.call.tensors(), expected.call.tensors(), strict=True)
+    pairs += [(f"tensor argument {n}, afterwards,", *pair) for n, pair in enumerate(tensors)]
+    yield from (pair for pair in pairs if _comparable(pair[1]) and _comparable(pair[2]) and not same_bits(*pair[1:]))
+
+
+def difference(ours: Outcome, expected: Outcome) -> str:
+    """The first part that differs to the bit, in words; "" where none does."""
+    return next((_told(part) for part in unequal(ours, expected)), "")
+
+
+def beyond_rounding(subject: Subject, case: Case, ours: Outcome, expected: Outcome) -> str:
+    """The first part that differs by more than the order of a summation explains; "" where none does.
+
+    The tolerance is relative to the largest number in the result and the arguments, and grows with the root of how many elements
+    there are. Where that does not suffice, it is what arguments that differ in their last bit change: an operator may be
+    ill-conditioned, and an index may be that of one of two equal elements.
+    """
+    pair: tuple[Outcome, Outcome] | None = None
+    for part in unequal(ours, expected):
+        if _explained(part, _relative(case), expected.call):
+            continue
+        pair = pair or _nudged(subject, case)
+        if pair is None or not _ill_conditioned(part, *pair):
+            return _told(part)
+    return ""
+
+
+def _comparable(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided and not value.is_quantized
+    return isinstance(value, _PLAIN)
+
+
+def _told(part: Part) -> str:
+    name, a, b = part
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return f"{name} differs at {first_difference(a, b)}"
+    return f"{name} is {described(a)} and {described(b)}"
+
+
+def _relative(case: Case) -> float:
+    """The relative error that rounding can cause in results of this case's size."""
+    tensors = [tensor for tensor in case.tensors() if tensor.differentiable] or case.tensors()
+    elements = max([math.prod(tensor.shape) for tensor in tensors], default=1)
+    epsilons = [torch.finfo(tensor.dtype).eps for tensor in tensors if tensor.differentiable]
+    epsilon = max(epsilons, default=_ACCUMULATED)
+    return _STEPS * (epsilon + min(epsilon, _ACCUMULATED) * math.sqrt(max(elements, 1)))
+
+
+def _explained(part: Part, relative: float, call: Call) -> bool:
+    _, a, b = part
+    if not _floating(a, b):
+        return False
+    spread = _distance(a, b)
+    largest = max(_largest(tensor) for tensor in (a, b, *call.tensors()))
+    relative = max(relative, _STEPS * torch.finfo(a.dtype).eps)
+    return spread <= relative * max(largest, torch.finfo(a.dtype).tiny)
+
+
+def _floating(a: Any, b: Any) -> bool:
+    both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    if not both or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return a.dtype.is_floating_point or a.dtype.is_complex
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference of two elements; infinite where only one of them is a number, or both are other infinities."""
+    one, other = _wide(a), _wide(b)
+    apart = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs())
+    return float(torch.nan_to_num(apart, float("inf")).max()) if apart.numel() else 0.0
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) or not tensor.numel():
+        return 0.0
+    sizes = _wide(tensor).abs()
+    return float(torch.where(sizes.isfinite(), sizes, 0.0).max())
+
+
+def _nudged(subject: Subject, case: Case) -> tuple[Outcome, Outcome] | None:
+    """The call with every number of its arguments changed by about a unit in the last place, and unchanged right after it."""
+
+    def nudge(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dtype.is_floating_point:
+            return tensor
+        sign = 1 - 2 * (torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape) * 7 // 3 % 2)
+        return (tensor.double() * (1 + sign * torch.finfo(tensor.dtype).eps)).to(tensor.dtype)
+
+    try:
+        nudged = observe(subject, case.make(subject.device).map(nudge)).detached()
+        return nudged, observe(subject, case).detached()
+    except Refusal:
+        return None
+
+
+def _ill_conditioned(part: Part, nudged: Outcome, plain: Outcome) -> bool:
+    """Whether a last bit of the arguments changes this part by as much as was seen."""
+    name, a, b = part
+    changed = next((each for each in unequal(nudged, plain) if each[0] == name), None)
+    if changed is None or name.startswith("tensor argument"):
+        return False
+    if _floating(a, b):
+        return _floating(*changed[1:]) and _distance(a, b) <= 16 * _distance(*changed[1:])
+    same = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype
+    return same and int((a != b).sum()) <= 16 * int((changed[1] != changed[2]).sum())

@@ -1,0 +1,292 @@
+"""Everything that a process has one of and an operator could change: a table of how each is read and put back."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+import torch
+
+from opkit.contract.calls.cases import Case
+from opkit.contract.compare.rounding import beyond_rounding, observe, seed_torch
+from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.randomness import ever_random, is_random
+from opkit.contract.prop import Refusal, Remark, Violation
+from opkit.contract.subject import Subject
+
+_SMALLEST_NORMAL = sys.float_info.min
+_ODD_SEED = 0x5EED0DD
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One piece of global state.
+
+    Attributes:
+        name: what it is, for a message.
+        get: reads it, as something that can be compared.
+        put: puts it back.
+        settles: whether the first call of all may change it, as an import does.
+        shown: whether its values belong in a message.
+    """
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+    settles: bool = False
+    shown: bool = True
+
+
+def _flushes() -> bool:
+    return _SMALLEST_NORMAL * 0.25 == 0.0
+
+
+def _rounding() -> tuple[bool, bool]:
+    """Whether 1 + tiny and -1 - tiny are rounded away from 1 and -1: neither, in the usual mode."""
+    tiny = _SMALLEST_NORMAL
+    return 1.0 + tiny > 1.0, -1.0 - tiny < -1.0
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _autocast() -> tuple[bool, torch.dtype, bool]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+
+def _put_autocast(value: tuple[bool, torch.dtype, bool]) -> None:
+    torch.set_autocast_enabled("cpu", value[0])
+    torch.set_autocast_dtype("cpu", value[1])
+    torch.set_autocast_cache_enabled(value[2])
+
+
+def _numpy() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 - the global one is what is watched
+    return (name, np.asarray(keys).tobytes(), *rest)
+
+
+def _put_numpy(value: tuple[Any, ...]) -> None:
+    name, keys, *rest = value
+    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+
+
+def _put_environment(value: dict[str, str]) -> None:
+    for name in [name for name in os.environ if name not in value]:
+        del os.environ[name]
+    os.environ.update(value)
+
+
+def _put_filters(value: list[Any]) -> None:
+    warnings.filters[:] = value  # type: ignore[index]
+
+
+def _generator() -> bytes:
+    return torch.get_rng_state().numpy().tobytes()
+
+
+def _backends() -> tuple[Any, ...]:
+    cudnn = torch.backends.cudnn
+    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch.backends.mkldnn.enabled
+
+
+def _put_backends(value: tuple[Any, ...]) -> None:
+    cudnn = torch.backends.cudnn
+    cudnn.enabled, cudnn.benchmark, cudnn.deterministic = value[:3]
+
+
+STATE = (
+    Item("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Item("the default device", torch.get_default_device, lambda _: torch.set_default_device(None)),
+    Item("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    Item("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    Item("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    Item("deterministic mode", _deterministic, lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1])),
+    Item("the matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    Item("autocast", _autocast, _put_autocast),
+    Item("torch.backends", _backends, _put_backends),
+    Item("flushing of denormals to zero", _flushes, torch.set_flush_denormal),
+    Item("the rounding mode", _rounding, lambda _: None),
+    Item("Python's random generator", random.getstate, random.setstate, shown=False),
+    Item("numpy's global random generator", _numpy, _put_numpy, shown=False),
+    Item("numpy's handling of errors", np.geterr, lambda v: np.seterr(**v)),
+    Item("the working directory", os.getcwd, os.chdir),
+    Item("the garbage collector", gc.isenabled, lambda v: gc.enable() if v else gc.disable()),
+    Item("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
+    Item("the environment", lambda: dict(os.environ), _put_environment, settles=True, shown=False),
+    Item("the warnings filters", lambda: list(warnings.filters), _put_filters, settles=True, shown=False),
+)
+"""What a call must leave as it finds it."""
+
+_TORCH_SEED = Item("the seed of torch's generator", torch.initial_seed, torch.manual_seed)
+
+
+@contextlib.contextmanager
+def _watched(items: tuple[Item, ...]) -> Generator[None]:
+    """Raise Violation for what changes meanwhile, after putting everything back."""
+    before = [item.get() for item in items]
+    try:
+        yield
+    finally:
+        after = [item.get() for item in items]
+        changed = [each for each in zip(items, before, after, strict=True) if each[1] != each[2]]
+        for item, old, _ in changed:
+            item.put(old)
+    if changed:
+        item, old, new = changed[0]
+        shown = f" from {old!r} to {new!r}" if item.shown else ""
+        raise Violation(
+            f"the call changes {item.name}{shown}, for the whole process. Leave it, or put it back before returning."
+        )
+
+
+def leaves_state(subject: Subject, case: Case) -> None:
+    """A call leaves the process as it was.
+
+    Raises:
+        Violation: it changes something that every other piece of code sees.
+    """
+    call = case.make(subject.device)
+    _stir(subject)
+    with _watched((*_strict(), _TORCH_SEED)):
+        state = _generator()
+        subject.call(call)
+        drew = _generator() != state
+    if drew and not ever_random(subject) and not is_random(subject, case):
+        raise Violation(
+            "the call moves torch's random generator on, and its results do not depend on it: draw what is used."
+        )
+    with _watched(tuple(item for item in STATE if item.settles)):
+        subject.call(case.make(subject.device))
+
+
+def _stir(subject: Subject) -> None:
+    """Hypothesis seeds Python's and numpy's generators with 0, as an operator may: move them, and give torch's an odd seed."""
+    random.random()
+    np.random.rand()  # noqa: NPY002
+    seed_torch(subject, _ODD_SEED)
+
+
+def _strict() -> tuple[Item, ...]:
+    return tuple(item for item in STATE if not item.settles)
+
+
+@contextlib.contextmanager
+def preserved() -> Generator[None]:
+    """Whatever is changed meanwhile is put back."""
+    before = [item.get() for item in STATE]
+    try:
+        yield
+    finally:
+        for item, old in zip(STATE, before, strict=True):
+            if item.get() != old:
+                item.put(old)
+
+
+@contextlib.contextmanager
+def _default_dtype() -> Generator[None]:
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(old)
+
+
+@contextlib.contextmanager
+def _deterministic_mode() -> Generator[None]:
+    old = _deterministic()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(old[0], warn_only=old[1])
+
+
+@contextlib.contextmanager
+def _flushing() -> Generator[None]:
+    old = _flushes()
+    torch.set_flush_denormal(not old)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(old)
+
+
+def _has_floats(case: Case) -> bool:
+    """Without floating arguments, results may well be of the default dtype."""
+    return case.dtype is not None
+
+
+def _any(case: Case) -> bool:
+    return True
+
+
+_SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Case], bool]], ...] = (
+    ("the default dtype float64", _default_dtype, _has_floats),
+    ("torch.no_grad()", torch.no_grad, _any),
+    ("torch.inference_mode()", torch.inference_mode, _any),
+    ("deterministic mode", _deterministic_mode, _any),
+    ("denormals flushed to zero", _flushing, _any),
+    ("anomaly detection", lambda: torch.autograd.set_detect_anomaly(True, check_nan=False), _any),
+)
+_MAY_REFUSE = ("deterministic mode", "torch.inference_mode()")
+
+
+def ignores_state(subject: Subject, case: Case) -> None:
+    """Results are the same whatever torch's settings are.
+
+    Raises:
+        Violation: a setting changes them by more than rounding.
+        Remark: they follow the default device.
+    """
+    expected = observe(subject, case).detached()
+    for name, setting, applies in _SETTINGS:
+        if applies(case):
+            _under(subject, case, expected, name, setting)
+    if subject.device == "cpu":
+        _on_default_device(subject, case, expected)
+
+
+def _under(subject: Subject, case: Case, expected: Outcome, name: str, setting: Callable[[], Any]) -> None:
+    call = case.make(subject.device)
+    try:
+        with warnings.catch_warnings(), setting():
+            warnings.simplefilter("ignore")
+            ours = observe(subject, call).detached()
+    except Refusal as refusal:
+        if name in _MAY_REFUSE:
+            return
+        raise Violation(f"under {name} the call raises {refusal}; otherwise it does not.") from refusal
+    if found := beyond_rounding(subject, case, ours, expected):
+        raise Violation(
+            f"under {name} {found}; results must not depend on torch's settings. {_ADVICE.get(name, '')}".rstrip()
+        )
+
+
+_ADVICE = {
+    "the default dtype float64": "Give every tensor that is made inside a dtype: torch.zeros(n, dtype=x.dtype).",
+    "deterministic mode": "There, torch.empty is filled with NaN: perhaps memory is read before it is written.",
+}
+
+
+def _on_default_device(subject: Subject, case: Case, expected: Outcome) -> None:
+    """A kernel for the CPU may rely on where tensors are made, so this is told, and fails nothing."""
+    call = case.make(subject.device)
+    try:
+        with torch.device("meta"):
+            ours = subject.call(call)
+    except Refusal:
+        raise Remark("it makes tensors on the default device: with another than the arguments', it raises") from None
+    if any(a.device != b.device for a, b in zip(ours.tensors(), expected.tensors(), strict=False)):
+        raise Remark("its results are on the default device, which need not be the arguments'")

@@ -1,0 +1,82 @@
+"""What one call did: results, what became of the arguments, and comparisons of both to the bit."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from opkit.contract.calls.cases import Call
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One call's arguments as it left them, and its results: the leaves of what it returned, in order."""
+
+    call: Call
+    results: tuple[Any, ...]
+    returned: Any
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the results."""
+        return [leaf for leaf in self.results if isinstance(leaf, torch.Tensor)]
+
+    def detached(self) -> Outcome:
+        """Copies of all tensors, so that later calls change nothing here."""
+        copy = self.call.map(lambda tensor: tensor.detach().clone())
+        results = tuple(leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.results)
+        return Outcome(copy, results, None)
+
+
+def leaves(value: Any) -> tuple[Any, ...]:
+    """The leaves of lists, tuples and dicts."""
+    return tuple(pytree.tree_leaves(value))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as bytes, in logical order: equal bits are equal, NaN and signed zeros included."""
+    plain = tensor.detach().resolve_neg().resolve_conj().cpu().clone(memory_format=torch.contiguous_format)
+    return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two results are equal to the bit, in dtype and shape too."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return type(a) is type(b) and bool(a == b or (a != a and b != b))
+    return a.dtype == b.dtype and a.shape == b.shape and bits(a).numpy().tobytes() == bits(b).numpy().tobytes()
+
+
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two results are equal, where any NaN is equal to any other."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return same_bits(a, b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return same_bits(torch.nan_to_num(a, 0.25, None, None), torch.nan_to_num(b, 0.25, None, None)) and torch.equal(
+        a.isnan(), b.isnan()
+    )
+
+
+def first_difference(a: torch.Tensor, b: torch.Tensor) -> str:
+    """Where two tensors of one shape differ first, and by what: ``[0, 3]: 1.0 and 2.0 (5 of 12 elements differ)``."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{described(a)} and {described(b)}"
+    size = max(a.element_size(), 1)
+    unequal = (bits(a).view(-1, size) != bits(b).view(-1, size)).any(1)
+    if not unequal.any():
+        return "no difference"
+    at = int(unequal.nonzero()[0])
+    index = [int(i) for i in torch.unravel_index(torch.tensor(at), a.shape)] if a.dim() else []
+    one, other = (each.detach().reshape(-1)[at].item() for each in (a, b))
+    return f"{index}: {one!r} and {other!r} ({int(unequal.sum())} of {a.numel()} elements differ)"
+
+
+def described(value: Any) -> str:
+    """A result in a few words: ``float32[2, 3]``, or its representation."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value)

@@ -1,0 +1,93 @@
+"""What the arguments of a call are before and after it, to the byte and over their whole storages."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from opkit.contract.calls.arguments import distinct, owners
+from opkit.contract.calls.cases import Call, Case
+from opkit.contract.memory.guarded import plain
+from opkit.contract.subject import Subject
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # pyright: ignore[reportArgumentType]
+
+
+def _facts(tensor: torch.Tensor) -> dict[str, Any]:
+    return {
+        "shape": tuple(tensor.shape),
+        "strides": tensor.stride(),
+        "storage offset": tensor.storage_offset(),
+        "dtype": tensor.dtype,
+        "address": tensor.untyped_storage().data_ptr(),
+        "size of its storage": tensor.untyped_storage().nbytes(),
+        "requires_grad": tensor.requires_grad,
+        "negative bit": tensor.is_neg(),
+        "conjugate bit": tensor.is_conj(),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A tensor, and what it was."""
+
+    number: int
+    tensor: torch.Tensor
+    facts: dict[str, Any]
+    bytes: torch.Tensor
+    version: int
+    inside: torch.Tensor
+
+    def metadata_changes(self) -> list[str]:
+        """What is no element and has changed."""
+        now = _facts(self.tensor)
+        return [f"its {name} was {was} and is {now[name]}" for name, was in self.facts.items() if now[name] != was]
+
+    def written(self) -> bool:
+        """Whether its elements were, if to the same numbers."""
+        return bool(self.bytes_changed(True)) or self.tensor._version != self.version
+
+    def bytes_changed(self, inside: bool) -> int:
+        """How many bytes have changed of its elements, or of the rest of its storage."""
+        now = storage_bytes(self.tensor)
+        if now.shape != self.bytes.shape:
+            return 0
+        return int(((now != self.bytes) & (self.inside == inside)).sum())
+
+
+def snapshots(call: Call) -> list[Snapshot]:
+    """One for each tensor of the call."""
+    return [
+        Snapshot(number, each, _facts(each), storage_bytes(each).clone(), each._version, _inside(each))
+        for number, each in distinct(call)
+    ]
+
+
+def _inside(tensor: torch.Tensor) -> torch.Tensor:
+    """Which bytes of the storage are of elements."""
+    size = tensor.element_size()
+    found = torch.zeros(tensor.untyped_storage().nbytes() // size, dtype=torch.bool, device=tensor.device)
+    lying = plain(tensor)
+    places = torch.arange(found.numel(), device=tensor.device)
+    found[torch.as_strided(places, lying.shape, lying.stride(), lying.storage_offset()).reshape(-1)] = True
+    return found.repeat_interleave(size)
+
+
+def may_write(subject: Subject, case: Case, margin: int = 0) -> set[int]:
+    """The numbers of the tensors that an operator may write to: what its schema says, or what its reference does."""
+    if subject.schema is not None:
+        return {number for number, name in enumerate(owners(case, subject.schema)) if name in subject.writes}
+    assert subject.reference is not None
+    call = case.make(subject.device, margin=margin)
+    before = snapshots(call)
+    subject.call(call, subject.reference)
+    return {each.number for each in before if each.written() or each.metadata_changes()}

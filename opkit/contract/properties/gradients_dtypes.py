@@ -1,0 +1,130 @@
+"""gradients in narrow dtypes, to what rounding explains: other properties ask in float64 and float32, where formulas show."""
+
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis.strategies import SearchStrategy
+
+from opkit.contract.calls.cases import Case
+from opkit.contract.calls.specs import Drawing
+from opkit.contract.calls.sweep import Sweep
+from opkit.contract.prop import NotApplicable, Property, Refusal, Violation
+from opkit.contract.subject import Subject
+from opkit.contract.traced import derivatives as d
+from opkit.contract.traced.derivatives import Gradients, Graph
+
+_NARROW = (torch.bfloat16, torch.float16)
+_SIZES = (1025, 1, 257, 3, 65, 17, 513, 2, 0)
+_DRAWN = Drawing(fills=("positive", "normal"), dtypes=_NARROW, largest=max(_SIZES), elements=8192)
+_RUNS = 3  # of the reference, with numbers that are off by a rounding
+_ROUNDINGS = 4.0  # of a result, and of what goes into it
+_OWN = 8.0  # times the reference's own error in the same dtype
+_SMALL = 0.01  # of a rounding of the largest
+
+
+def _skip(subject: Subject) -> str:
+    asked = {dtype for each in subject.spec.tensors() for dtype in each.dtypes or ()}
+    if not asked & {*_NARROW}:
+        return "no argument is of a narrow dtype"
+    return d.no_candidates(subject) or ("" if subject.reference is not None else "there is no reference")
+
+
+def _cases(subject: Subject) -> SearchStrategy[Case]:
+    return subject.spec.cases(_DRAWN)
+
+
+def _first(subject: Subject) -> Sweep:
+    return Sweep(subject.spec, _DRAWN, sizes=_SIZES)
+
+
+def _incoming(graph: Graph) -> list[torch.Tensor]:
+    """Gradients above zero: a sum of positive terms in a narrow dtype ends where they are smaller than its steps."""
+    return [each.abs() for each in d.incoming(graph)]
+
+
+@d.steady
+def _check(subject: Subject, case: Case) -> None:
+    if case.dtype not in _NARROW:
+        return
+    numbers = d.candidates(subject, case)
+    reference = d.trace(subject, case, numbers, subject.reference)
+    if not reference.attached:
+        raise NotApplicable("the reference has no gradient")
+    wide = d.trace(subject, case, numbers, subject.reference, wide=True)
+    own, exact = (_pulled(graph, _incoming(reference)) for graph in (reference, wide))
+    ours = d.trace(subject, case, numbers)
+    if reason := d.forward_only(ours):
+        raise NotApplicable(reason)
+    if ours.rounds or [o.shape for o in ours.outputs] != [o.shape for o in reference.outputs]:
+        return
+    got = _pulled(ours, _incoming(ours))
+    moved = [_moved(subject, case, numbers, ours, seed) for seed in range(_RUNS)]
+    for position, number in enumerate(numbers):
+        runs = [run[position] for run in moved if run is not None]
+        found = _beyond(got[position], own[position], exact[position], [each for each in runs if each is not None])
+        if found:
+            raise Violation(
+                f"the gradient of {d.argument(subject, case, number)} is not the reference's in float64: {found}"
+            )
+
+
+def _pulled(graph: Graph, grads: Sequence[torch.Tensor]) -> Gradients:
+    try:
+        return graph.vjp([g.to(o.dtype) for g, o in zip(grads, graph.outputs, strict=True)])
+    except Exception as error:  # gradients.accepts says whether it may
+        raise Refusal(error) from error
+
+
+def _moved(subject: Subject, case: Case, numbers: Sequence[int], ours: Graph, seed: int) -> Gradients | None:
+    """The reference's gradients in float64 of numbers, and for incoming ones, that are off by a rounding of the case's dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    unit = torch.finfo(case.dtype or torch.float32).eps / 2
+
+    def off(tensor: torch.Tensor) -> torch.Tensor:
+        signs = torch.randint(2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
+        return tensor * (1 + unit * signs)
+
+    call, inputs = d.made(subject, case, numbers, wide=True)
+    with torch.no_grad():
+        for tensor in d.cased(case, call):
+            if tensor.is_floating_point() and 0 not in tensor.stride():
+                tensor.copy_(off(tensor))
+    try:
+        outputs = subject.call(call, subject.reference).tensors()
+        graph = Graph(call, inputs, tuple(o for o in outputs if o.is_floating_point()))
+        return graph.vjp([off(g.to(o.dtype)) for g, o in zip(_incoming(ours), graph.outputs, strict=True)])
+    except Exception:  # where moved numbers leave what the reference takes, nothing is added to what is allowed
+        return None
+
+
+def _beyond(
+    got: torch.Tensor | None, own: torch.Tensor | None, exact: torch.Tensor | None, moved: Sequence[torch.Tensor]
+) -> str:
+    """Where a gradient is off by more than rounding explains, or ""."""
+    if got is None or own is None or exact is None or got.shape != exact.shape or not moved:
+        return ""
+    a, b, unit = got.detach().double(), exact.detach().double(), torch.finfo(got.dtype).eps / 2
+    spread = torch.stack([(each.detach().double() - b).abs() for each in moved]).amax(0)
+    allowed = _ROUNDINGS * (unit * b.abs() + spread) + _OWN * (own.detach().double() - b).abs()
+    allowed = allowed + _SMALL * unit * d.magnitude([b]) + torch.finfo(got.dtype).smallest_normal
+    wrong = ((a - b).abs() > allowed) & b.isfinite() & allowed.isfinite()
+    return d.where(a, b, wrong) if bool(wrong.any()) else ""
+
+
+PROPERTIES = (
+    Property(
+        "gradients.dtypes",
+        rule="In bfloat16 and float16, gradients are the reference's in float64, to what rounding explains.",
+        defect="a backward that adds up in 16 bits, a cast that is forgotten, a kernel that was written for float32 alone",
+        check=_check,
+        cases=_cases,
+        first=_first,
+        share=0.4,
+        cost=0.004,
+        skip=_skip,
+    ),
+)

@@ -1,0 +1,1 @@
+"""What torch makes of an operator: fake tensors, symbolic sizes, graphs, derivatives."""

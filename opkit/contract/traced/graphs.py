@@ -1,0 +1,243 @@
+"""Programs around an operator, compiled: by which backend, called how, and compared with the same program run eagerly."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import os
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from opkit import config
+from opkit.contract.calls.cases import Call, Case
+from opkit.contract.observed.outcome import described, first_difference, same_bits
+from opkit.contract.prop import NotApplicable, Refusal, Violation
+from opkit.contract.subject import Subject
+from opkit.contract.traced import fakes
+
+Program = Callable[..., Any]
+_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
+_NARROW_TOLERANCE = 4e-2  # bfloat16 and float16: a compiler rounds elsewhere than eager does
+_CACHE = "check-inductor"
+_RECOMPILES = 64
+
+
+@contextlib.contextmanager
+def compiler() -> Generator[None]:
+    """A compiler that knows of no earlier program, logs nothing, and leaves no setting changed.
+
+    Generated code is kept in opkit's cache, by its content; whole graphs are not, since an operator is no part of their key.
+    """
+    import torch._dynamo
+    import torch._inductor.config
+
+    dynamo: dict[str, Any] = {
+        "recompile_limit": _RECOMPILES,
+        "capture_dynamic_output_shape_ops": True,
+        "suppress_errors": False,
+    }
+    inductor: dict[str, Any] = {"fx_graph_cache": False, "fallback_random": True, "emulate_precision_casts": True}
+    torch._dynamo.reset()
+    try:
+        with (
+            torch._dynamo.config.patch(**dynamo),
+            torch._inductor.config.patch(**inductor),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+            _cache_folder(),
+            _no_logs(),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def _cache_folder() -> Generator[None]:
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    os.environ[name] = str(config.get().cache_dir / _CACHE)
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.__setitem__(name, before)
+
+
+@contextlib.contextmanager
+def _no_logs() -> Generator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def alone(subject: Subject) -> Program:
+    """The operator, and what became of the arguments that it writes to."""
+
+    def program(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return subject.function(*args, **kwargs)
+
+    return program
+
+
+def between(subject: Subject) -> Program:
+    """The operator among other operations: on buffers that the compiler allocates, twice, used and unused."""
+
+    def program(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        own, named = pytree.tree_map(_passed_on, (tuple(args), kwargs))
+        first = subject.function(*own, **named)
+        after = pytree.tree_map(_passed_on, first)
+        subject.function(*own, **named)  # its result is unused; what it writes is not
+        return after, pytree.tree_map(_passed_on, (own, named))
+
+    return program
+
+
+def _passed_on(leaf: Any) -> Any:
+    """The same numbers from an operation that a compiler generates code for; minus twice is not simplified."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.logical_not().logical_not() if leaf.dtype == torch.bool else leaf.neg().neg()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """What a program gave: results, arguments afterwards, and gradients of the arguments that require them."""
+
+    results: tuple[Any, ...]
+    arguments: tuple[torch.Tensor, ...]
+    gradients: tuple[Any, ...] = ()
+
+
+def run(program: Program, call: Call, gradients: bool = False) -> Ran:
+    """Run a program on a call; with ``gradients``, backwards too."""
+    torch.manual_seed(0)
+    returned = program(call.args, call.kwargs)
+    results = tuple(pytree.tree_leaves(returned))
+    tensors = call.tensors()
+    grads = _gradients(results, tensors) if gradients else ()
+    return Ran(tuple(map(_plain, results)), tuple(map(_plain, tensors)), grads)
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _gradients(results: Sequence[Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    outputs = [leaf for leaf in results if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    if not outputs or not wanted:
+        return ()
+    incoming = [torch.linspace(0.5, 1.5, leaf.numel(), dtype=torch.float64).view(leaf.shape) for leaf in outputs]
+    weights = [weight.to(leaf.device, leaf.dtype) for weight, leaf in zip(incoming, outputs, strict=True)]
+    return torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
+
+
+def eager(subject: Subject, program: Program, case: Case, gradients: bool = False) -> Ran:
+    """What the program gives without a compiler.
+
+    Raises:
+        Refusal: the operator raised.
+    """
+    try:
+        return run(program, case.make(subject.device), gradients)
+    except Exception as error:
+        raise Refusal(error) from error
+
+
+def compiled(subject: Subject, program: Program, backend: Any, dynamic: bool | None) -> Program:
+    """The program as ``torch.compile`` gives it; an operator of the dispatcher may break no graph."""
+    return torch.compile(program, backend=backend, dynamic=dynamic, fullgraph=subject.overload is not None)
+
+
+def attempt(subject: Subject, run_it: Callable[[], Any], what: str) -> Any:
+    """``run_it()``, of which eager mode has shown that the operator accepts it.
+
+    Raises:
+        Violation: it raised.
+        NotApplicable: it raised, and what is checked is no operator of its own.
+    """
+    try:
+        return run_it()
+    except Exception as error:
+        reason = f"{what} raises {fakes.shortened(error, 400)}"
+        if not fakes.has_own_fake(subject):
+            raise NotApplicable(reason) from error
+        raise Violation(f"{reason}, and eager mode accepts the same call.") from error
+
+
+def compare(expected: Ran, found: Ran, where: str) -> None:
+    """Both are equal, to the rounding of what a compiler fuses.
+
+    Raises:
+        Violation: they are not.
+    """
+    for what in ("results", "arguments", "gradients"):
+        ours, theirs = getattr(expected, what), getattr(found, what)
+        if len(ours) != len(theirs):
+            raise Violation(f"{where}, there are {len(theirs)} {what}, and {len(ours)} in eager mode")
+        for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if not close(a, b):
+                raise Violation(f"{where}, {_NAMES[what]} {number} differs from eager mode's: {_shown(a, b)}")
+
+
+_NAMES = {"results": "result", "arguments": "after the call, argument tensor", "gradients": "the gradient of argument"}
+
+
+def _shown(a: Any, b: Any) -> str:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return first_difference(a, b)
+    return f"{described(a)} and {described(b)}"
+
+
+def close(a: Any, b: Any) -> bool:
+    """Whether two results are equal: integers to the bit, other numbers to the rounding of their dtype."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        numbers = isinstance(a, float) and isinstance(b, float)
+        return bool(abs(a - b) <= 1e-4 * (1 + abs(a))) or same_bits(a, b) if numbers else same_bits(a, b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if same_bits(a, b) or not (a.dtype.is_floating_point or a.dtype.is_complex):
+        return same_bits(a, b)
+    tolerance = _TOLERANCE.get(a.dtype, _NARROW_TOLERANCE)
+    wide = torch.complex128 if a.dtype.is_complex else torch.float64
+    finite = a.to(wide)[a.isfinite()].abs()
+    scale = float(finite.max()) if finite.numel() else 0.0
+    return torch.allclose(b.to(wide), a.to(wide), rtol=tolerance, atol=tolerance * max(scale, 1e-3), equal_nan=True)
+
+
+def exported(subject: Subject, call: Call, dynamic: bool, strict: bool) -> Any:
+    """The operator as a program of ``torch.export``."""
+    from torch.export import Dim, export
+
+    class Module(torch.nn.Module):
+        def forward(self, args: Any, kwargs: Any) -> Any:
+            return subject.function(*args, **kwargs)
+
+    given = (call.args, call.kwargs)
+    shapes = pytree.tree_map(lambda leaf: _dims(leaf, Dim.AUTO), given) if dynamic else None
+    return export(Module(), given, dynamic_shapes=shapes, strict=strict)
+
+
+def _dims(leaf: Any, kind: Any) -> Any:
+    return dict.fromkeys(range(leaf.dim()), kind) if isinstance(leaf, torch.Tensor) else None
+
+
+def reloaded(program: Any) -> Program:
+    """An exported program, saved and loaded."""
+    memory = io.BytesIO()
+    torch.export.save(program, memory)
+    memory.seek(0)
+    return torch.export.load(memory).module()

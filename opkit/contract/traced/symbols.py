@@ -1,0 +1,277 @@
+"""Sizes as symbols: an operator is traced once on fake tensors, and what it says is evaluated at other sizes."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from hypothesis.strategies import SearchStrategy
+
+from opkit.contract.calls.cases import Call, Case
+from opkit.contract.calls.resizing import at_least_two, other_sizes
+from opkit.contract.calls.specs import Drawing
+from opkit.contract.observed.outcome import Outcome, described
+from opkit.contract.prop import NotApplicable, Refusal, Remark, Violation
+from opkit.contract.subject import Subject
+from opkit.contract.traced import fakes
+
+LAYOUTS = ("contiguous", "offset", "transposed", "strided", "padded", "channels_last", "expanded")
+_LARGEST = 33
+_CONSTANT_AT = 3  # a size that is a constant at this many sizes is one at every size
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it is a fake tensor."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def unknown(size: Any) -> bool:
+    """Whether a size is a symbol that has no value until the program runs."""
+    return isinstance(size, torch.SymInt) and not size.node.has_hint()
+
+
+def cases(subject: Subject) -> SearchStrategy[Case]:
+    """Calls whose named sizes are above 1, since compilers take 0 and 1 for constants."""
+    how = Drawing(layouts=LAYOUTS, largest=_LARGEST)
+    return subject.spec.cases(how).map(lambda case: at_least_two(subject.spec, case))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """One run with symbolic sizes: the arguments before it, what came out, and what was assumed on the way."""
+
+    arguments: tuple[tuple[Any, ...], ...]  # of each tensor sizes, strides and offset, as expressions
+    outcome: Outcome
+    env: Any
+
+    def values(self, call: Call) -> dict[Any, int] | None:
+        """What each symbol is in another call; None where the trace does not hold for it, and torch traces again."""
+        found: dict[Any, int] = {}
+        pairs = [
+            (expression, number)
+            for tensor, expressions in zip(call.tensors(), self.arguments, strict=True)
+            for expression, number in zip(expressions, _numbers(tensor), strict=True)
+        ]
+        for expression, number in pairs:
+            if getattr(expression, "is_symbol", False) and found.setdefault(expression, number) != number:
+                return None
+        holds = all(evaluated(expression, found) == number for expression, number in pairs)
+        return found if holds and self._assumed(found) else None
+
+    def _assumed(self, values: dict[Any, int]) -> bool:
+        """Whether guards, equalities and ranges hold."""
+        import sympy
+
+        guards = [evaluated(guard.expr, values) for guard in self.env.guards]
+        equal = [evaluated(symbol - other, values) == 0 for symbol, other in self.env.replacements.items()]
+        return not any(guard == sympy.false for guard in guards) and all(equal) and self._in_range(values)
+
+    def _in_range(self, values: dict[Any, int]) -> bool:
+        ranges = self.env.var_to_range
+        return all(ranges[s].lower <= number <= ranges[s].upper for s, number in values.items() if s in ranges)
+
+    def constants(self) -> set[tuple[int, int]]:
+        """The sizes, by tensor and dimension, that were symbols and are constants after the run."""
+        return {
+            (number, dim)
+            for number, (expressions, fake) in enumerate(zip(self.arguments, self.outcome.call.tensors(), strict=True))
+            for dim in range(fake.dim())
+            if getattr(expressions[dim], "is_symbol", False) and self.env.replace(expressions[dim]).is_number
+        }
+
+
+def _numbers(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+
+
+def _expressions(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(_expression(number) for number in _numbers(tensor))
+
+
+def _expression(number: Any) -> Any:
+    return number.node.expr if isinstance(number, torch.SymInt) else number
+
+
+def evaluated(expression: Any, values: dict[Any, int]) -> Any:
+    """An expression with numbers in place of symbols: a number, or what is left of it."""
+    if isinstance(expression, (int, bool)):
+        return expression
+    import sympy
+
+    replaced = expression.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
+    return int(replaced) if replaced.is_Integer else replaced
+
+
+def traced(subject: Subject, case: Case, duck_shape: bool) -> Trace:
+    """The operator on tensors with symbolic sizes.
+
+    Raises:
+        Refusal: it raised.
+    """
+    mode = fakes.symbolic_mode(duck_shape)
+    call = fakes.fake_call(mode, case.make(subject.device), fakes.symbolic_tensor)
+    before = tuple(_expressions(tensor) for tensor in call.tensors())
+    return Trace(before, fakes.call_fake(subject, call, mode, symbolic=True), mode.shape_env)
+
+
+def check_symbolic(subject: Subject, case: Case) -> None:
+    """Trace at the case's sizes, and compare with the kernel at these and at others."""
+    real = subject.run(case)
+    trace = _traced(subject, case, duck_shape=False)
+    _compare(trace, real, case, case)
+    if _equal_sizes(case):  # else there is nothing that torch would take for the same symbol
+        _compare(_traced(subject, case, duck_shape=True), real, case, case)
+    others = [*_accepted(subject, other_sizes(subject.spec, case))]
+    retraced = [_compare(trace, outcome, case, other) for other, outcome in others]
+    if all(retraced) and trace.constants():
+        _constant(subject, trace, [other for other, _ in others])
+
+
+def _equal_sizes(case: Case) -> bool:
+    large = [size for tensor in case.tensors() for size in tensor.shape if size > 1]
+    return len(set(large)) < len(large)
+
+
+def _accepted(subject: Subject, found: list[Case]) -> Iterator[tuple[Case, Outcome]]:
+    for case in found:
+        try:
+            yield case, subject.run(case)
+        except Refusal:
+            continue
+
+
+def _traced(subject: Subject, case: Case, duck_shape: bool) -> Trace:
+    try:
+        return traced(subject, case, duck_shape)
+    except Refusal as refusal:
+        try:
+            fakes.run_fake(subject, case)
+        except Refusal as static:
+            raise static from refusal  # fake.accepts tells
+        if not fakes.has_own_fake(subject):
+            raise NotApplicable(f"what it calls takes no symbolic sizes: {fakes.shortened(refusal.error)}") from refusal
+        raise Violation(
+            f"the fake implementation takes sizes that are numbers, and with symbolic sizes raises "
+            f"{fakes.shortened(refusal.error)}. torch.compile(dynamic=True) and torch.export call it so."
+        ) from refusal
+
+
+def _compare(trace: Trace, real: Outcome, first: Case, second: Case) -> bool:
+    """Whether the trace says nothing of the second case; a violation where what it says is wrong."""
+    call = second.make()  # what matters is how it lies, not where
+    values = trace.values(call)
+    if values is None:
+        return True
+    told, ours = fakes.named_tensors(trace.outcome), fakes.named_tensors(real)
+    if len(told) != len(ours):
+        raise Violation(
+            f"{_where(first, second)} the fake implementation gives {len(trace.outcome.results)} results, "
+            f"and the kernel {len(real.results)}"
+        )
+    for (name, kernel), (_, fake) in zip(ours, told, strict=True):
+        found = _difference(kernel, fake, values)
+        if found:
+            raise Violation(
+                f"{_where(first, second)} {name} has {found}. Compute sizes from x.shape, and branch on none."
+            )
+    return False
+
+
+def _where(first: Case, second: Case) -> str:
+    return f"traced with symbolic sizes on {first}, and evaluated " + ("there," if first == second else f"on {second},")
+
+
+def _difference(kernel: Any, fake: Any, values: dict[Any, int]) -> str:
+    if not isinstance(kernel, torch.Tensor) or not isinstance(fake, torch.Tensor):
+        told = evaluated(_expression(fake), values) if isinstance(fake, (int, torch.SymInt)) else fake
+        integer = isinstance(kernel, int) and isinstance(told, int)
+        return f"the value {kernel}, and {told} by the trace" if integer and kernel != told else ""
+    for what, ours, told in _measures(kernel, fake):
+        numbers = [evaluated(_expression(each), values) for each in told]
+        known = [(a, b) for a, b in zip(ours, numbers, strict=False) if isinstance(b, int)]
+        if len(ours) != len(numbers) or any(a != b for a, b in known):
+            by = "" if list(map(str, told)) == list(map(str, numbers)) else f" ({', '.join(map(str, told))})"
+            return f"{what} {[*ours]}, and {numbers} by the trace{by}"
+    return "" if kernel.dtype == fake.dtype else f"dtype {kernel.dtype}, and {fake.dtype} by the trace"
+
+
+def _measures(kernel: torch.Tensor, fake: torch.Tensor) -> Iterator[tuple[str, Any, Any]]:
+    yield "shape", kernel.shape, fake.shape
+    if kernel.layout == torch.strided and kernel.numel() and not any(map(unknown, fake.shape)):  # as fake.strides does
+        large = [dim for dim, size in enumerate(kernel.shape) if size > 1]
+        yield "strides", [kernel.stride(dim) for dim in large], [fake.stride(dim) for dim in large]
+        yield "offset", [kernel.storage_offset()], [fake.storage_offset()]
+
+
+def _constant(subject: Subject, trace: Trace, others: list[Case]) -> None:
+    """Tell of sizes that are constants wherever the operator is traced."""
+    always = trace.constants()
+    for other in others[: _CONSTANT_AT - 1]:
+        always &= _traced(subject, other, duck_shape=False).constants()
+    if not always or len(others) < _CONSTANT_AT - 1:
+        return
+    tensor, dim = min(always)
+    message = (
+        f"each size of dimension {dim} of tensor {tensor} is taken for a constant: a program is compiled again for every "
+        f"size, as for {others[0]}, and cannot be exported with dynamic sizes"
+    )
+    lists = any(str(each.type) == "List[Tensor]" for each in subject.schema.returns) if subject.schema else True
+    if lists or not fakes.has_own_fake(subject):
+        raise Remark(message)
+    raise Violation(
+        f"{message}. The fake implementation must not turn sizes into numbers: no int(n), range(n), n in (...)."
+    )
+
+
+def check_unbacked(subject: Subject, case: Case) -> None:
+    """Sizes that depend on data, as the fake implementation bounds them, against those of the kernel."""
+    mode = fakes.static_mode()
+    fake = fakes.run_fake(subject, case, mode)
+    told = [leaf for leaf in fake.results if isinstance(leaf, torch.Tensor)]
+    if not any(unknown(size) for tensor in told for size in tensor.shape):
+        raise NotApplicable("no size of a result depends on data")
+    values: dict[Any, int] = {}
+    for number, (ours, tensor) in enumerate(zip(subject.run(case).tensors(), told, strict=False)):
+        _bind(f"result {number} {described(ours)}", ours, tensor, values)
+        _bounds(f"result {number} {described(ours)}", values, mode.shape_env)
+    _relations(values, mode.shape_env)
+
+
+def _bind(name: str, ours: torch.Tensor, told: torch.Tensor, values: dict[Any, int]) -> None:
+    for size, symbolic in zip(ours.shape, told.shape, strict=False):
+        expression = _expression(symbolic)
+        if getattr(expression, "is_symbol", False):
+            values.setdefault(expression, size)
+        found = evaluated(expression, values)
+        if isinstance(found, int) and found != size:
+            raise Violation(
+                f"{name} has a size of {size}, which the fake implementation says is {symbolic} = {found}, as in another "
+                "place. Sizes that may differ need a new_dynamic_size() each."
+            )
+
+
+def _bounds(name: str, values: dict[Any, int], env: Any) -> None:
+    for symbol, size in values.items():
+        bounds = env.var_to_range[symbol]
+        if not bounds.lower <= size <= bounds.upper:
+            raise Violation(
+                f"{name} has a size of {size}, and the fake implementation says that it is from {bounds.lower} to "
+                f"{bounds.upper}. Give new_dynamic_size(min=..., max=...) bounds that hold for all data."
+            )
+
+
+def _relations(values: dict[Any, int], env: Any) -> None:
+    """What the fake implementation stated with torch._check."""
+    import sympy
+
+    asserts = [each for several in env.deferred_runtime_asserts.values() for each in several]
+    for stated in asserts:
+        if evaluated(stated.expr, values) == sympy.false:
+            raise Violation(f"the fake implementation states {stated.expr}, which does not hold where {values}")

@@ -1,0 +1,157 @@
+"""Properties asked in forked processes: all are answered, one that crashes is told, and what ends there ends nothing here."""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import opkit
+from opkit.contract.calls.cases import Case, TensorCase
+from opkit.contract.processes import child, lanes
+from opkit.contract.prop import Remark, Violation
+from opkit.contract.search import Found
+from opkit.testing import tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+import small_properties as small
+
+pytestmark = pytest.mark.skipif(not child.available(), reason="processes are forked on Linux")
+HERE = os.getpid()
+ARGS = (tensor("n"),)
+
+
+def pids(subject, case):
+    raise Remark(str(os.getpid()))
+
+
+def crashes_over(limit):
+    def check(subject, case):
+        if case.tensors()[0].shape[0] > limit:
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+    return check
+
+
+def crashes_once(counter=[0]):  # noqa: B006
+    def check(subject, case):
+        counter[0] += 1
+        if counter[0] == 5:
+            os.abort()
+
+    return check
+
+
+def check(monkeypatch, *properties, op=small.sin, args=ARGS, **how):
+    small.use(monkeypatch, [small.made("memory.crash"), *properties])
+    return opkit.check(op, args=args, database=False, **{"max_examples": 20} | how)
+
+
+def forked(name, what=small.holds, **how):
+    return small.made(name, what, forked=True, **how)
+
+
+def named(entries):
+    return {each.property: each for each in entries}
+
+
+def test_what_may_be_forked_is_asked_elsewhere_and_the_rest_here(monkeypatch):
+    report = check(monkeypatch, forked("a.there", pids), small.made("b.here", pids))
+    passed = named(report.passed)
+    assert passed["b.here"].remarks == (str(HERE),)
+    assert passed["a.there"].remarks != (str(HERE),)
+
+
+def test_the_report_keeps_the_order_in_which_properties_are_asked(monkeypatch):
+    several = [forked(f"a.p{number}", cost=0.01 * number) for number in range(9)]
+    report = check(monkeypatch, small.made("b.last", cost=1.0), *several)
+    assert [each.property for each in report.passed] == ["memory.crash", *(f"a.p{n}" for n in range(9)), "b.last"]
+
+
+def test_without_a_process_that_survived_all_is_asked_here(monkeypatch):
+    report = check(monkeypatch, forked("a.there", pids), exclude=["memory.crash"])
+    assert named(report.passed)["a.there"].remarks == (str(HERE),)
+
+
+def test_violations_come_back_with_their_smallest_case(monkeypatch):
+    report = check(monkeypatch, forked("a.small", small.sizes_over(4)), forked("a.right"))
+    failure = named(report.failures)["a.small"]
+    assert failure.args[0].shape == (5,)
+    assert failure.message == "5 elements\nare more than 4"
+    assert "a.small" in failure.repro
+    assert list(named(report.passed)) == ["memory.crash", "a.right"]
+
+
+def test_a_crash_is_a_failure_with_a_small_case_and_costs_the_others_nothing(monkeypatch):
+    others = [forked(f"b.right{number}") for number in range(4)]
+    report = check(monkeypatch, forked("a.crash", crashes_over(6)), *others)
+    failure = named(report.failures)["a.crash"]
+    assert failure.args[0].shape == (7,)
+    assert "what is asked ended the process with SIGSEGV" in failure.message
+    assert len(report.passed) == 5
+
+
+def test_a_crash_that_no_case_brings_about_by_itself_is_told_with_the_last_one(monkeypatch):
+    report = check(monkeypatch, forked("a.crash", crashes_once([0])), forked("b.right"))
+    assert (
+        "after other calls, what is asked ended the process with SIGABRT" in named(report.failures)["a.crash"].message
+    )
+    assert "b.right" in named(report.passed)
+
+
+def test_a_case_that_never_ends_is_given_up(monkeypatch):
+    monkeypatch.setattr(lanes, "_PATIENCE", 0.3)
+    monkeypatch.setattr(lanes, "_LOOK", 0.05)
+    report = check(monkeypatch, forked("a.hangs", lambda subject, case: threading.Event().wait()), forked("b.right"))
+    assert named(report.skipped)["a.hangs"].reason == "one of its cases did not end within 0.3 s"
+    assert "b.right" in named(report.passed)
+
+
+def test_what_cannot_be_written_is_asked_here(monkeypatch):
+    def never(subject, case):
+        raise Violation(f"in {os.getpid()}")
+
+    given = torch.ones(2)
+    report = check(
+        monkeypatch, forked("a.fails", never), forked("b.right"), op=lambda x, y: x, args=(tensor("n"), given)
+    )
+    assert named(report.failures)["a.fails"].message == f"in {HERE}"
+
+
+def test_processes_that_do_not_begin_leave_everything_to_this_one(monkeypatch):
+    monkeypatch.setattr(lanes._Tickets, "take", lambda tickets: os._exit(3))
+    report = check(monkeypatch, forked("a.here", pids), forked("b.here", pids))
+    assert [each.remarks for each in report.passed[1:]] == [(str(HERE),)] * 2
+
+
+def test_a_budget_is_shared(monkeypatch):
+    def slow(subject, case):
+        threading.Event().wait(0.02)
+
+    several = [forked(f"a.slow{number}", slow, cost=0.02, least=10**4) for number in range(4)]
+    report = check(monkeypatch, *several, budget=1.5)
+    assert report.seconds < 3.0
+    assert all(each.cut_short for each in report.passed if each.property != "memory.crash")
+
+
+def test_progress_ends_with_everything_done(monkeypatch):
+    told = []
+    check(monkeypatch, forked("a.there"), small.made("b.here"), progress=lambda name, share: told.append((name, share)))
+    assert told[0] == ("memory.crash", 0.0)
+    assert all(0.0 <= share <= 1.0 for _, share in told)
+    assert {"b.here"} <= {name for name, _ in told}
+
+
+def test_what_was_found_is_written_and_read_again():
+    case = Case((TensorCase((2,), torch.bfloat16), float("inf")))
+    found = Found(("a", "b"), (("a", "no"),), ("remark",), (case, "message"), "", 1.5, True, 0.25)
+    assert lanes._read(lanes._written(found)) == found
+    assert lanes._read(lanes._written(Found(("a",)))) == Found(("a",))
+
+
+def test_each_ticket_is_taken_once():
+    tickets = lanes._Tickets(3)
+    assert [tickets.take() for _ in range(5)] == [0, 1, 2, None, None]
