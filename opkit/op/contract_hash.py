@@ -27,6 +27,8 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from opkit.kernels.triton import parsing
+
 _ATOMS = (
     str,
     bytes,
@@ -104,7 +106,7 @@ class _Hasher:
             self._items([item for part in value.contract_parts() for item in part])
             return
         if hasattr(type(value), "cache_key") and hasattr(value, "src"):  # a Triton kernel: its key covers what it calls
-            self.text("triton", str(value.cache_key))
+            self.text("triton", parsing.cache_key(value))
             return
         for kinds, handle in _HANDLERS:
             if isinstance(value, kinds):

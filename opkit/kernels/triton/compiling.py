@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opkit.errors import CompileError, KernelError, OpkitError
-from opkit.kernels.triton import layout, resources, sources, targets
+from opkit.kernels.triton import layout, parsing, resources, sources, targets
 from opkit.kernels.triton.binaries import Binary as Binary
 from opkit.kernels.triton.binaries import Param as Param
 from opkit.kernels.triton.signatures import pointer_type as pointer_type
@@ -75,7 +75,7 @@ def identity(request: Request) -> str:
     _check(request)
     parts = [
         triton.__version__,
-        request.function.cache_key,
+        parsing.cache_key(request.function),
         sorted(request.signature.items()),
         sorted((name, value_text(value)) for name, value in request.constexprs.items()),
         sorted(request.divisible),
@@ -88,8 +88,7 @@ def identity(request: Request) -> str:
 
 def value_text(value: Any) -> str:
     """A constant as text that is the same in each process, and for equal values alone."""
-    key = getattr(value, "cache_key", None)
-    return str(key) if isinstance(key, str) else f"{type(value).__name__} {value}"
+    return parsing.cache_key(value) if hasattr(value, "cache_key") else f"{type(value).__name__} {value}"
 
 
 # ---- what is asked for -----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from opkit.kernels.triton import signatures, targets
+from opkit.kernels.triton import parsing, signatures, targets
 from opkit.kernels.triton.compiling import Request, value_text
 
 _CONSTANT = "constexpr"
@@ -67,7 +67,7 @@ def form_of(request: Request) -> Form:
 
 def source_of(function: Any) -> str:
     """The identity of a Triton function: its text, where it stands in its file, what it calls, and its constants."""
-    return hashlib.sha256(f"{function.cache_key} {bool(function.debug)}".encode()).hexdigest()
+    return hashlib.sha256(f"{parsing.cache_key(function)} {bool(function.debug)}".encode()).hexdigest()
 
 
 def serves(built: Form, wanted: Form) -> bool:

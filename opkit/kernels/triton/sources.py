@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from opkit.kernels.triton import offsets, wide
+from opkit.kernels.triton import offsets, parsing, wide
 
 _VERSION = 1  # of what the variants are: Triton's cache is asked for another entry when it changes
 
@@ -32,7 +32,8 @@ class Variant:
 
     def hash(self) -> str:
         parent: Any = super()
-        plain = parent.hash()
+        with parsing.ALONE:
+            plain = parent.hash()
         texts = any(isinstance(value, str) for value in self.constants.values())  # Triton writes 1 and "1" alike
         if not (self.wide or self.offsets or texts):
             return plain
@@ -45,7 +46,8 @@ class Variant:
         parent: Any = super()
         make = functools.partial(wide.make_ir, self) if self.wide else parent.make_ir
         try:
-            module = make(target, options, codegen_fns, module_map, context)
+            with parsing.ALONE:
+                module = make(target, options, codegen_fns, module_map, context)
         except Exception as error:
             self.place = place_of(error)
             raise
