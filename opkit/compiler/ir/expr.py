@@ -1,0 +1,224 @@
+"""Scalar expressions: what one element of a tensor is, given the axes of the loops around it.
+
+Expressions are values: equal ones are the same object (hash-consing), so a subexpression that occurs twice is one node,
+and ``is`` compares.
+
+>>> from opkit.compiler.ir.index import axis
+>>> x = load("x", "f32", axis(0, 8))
+>>> y = op("add", op("mul", x, x), const(1.0, "f32"))
+>>> print(y)
+add(mul(x[a0], x[a0]), 1.0)
+>>> op("mul", x, x) is y.args[0]
+True
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.ir.index import Index, IndexLike, Value, index
+from opkit.compiler.ir.ops import OPS
+
+
+class Expr:
+    """A node: an op of the table, the type of its value, its arguments, and what else the op needs.
+
+    Attributes:
+        op: a key of ``OPS``.
+        dtype: a key of ``DTYPES``.
+        args: other expressions.
+        data: see the op's row: a number, an index, (buffer, coordinates), a name; None for most.
+    """
+
+    __slots__ = ("__weakref__", "_hash", "args", "data", "dtype", "op")
+    op: str
+    dtype: str
+    args: tuple[Expr, ...]
+    data: Any
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __repr__(self) -> str:
+        return _printed(self)
+
+    def substitute(self, axes: Mapping[Any, IndexLike]) -> Expr:
+        """The same with other indices for axes."""
+        return rewrite(self, lambda e: _moved(e, axes))
+
+    def walk(self) -> list[Expr]:
+        """Each node once, arguments before what uses them; also those that an index is computed from."""
+        order: dict[Expr, None] = {}
+        _visit(self, order)
+        return list(order)
+
+
+_known: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def make(op: str, dtype: str, args: tuple[Expr, ...] = (), data: Any = None) -> Expr:
+    """The node; the same object whenever it is asked for."""
+    key = (op, dtype, tuple(map(id, args)), type(data), _bits(data))
+    with _lock:
+        found = _known.get(key)
+        if found is None:
+            found = Expr()
+            found.op, found.dtype, found.args, found.data = op, dtype, args, data
+            found._hash = hash(key)
+            _known[key] = found
+    return found
+
+
+def _bits(data: Any) -> Any:
+    """Tells 0.0 from -0.0, 1 from True, and finds NaN again."""
+    return data.hex() if isinstance(data, float) else data
+
+
+# ---- making them -----------------------------------------------------------------------------------------------------
+
+
+def const(number: bool | int | float, dtype: str) -> Expr:
+    """A number of a type; the value is converted to the type's kind."""
+    convert: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float}
+    return make("const", dtype, (), convert[DTYPES[dtype].kind](number))
+
+
+def load(buffer: str, dtype: str, *coordinates: IndexLike, mask: Expr | None = None) -> Expr:
+    """An element of a buffer at its logical coordinates; where ``mask`` is false nothing is read, and it is zero."""
+    return make("load", dtype, () if mask is None else (mask,), (buffer, tuple(map(index, coordinates))))
+
+
+def position(at: IndexLike, dtype: str = "i64") -> Expr:
+    """An index as a number."""
+    constant = index(at).constant
+    whole = const(constant, "i64") if constant is not None else make("index", "i64", (), index(at))
+    return cast(whole, dtype)
+
+
+def var(name: str, dtype: str) -> Expr:
+    return make("var", dtype, (), name)
+
+
+def bound(at: Expr, extent: IndexLike) -> Expr:
+    """A position in a dimension of ``extent``, negative ones from its end; the program stops where it is outside."""
+    return make("bound", at.dtype, (at,), index(extent))
+
+
+def random(seed: Expr, count: IndexLike, dtype: str = "f32") -> Expr:
+    """A number in [0, 1) that the seed and the count decide."""
+    return make("random", dtype, (seed,), index(count))
+
+
+def cast(value: Expr, dtype: str, asked: bool = False) -> Expr:
+    """The value as another type. ``asked``: the user wrote the conversion, so its rounding is kept."""
+    if value.dtype == dtype:
+        return value
+    if value.op == "const":
+        return (
+            const(_converted(value.data, dtype), dtype) if _safe(value, dtype) else make("cast", dtype, (value,), asked)
+        )
+    return make("cast", dtype, (value,), asked)
+
+
+def where(condition: Expr, yes: Expr, no: Expr) -> Expr:
+    return yes if yes is no else make("where", yes.dtype, (condition, yes, no))
+
+
+def op(name: str, *args: Expr) -> Expr:
+    """An op whose type follows from its arguments'."""
+    row = OPS[name]
+    assert row.kind == "scalar", name
+    assert row.result != "given", name
+    return make(name, "b1" if row.result == "b1" else args[0].dtype, args)
+
+
+def _safe(value: Expr, dtype: str) -> bool:
+    """Whether Python converts such a constant as C does, with no rounding to think of."""
+    if DTYPES[dtype].kind == "int":
+        limit = 2 ** (8 * DTYPES[dtype].bytes - 1)
+        return value.data == value.data and abs(value.data) < limit and (value.data >= 0 or DTYPES[dtype].signed)
+    return dtype in ("f64", "f32", "b1") or value.data in (0, 1)
+
+
+def _converted(number: Any, dtype: str) -> Any:
+    kind = DTYPES[dtype].kind
+    return bool(number) if kind == "bool" else int(number) if kind == "int" else float(number)
+
+
+# ---- walking them ----------------------------------------------------------------------------------------------------
+
+
+def rewrite(root: Expr, change: Callable[[Expr], Expr]) -> Expr:
+    """Every node, arguments first, replaced by what ``change`` makes of it with its new arguments."""
+    done: dict[Expr, Expr] = {}
+    for node in _in_order(root):
+        args = tuple(done[a] for a in node.args)
+        done[node] = change(node if args == node.args else make(node.op, node.dtype, args, node.data))
+    return done[root]
+
+
+def _in_order(root: Expr) -> list[Expr]:
+    """Each node of the tree of arguments once, arguments first."""
+    order: list[Expr] = []
+    seen: set[Expr] = set()
+    stack: list[tuple[Expr, bool]] = [(root, False)]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(a, False) for a in reversed(node.args)]
+    return order
+
+
+def _visit(root: Expr, order: dict[Expr, None]) -> None:
+    for node in _in_order(root):
+        for at in indices(node):
+            for leaf in at.leaves():
+                if isinstance(leaf, Value):
+                    _visit(leaf.expr, order)
+        order.setdefault(node)
+
+
+def indices(node: Expr) -> tuple[Index, ...]:
+    """The indices that a node holds itself."""
+    if node.op == "load":
+        return node.data[1]
+    return (node.data,) if node.op in ("index", "random", "bound") else ()
+
+
+def _moved(node: Expr, axes: Mapping[Any, IndexLike]) -> Expr:
+    if node.op == "load":
+        buffer, coordinates = node.data
+        return make("load", node.dtype, node.args, (buffer, tuple(c.substitute(axes) for c in coordinates)))
+    if node.op == "index":
+        return position(node.data.substitute(axes))
+    if node.op in ("random", "bound"):
+        return make(node.op, node.dtype, node.args, node.data.substitute(axes))
+    return node
+
+
+def _printed(node: Expr) -> str:
+    if node.op == "const":
+        return str(node.data)
+    if node.op == "index":
+        return f"({node.data})"
+    if node.op == "var":
+        return node.data
+    if node.op == "load":
+        buffer, coordinates = node.data
+        mask = f" if {node.args[0]}" if node.args else ""
+        return f"{buffer}[{', '.join(map(str, coordinates))}{mask}]"
+    inside = [*map(str, node.args), *([str(node.data)] if node.op in ("random", "bound") else [])]
+    name = node.dtype if node.op == "cast" else f"as_{node.dtype}" if node.op == "bitcast" else node.op
+    return f"{name}({', '.join(inside)})"

@@ -1,0 +1,111 @@
+"""A captured graph: torch's operators by name, with what is known of each result. The compiler's input, without torch.
+
+Nodes are in the order in which they run. An argument is a :class:`Ref` to an earlier node's result, a Python constant
+(None, bool, int, float, complex, str), an ``Index`` (a size), or a list, tuple or dict of these; a dtype is :class:`TypeName`; devices, layouts and memory formats are :class:`Opaque`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from opkit.compiler.ir.index import Index
+
+
+class Ref(NamedTuple):
+    """The result of a node, by the node's name."""
+
+    name: str
+
+
+class TypeName(NamedTuple):
+    """A dtype as an argument: a key of ``DTYPES``."""
+
+    name: str
+
+
+class Opaque(NamedTuple):
+    """A value that only an extern call can use, by a name that the capture can turn back into it."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorType:
+    """What is known of a tensor before the program runs.
+
+    Attributes:
+        dtype: a key of ``DTYPES``.
+        shape: sizes.
+        strides: in elements, as eager has them.
+        offset: of the first element, in elements; of a tensor that the graph makes, 0.
+        device: "cpu" or another; only tensors of "cpu" are computed here.
+    """
+
+    dtype: str
+    shape: tuple[Index, ...]
+    strides: tuple[Index, ...]
+    offset: Index
+    device: str = "cpu"
+
+
+ResultType = TensorType | Index | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One operation, or an input.
+
+    Attributes:
+        name: of its result, unique in the graph.
+        target: "aten.add.Tensor" and the like; "input"; "constant" (a tensor that the graph holds); "getitem".
+        args, kwargs: as the operator takes them.
+        result: the type of its result; a tuple for several; for a size, its Index.
+        origin: the user's line it comes from, or "".
+    """
+
+    name: str
+    target: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: ResultType | tuple[ResultType, ...]
+    origin: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """Nodes in order, inputs first.
+
+    Attributes:
+        name: for people: "forward 0", "backward 0".
+        nodes: inputs and constants first.
+        outputs: what is returned: Refs, constants, or indices.
+        sizes: the value that each symbolic size had when the graph was captured, by its name.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    outputs: tuple[Any, ...]
+    sizes: dict[str, int]
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [f"graph {self.name}", *(f"  {_line(node)}" for node in self.nodes), f"  return {self.outputs}"]
+        )
+
+
+def _line(node: Node) -> str:
+    arguments = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
+    return f"{node.name}: {_type(node.result)} = {node.target}({', '.join(arguments)})"
+
+
+def _text(argument: Any) -> str:
+    if isinstance(argument, list | tuple) and not hasattr(argument, "_fields"):
+        return "[" + ", ".join(map(_text, argument)) + "]"
+    return argument[0] if isinstance(argument, Ref | TypeName | Opaque) else str(argument)
+
+
+def _type(result: Any) -> str:
+    if isinstance(result, TensorType):
+        return f"{result.dtype}[{', '.join(map(str, result.shape))}]"
+    return "(" + ", ".join(map(_type, result)) + ")" if isinstance(result, tuple) else str(result)

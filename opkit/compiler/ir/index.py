@@ -1,0 +1,396 @@
+"""Integer expressions over loop axes and sizes: where an element is, and how often a loop runs.
+
+An :class:`Index` is a polynomial with integer coefficients, kept in one normal form, so that two of them are equal as
+values exactly if they are equal as Python objects compare. Its atoms are loop axes, symbolic sizes, floor divisions and
+remainders that could not be resolved, and integers that are read from memory (``x[i]`` as an index of ``y``).
+
+>>> i, j = axis(0, 8), axis(1, 4)
+>>> flat = i * 4 + j
+>>> flat // 4 == i, flat % 4 == j
+(True, True)
+>>> n = size("s0")
+>>> print((axis(0, n) * n + axis(1, n)) // n)
+a0
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias, Union
+
+
+class Axis(NamedTuple):
+    """The variable of a loop: 0 <= value < extent."""
+
+    number: int
+    extent: Index
+
+    def __str__(self) -> str:
+        return f"a{self.number}"
+
+
+class Size(NamedTuple):
+    """A size that is known when the program runs: at least ``least``."""
+
+    name: str
+    least: int = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Div(NamedTuple):
+    """The quotient rounded down; the divisor is positive."""
+
+    dividend: Index
+    divisor: Index
+
+    def __str__(self) -> str:
+        return f"({self.dividend})//({self.divisor})"
+
+
+class Mod(NamedTuple):
+    """What :class:`Div` leaves: 0 <= value < divisor."""
+
+    dividend: Index
+    divisor: Index
+
+    def __str__(self) -> str:
+        return f"({self.dividend})%({self.divisor})"
+
+
+class Value(NamedTuple):
+    """An integer that is computed: an expression of the IR (``opkit.compiler.ir.expr.Expr``)."""
+
+    expr: Any
+
+    def __str__(self) -> str:
+        return f"[{self.expr}]"
+
+
+Atom: TypeAlias = Axis | Size | Div | Mod | Value
+Monomial: TypeAlias = tuple[Atom, ...]
+IndexLike: TypeAlias = Union["Index", int]
+
+
+class Index:
+    """A polynomial. Make one with :func:`index`, :func:`axis`, :func:`size` and arithmetic.
+
+    Attributes:
+        terms: the coefficient of each monomial; () is the constant one. No coefficient is 0.
+    """
+
+    __slots__ = ("_hash", "terms")
+    terms: dict[Monomial, int]
+
+    def __init__(self, terms: dict[Monomial, int]) -> None:
+        self.terms = terms
+        self._hash = hash(frozenset(terms.items()))
+
+    # ---- what it is --------------------------------------------------------------------------------------------------
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, int):
+            return self.constant == other
+        return isinstance(other, Index) and self._hash == other._hash and self.terms == other.terms
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def constant(self) -> int | None:
+        """Its value if it has no atoms, else None."""
+        if not self.terms:
+            return 0
+        return self.terms.get(()) if len(self.terms) == 1 else None
+
+    def __str__(self) -> str:
+        texts = ["*".join([*map(str, m), *([] if c == 1 and m else [str(c)])]) for m, c in self.terms.items()]
+        return " + ".join(texts) or "0"
+
+    __repr__ = __str__
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"The index {self} is neither true nor false: compare it with ==.")
+
+    # ---- arithmetic --------------------------------------------------------------------------------------------------
+
+    def __add__(self, other: IndexLike) -> Index:
+        other = index(other)
+        terms = dict(self.terms)
+        for monomial, coefficient in other.terms.items():
+            total = terms.pop(monomial, 0) + coefficient
+            if total:
+                terms[monomial] = total
+        return Index(terms)
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Index:
+        return self * -1
+
+    def __sub__(self, other: IndexLike) -> Index:
+        return self + index(other) * -1
+
+    def __rsub__(self, other: IndexLike) -> Index:
+        return index(other) - self
+
+    def __mul__(self, other: IndexLike) -> Index:
+        if isinstance(other, int):
+            return Index({m: c * other for m, c in self.terms.items()}) if other else ZERO
+        terms: dict[Monomial, int] = {}
+        for a, x in self.terms.items():
+            for b, y in other.terms.items():
+                monomial = _product(a, b)
+                terms[monomial] = terms.get(monomial, 0) + x * y
+        return Index({m: c for m, c in terms.items() if c})
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: IndexLike) -> Index:
+        return _divided(self, index(other))[0]
+
+    def __mod__(self, other: IndexLike) -> Index:
+        return _divided(self, index(other))[1]
+
+    # ---- its parts ---------------------------------------------------------------------------------------------------
+
+    def atoms(self) -> set[Atom]:
+        """The atoms of its monomials; not those within them."""
+        return {atom for monomial in self.terms for atom in monomial}
+
+    def axes(self) -> set[Axis]:
+        """Every axis it depends on, also within quotients and remainders; not through :class:`Value`."""
+        return {atom for atom in self.leaves() if isinstance(atom, Axis)}
+
+    def leaves(self) -> set[Atom]:
+        """Every axis, size and value it depends on, also within quotients and remainders."""
+        found: set[Atom] = set()
+        for atom in self.atoms():
+            if isinstance(atom, Div | Mod):
+                found |= atom.dividend.leaves() | atom.divisor.leaves()
+            else:
+                found.add(atom)
+        return found
+
+    def coefficient(self, of: Axis) -> Index | None:
+        """What ``of`` is multiplied by, if the index is linear in it; else None."""
+        terms: dict[Monomial, int] = {}
+        for monomial, c in self.terms.items():
+            if any(of in atom.dividend.axes() for atom in monomial if isinstance(atom, Div | Mod)):
+                return None
+            if of in monomial:
+                rest = list(monomial)
+                rest.remove(of)
+                if of in rest:
+                    return None
+                terms[tuple(rest)] = c
+        return Index(terms)
+
+    def substitute(self, axes: Mapping[Any, IndexLike]) -> Index:
+        """The index with other indices for axes (and, where the mapping names them, sizes), resolved as far as it goes."""
+        total = ZERO
+        for monomial, c in self.terms.items():
+            total = total + functools.reduce(lambda a, atom: a * _replaced(atom, axes), monomial, index(c))
+        return total
+
+
+ZERO = Index({})
+
+
+def index(value: IndexLike) -> Index:
+    """An integer as an index.
+
+    >>> print(index(3) * 2)
+    6
+    """
+    return value if isinstance(value, Index) else _constant(value)
+
+
+@functools.cache
+def _constant(value: int) -> Index:
+    return Index({(): int(value)} if value else {})
+
+
+def axis(number: int, extent: IndexLike) -> Index:
+    """The loop variable ``a<number>``, which runs from 0 to below ``extent``; 0 itself where that is 1."""
+    return ZERO if extent == 1 else Index({(Axis(number, index(extent)),): 1})
+
+
+def size(name: str, least: int = 1) -> Index:
+    """A symbolic size."""
+    return Index({(Size(name, least),): 1})
+
+
+def value(expr: Any) -> Index:
+    """An integer that is computed, as an index."""
+    return Index({(Value(expr),): 1})
+
+
+def product(of: Iterable[IndexLike]) -> Index:
+    """
+    >>> print(product([2, size("n"), 3]))
+    n*6
+    """
+    return functools.reduce(lambda a, b: a * index(b), of, index(1))
+
+
+def flat(coordinates: Iterable[Index], strides: Iterable[IndexLike]) -> Index:
+    """The sum of each coordinate times its stride."""
+    return functools.reduce(lambda a, b: a + b, (c * s for c, s in zip(coordinates, strides, strict=True)), ZERO)
+
+
+def contiguous(shape: Iterable[IndexLike]) -> tuple[Index, ...]:
+    """The strides of a row-major tensor, in elements.
+
+    >>> contiguous([2, 3, 4])
+    (12, 4, 1)
+    """
+    strides = [index(1)]
+    for extent in reversed(list(shape)):
+        strides.append(strides[-1] * index(extent))
+    return tuple(reversed(strides[:-1]))
+
+
+# ---- normal form -----------------------------------------------------------------------------------------------------
+
+
+def _product(a: Monomial, b: Monomial) -> Monomial:
+    if not a or not b:
+        return a or b
+    return tuple(sorted((*a, *b), key=_order))
+
+
+def _order(atom: Atom) -> tuple[str, str]:
+    return type(atom).__name__, str(atom)
+
+
+def _replaced(atom: Atom, axes: Mapping[Any, IndexLike]) -> Index:
+    if isinstance(atom, Div):
+        return atom.dividend.substitute(axes) // atom.divisor.substitute(axes)
+    if isinstance(atom, Mod):
+        return atom.dividend.substitute(axes) % atom.divisor.substitute(axes)
+    if isinstance(atom, Value):
+        return value(atom.expr.substitute(axes))
+    return index(axes[atom]) if atom in axes else Index({(atom,): 1})
+
+
+def _divided(a: Index, b: Index) -> tuple[Index, Index]:
+    """Quotient and remainder: exact where each term can be divided, the rest resolved if it is known to be small."""
+    if b == 1:
+        return a, ZERO
+    quotient, rest = _exact_part(a, b)
+    if not rest.terms or is_below(rest, b):
+        return quotient, rest
+    shared = _common_factor(rest, b)
+    if shared > 1:
+        small_rest, small_b = _over(rest, shared), _over(b, shared)
+        q, r = _divided(small_rest, small_b)
+        return quotient + q, r * shared
+    (inner,) = rest.atoms() if list(rest.terms.values()) == [1] and len(next(iter(rest.terms))) == 1 else (None,)
+    if isinstance(inner, Div) and b.constant is not None:  # (x // p) // q is x // (p * q)
+        whole = inner.dividend // (inner.divisor * b)
+        return quotient + whole, rest - whole * b
+    if isinstance(inner, Mod) and _exact_part(inner.divisor, b)[1] == 0:  # (x % (p * b)) % b is x % b
+        remainder = inner.dividend % b
+        return quotient + Index({(Div(rest, b),): 1}), remainder
+    return quotient + Index({(Div(rest, b),): 1}), Index({(Mod(rest, b),): 1})
+
+
+def _exact_part(a: Index, b: Index) -> tuple[Index, Index]:
+    """``a`` as ``quotient * b + rest``, where the quotient takes every term of ``a`` that it can."""
+    if a == b:
+        return index(1), ZERO
+    if len(b.terms) != 1:
+        return ZERO, a
+    ((monomial, c),) = b.terms.items()
+    quotient: dict[Monomial, int] = {}
+    rest: dict[Monomial, int] = {}
+    for m, x in a.terms.items():
+        left = _without(m, monomial)
+        if left is None:
+            rest[m] = x
+        elif x % c == 0:
+            quotient[left] = quotient.get(left, 0) + x // c
+        elif m == () or x < 0 or x > c:
+            quotient[left] = quotient.get(left, 0) + x // c
+            rest[m] = x % c
+        else:
+            rest[m] = x
+    return Index({m: x for m, x in quotient.items() if x}), Index({m: x for m, x in rest.items() if x})
+
+
+def _without(monomial: Monomial, divisor: Monomial) -> Monomial | None:
+    left = list(monomial)
+    for atom in divisor:
+        if atom not in left:
+            return None
+        left.remove(atom)
+    return tuple(left)
+
+
+def _common_factor(a: Index, b: Index) -> int:
+    return math.gcd(*a.terms.values(), *b.terms.values())
+
+
+def _over(a: Index, factor: int) -> Index:
+    return Index({m: c // factor for m, c in a.terms.items()})
+
+
+# ---- what is known of its value --------------------------------------------------------------------------------------
+
+
+def upper(a: Index) -> Index | None:
+    """A number that it does not exceed, over sizes alone; None if none is known."""
+    return _bound(a)
+
+
+def lower(a: Index) -> Index | None:
+    """A number that it does not go below, over sizes alone; None if none is known."""
+    bound = _bound(-a)
+    return None if bound is None else -bound
+
+
+def _bound(a: Index) -> Index | None:
+    total = ZERO
+    for monomial, c in a.terms.items():
+        limits = [_limits(atom) for atom in monomial]
+        if any(limit is None for limit in limits):
+            return None
+        chosen = [limit[c > 0] for limit in limits if limit is not None]
+        total = total + functools.reduce(lambda x, y: x * y, chosen, index(c))
+    return total
+
+
+def _limits(atom: Atom) -> tuple[Index, Index] | None:
+    """The least and greatest value of an atom; atoms without a known sign have none."""
+    if isinstance(atom, Axis):
+        return ZERO, atom.extent - 1
+    if isinstance(atom, Size):
+        return Index({(atom,): 1}), Index({(atom,): 1})
+    if isinstance(atom, Mod):
+        return ZERO, atom.divisor - 1
+    if isinstance(atom, Div):
+        low, high = lower(atom.dividend), upper(atom.dividend)
+        if low is None or high is None or not is_nonnegative(low):
+            return None
+        return ZERO, high // atom.divisor
+    return None
+
+
+def is_nonnegative(a: Index) -> bool:
+    """Whether it is known that the value, over sizes alone, is at least 0."""
+    if all(c >= 0 for c in a.terms.values()):
+        return not any(isinstance(atom, Value) for atom in a.atoms())
+    if any(not isinstance(atom, Size) for atom in a.atoms()):
+        return False
+    shifted = a.substitute({atom: Index({(atom,): 1}) + atom.least for atom in a.atoms() if isinstance(atom, Size)})
+    return all(c >= 0 for c in shifted.terms.values())
+
+
+def is_below(a: Index, limit: Index) -> bool:
+    """Whether it is known that 0 <= a < limit."""
+    low, high = lower(a), upper(a)
+    return low is not None and high is not None and is_nonnegative(low) and is_nonnegative(limit - high - 1)

@@ -1,0 +1,121 @@
+"""A loop nest: how something is computed. What an emitter turns into a function.
+
+Statements run in order. Names of variables are unique in a kernel. Loads and stores are at one flat index, in elements
+from the buffer's first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.index import Axis, Index
+
+How = Literal["parallel", "plain", "vector"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """A buffer that a kernel is given a pointer to."""
+
+    buffer: str
+    dtype: str
+    written: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Let:
+    """A value with a name, computed once where it stands; a ``var`` of that name reads it until the block ends."""
+
+    name: str
+    value: Expr
+
+
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Memory of the thread, from here to the end of the block: ``length`` elements, uninitialised.
+
+    A load or store whose buffer is ``name`` uses it. It is small (it should stay in the processor's cache).
+    """
+
+    name: str
+    dtype: str
+    length: Index
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """buffer[at] = value; with ``update``, buffer[at] = update(buffer[at], value), atomically where ``atomic``."""
+
+    buffer: str
+    at: Index
+    value: Expr
+    update: str | None = None
+    atomic: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulator:
+    """A variable that a loop after it updates: begins as the reduction's neutral value.
+
+    For "argmax" and "argmin", ``dtype`` is the compared type, and the variable ``<name>_at`` is the position (i64).
+    """
+
+    name: str
+    dtype: str
+    reduction: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """Brings a value into an accumulator; ``at`` is its position, for argmax and argmin."""
+
+    name: str
+    reduction: str
+    value: Expr
+    at: Index | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """The statements for each value of an axis, in order.
+
+    Attributes:
+        axis: its variable and extent.
+        body: the statements.
+        how: "parallel": iterations are independent and may run in any thread (outermost loops alone);
+            "vector": iterations are independent but for Updates, whose order does not count, and the innermost loop.
+        stop: the loop ends early, at the first value of its axis where the first index is not below the second; not of a
+            parallel or vector loop.
+    """
+
+    axis: Axis
+    body: tuple[Statement, ...]
+    how: How = "plain"
+    stop: tuple[Index, Index] | None = None
+
+
+Statement = Let | Scratch | Store | Accumulator | Update | Loop
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A function.
+
+    Attributes:
+        name: an identifier of C.
+        arguments: the buffers it is given.
+        sizes: the names of the symbolic sizes it is given, after the buffers.
+        body: statements; the parallel loops, if any, are outermost and hold everything else. Several parallel loops directly
+            within one another are one iteration space.
+        grain: how many iterations of the parallel space are worth a thread; fewer run in the calling one.
+        origins: the operators it computes, for people.
+    """
+
+    name: str
+    arguments: tuple[Argument, ...]
+    sizes: tuple[str, ...]
+    body: tuple[Statement, ...]
+    grain: int = 1
+    origins: tuple[str, ...] = ()

@@ -1,0 +1,178 @@
+"""The ops of the IR: one table, at most 60 rows. Each has a meaning here, a spelling in every emitter, and nothing else.
+
+An op of kind "scalar" makes one value from others; what it means is the numpy function beside it, applied to values of
+the type that ``result`` names: "same" as the arguments (which are all of one type), "b1", or "given" with the node.
+Integers wrap around. ``div`` of integers rounds towards zero, ``floordiv`` and ``rem`` follow Python; by zero, integers
+give 0 (what ATen raises for, an op before it checks). ``min`` and ``max`` give NaN if either is NaN.
+
+An op of kind "leaf" or "loop" is a part of a loop nest; see ``expr`` and ``kernel``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+Kind = Literal["scalar", "leaf", "loop"]
+Result = Literal["same", "b1", "given"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """A row of the table.
+
+    Attributes:
+        name: as printed.
+        arity: how many arguments it takes; None where that varies.
+        kind: what it is a part of.
+        result: the type of its value.
+        takes: the kinds of types its arguments may have: of "b" (bool), "i" (int), "f" (float).
+        numpy: what it computes, on arrays.
+    """
+
+    name: str
+    arity: int | None
+    kind: Kind = "scalar"
+    result: Result = "same"
+    takes: str = "bif"
+    numpy: Callable[..., Any] | None = None
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    if np.asarray(a).dtype.kind == "f":
+        return a / b
+    safe = np.where(b == 0, 1, b)
+    truncated = (
+        np.sign(a) * np.sign(safe) * (np.abs(a) // np.abs(safe)) if np.asarray(a).dtype.kind == "i" else a // safe
+    )
+    return np.where(b == 0, 0, truncated).astype(np.asarray(a).dtype)
+
+
+def _floor_quotient(a: Any, b: Any) -> Any:
+    return (
+        np.where(b == 0, 0, a // np.where(b == 0, 1, b)) if np.asarray(a).dtype.kind != "f" else np.floor_divide(a, b)
+    )
+
+
+def _remainder(a: Any, b: Any) -> Any:
+    return (
+        np.where(b == 0, 0, np.remainder(a, np.where(b == 0, 1, b)))
+        if np.asarray(a).dtype.kind != "f"
+        else np.mod(a, b)
+    )
+
+
+def _c_remainder(a: Any, b: Any) -> Any:
+    return np.where(b == 0, 0, np.fmod(a, np.where(b == 0, 1, b))) if np.asarray(a).dtype.kind != "f" else np.fmod(a, b)
+
+
+def _not(a: Any) -> Any:
+    return np.invert(a)
+
+
+def _erf(a: Any) -> Any:
+    import math
+
+    return np.vectorize(math.erf, otypes=[np.asarray(a).dtype])(a)
+
+
+def _erfc(a: Any) -> Any:
+    import math
+
+    return np.vectorize(math.erfc, otypes=[np.asarray(a).dtype])(a)
+
+
+_ROWS = (
+    # leaves
+    Op("const", 0, "leaf", "given"),  # a number; data: a Python bool, int or float
+    Op("index", 0, "leaf", "given"),  # an Index as an i64; data: the Index
+    Op(
+        "load", None, "leaf", "given"
+    ),  # an element; data: (buffer, coordinates); the argument, if any: whether it is there
+    Op("var", 0, "leaf", "given"),  # what a let or an accumulator holds; data: its name
+    Op(
+        "random", 1, "leaf", "given"
+    ),  # uniform in [0, 1), f32 or f64; data: the Index that counts draws; argument: the seed
+    Op(
+        "bound", 1, "leaf", "same"
+    ),  # an index that must be in [-n, n), made at least 0; data: n; else the program stops
+    # choice and type
+    Op("where", 3, "scalar", "given"),  # the condition is b1; the other two are of one type
+    Op("cast", 1, "scalar", "given"),  # C's conversion; to b1: not 0. data: whether the user asked for it
+    Op("bitcast", 1, "scalar", "given"),  # the same bits as another type of the same size
+    # arithmetic
+    Op("add", 2, numpy=np.add),
+    Op("sub", 2, numpy=np.subtract, takes="if"),
+    Op("mul", 2, numpy=np.multiply),
+    Op("div", 2, numpy=_quotient, takes="if"),
+    Op("floordiv", 2, numpy=_floor_quotient, takes="i"),
+    Op("rem", 2, numpy=_remainder, takes="if"),
+    Op("fmod", 2, numpy=_c_remainder, takes="if"),
+    Op("neg", 1, numpy=np.negative, takes="if"),
+    Op("abs", 1, numpy=np.abs, takes="if"),
+    Op("min", 2, numpy=np.minimum),
+    Op("max", 2, numpy=np.maximum),
+    Op("pow", 2, numpy=np.power, takes="if"),
+    # bits
+    Op("and", 2, numpy=np.bitwise_and, takes="bi"),
+    Op("or", 2, numpy=np.bitwise_or, takes="bi"),
+    Op("xor", 2, numpy=np.bitwise_xor, takes="bi"),
+    Op("not", 1, numpy=_not, takes="bi"),
+    Op("shl", 2, numpy=np.left_shift, takes="i"),
+    Op("shr", 2, numpy=np.right_shift, takes="i"),
+    # comparison
+    Op("lt", 2, result="b1", numpy=np.less),
+    Op("le", 2, result="b1", numpy=np.less_equal),
+    Op("eq", 2, result="b1", numpy=np.equal),
+    Op("ne", 2, result="b1", numpy=np.not_equal),
+    # rounding
+    Op("floor", 1, numpy=np.floor, takes="f"),
+    Op("ceil", 1, numpy=np.ceil, takes="f"),
+    Op("trunc", 1, numpy=np.trunc, takes="f"),
+    Op("round", 1, numpy=np.rint, takes="f"),  # halves to even
+    # functions
+    Op("sqrt", 1, numpy=np.sqrt, takes="f"),
+    Op("exp", 1, numpy=np.exp, takes="f"),
+    Op("expm1", 1, numpy=np.expm1, takes="f"),
+    Op("log", 1, numpy=np.log, takes="f"),
+    Op("log1p", 1, numpy=np.log1p, takes="f"),
+    Op("sin", 1, numpy=np.sin, takes="f"),
+    Op("cos", 1, numpy=np.cos, takes="f"),
+    Op("tan", 1, numpy=np.tan, takes="f"),
+    Op("asin", 1, numpy=np.arcsin, takes="f"),
+    Op("acos", 1, numpy=np.arccos, takes="f"),
+    Op("atan", 1, numpy=np.arctan, takes="f"),
+    Op("atan2", 2, numpy=np.arctan2, takes="f"),
+    Op("sinh", 1, numpy=np.sinh, takes="f"),
+    Op("cosh", 1, numpy=np.cosh, takes="f"),
+    Op("tanh", 1, numpy=np.tanh, takes="f"),
+    Op("asinh", 1, numpy=np.arcsinh, takes="f"),
+    Op("acosh", 1, numpy=np.arccosh, takes="f"),
+    Op("atanh", 1, numpy=np.arctanh, takes="f"),
+    Op("erf", 1, numpy=_erf, takes="f"),
+    Op("erfc", 1, numpy=_erfc, takes="f"),
+    # loop nests; see kernel
+    Op("loop", None, "loop"),
+    Op("let", None, "loop"),
+    Op("store", None, "loop"),
+    Op("update", None, "loop"),
+    Op("scratch", None, "loop"),
+)
+
+OPS = {row.name: row for row in _ROWS}
+assert len(OPS) == len(_ROWS) <= 60
+
+# How values are brought together by a reduction, an accumulator, or a store that adds: the op, and what to start with.
+REDUCTIONS: dict[str, tuple[str, str]] = {
+    "sum": ("add", "zero"),
+    "prod": ("mul", "one"),
+    "max": ("max", "least"),
+    "min": ("min", "greatest"),
+    "any": ("or", "zero"),
+    "all": ("and", "one"),
+    "argmax": ("max", "least"),  # the position of the first greatest; NaN is greater than all
+    "argmin": ("min", "greatest"),
+}

@@ -1,0 +1,169 @@
+"""A lowered graph: buffers, and the steps that fill them in order. What is computed, not yet how.
+
+``Compute`` fills a buffer (or a part of it) element by element; ``Extern`` calls an operator of torch. There is no
+order of loops here and no fusion: one Compute for each operation, however small.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.index import Axis, Index, Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """Memory for a tensor.
+
+    Attributes:
+        name: unique in the program.
+        dtype: a key of ``DTYPES``.
+        shape: its logical sizes.
+        strides: in elements.
+        role: "input" (the caller's), "constant" (the program's), "made" (allocated while it runs).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Index, ...]
+    strides: tuple[Index, ...]
+    role: str = "made"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """For every value of ``axes``: buffer[target] = body, or, over the axes in ``reduced``, its reduction.
+
+    The axes are in the order in which the elements of what is read lie in memory, outermost first; axis ``k`` has
+    number k (``Axis(k, extent)``; an axis of extent 1 may be absent from indices). A reduction keeps that order too: the
+    sum over rows of a matrix has axes (rows, columns), reduced {0}, target (a1,). Loads are at logical coordinates.
+
+    Attributes:
+        buffer: what is written.
+        axes: the extent of each axis.
+        target: the coordinates in the buffer, over the axes that are not reduced.
+        body: the element; its type is the buffer's, but of a reduction the type in which it accumulates, and of an
+            argmax or argmin the type that is compared.
+        reduction: a key of ``REDUCTIONS``, "scan:sum" and the like (along the one axis in ``reduced``, which then stays in
+            ``target``), or None.
+        reduced: the numbers of the axes that are reduced.
+        update: None to overwrite; "add" and the like (keys of ``OPS``) to combine with what is there: a scatter,
+            whose target holds Values; several values of the axes may give the same target.
+        origin: the operator and the user's line, for people.
+    """
+
+    buffer: str
+    axes: tuple[Index, ...]
+    target: tuple[Index, ...]
+    body: Expr
+    reduction: str | None = None
+    reduced: frozenset[int] = frozenset()
+    update: str | None = None
+    origin: str = ""
+
+    def axis(self, number: int) -> Axis:
+        return Axis(number, self.axes[number])
+
+
+@dataclasses.dataclass(frozen=True)
+class Strided:
+    """A tensor over the elements of a buffer's storage, as torch describes one: for extern calls and results."""
+
+    buffer: str
+    shape: tuple[Index, ...]
+    strides: tuple[Index, ...]
+    offset: Index
+
+
+@dataclasses.dataclass(frozen=True)
+class Extern:
+    """A call of an operator of torch.
+
+    Attributes:
+        target: its name, as in the captured graph.
+        args, kwargs: as there, with a :class:`Strided` for each tensor, and for each scalar that is computed a buffer of no
+            dimensions in a :class:`Item`.
+        outputs: the buffers that hold its results, None for a result that nobody uses; a result that is a size is
+            the name of a symbolic size, in an Index.
+        mutated: the buffers that it writes to, apart from its results.
+        aliases: whether its results may lie in the memory of its arguments.
+        out: whether its one result is written into memory that it is given (``aten.mm.out``), rather than allocated by it.
+        origin: the operator and the user's line, for people.
+        reason: why the operator is called and not lowered; "" where calling it is the lowering (a matmul).
+    """
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[str | Index | None, ...]
+    mutated: frozenset[str] = frozenset()
+    aliases: bool = False
+    out: bool = False
+    origin: str = ""
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """The number in a buffer of one element, as a Python number."""
+
+    buffer: str
+
+
+Step = Compute | Extern
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Buffers and steps.
+
+    Attributes:
+        name: the graph's.
+        inputs: the graph's inputs in order: the names of buffers, or of sizes (an Index).
+        buffers: all of them, by name.
+        steps: in an order in which they can run.
+        outputs: the graph's results in order: Strided, Index, or a constant (None among them).
+        sizes: the value that each symbolic size had when the graph was captured, by its name.
+    """
+
+    name: str
+    inputs: tuple[str | Index, ...]
+    buffers: dict[str, Buffer]
+    steps: tuple[Step, ...]
+    outputs: tuple[Any, ...]
+    sizes: dict[str, int]
+
+
+def reads(step: Step) -> list[str]:
+    """The buffers whose elements a step needs, each once."""
+    if isinstance(step, Extern):
+        return list(dict.fromkeys(_buffers((step.args, step.kwargs))))
+    loaded = [buffer for root in roots(step) for buffer in loads(root)]
+    return list(dict.fromkeys(loaded))
+
+
+def writes(step: Step) -> list[str]:
+    """The buffers that a step changes."""
+    if isinstance(step, Compute):
+        return [step.buffer]
+    return [name for name in step.outputs if isinstance(name, str)] + sorted(step.mutated)
+
+
+def roots(step: Compute) -> list[Expr]:
+    """The body, and the expressions that the target's coordinates are computed from."""
+    return [step.body, *(leaf.expr for at in step.target for leaf in at.leaves() if isinstance(leaf, Value))]
+
+
+def loads(root: Expr) -> list[str]:
+    """The buffers that an expression reads, also to compute an index."""
+    return [node.data[0] for node in root.walk() if node.op == "load"]
+
+
+def _buffers(argument: Any) -> list[str]:
+    if isinstance(argument, Strided | Item):
+        return [argument.buffer]
+    if isinstance(argument, dict):
+        argument = list(argument.values())
+    return [name for a in argument for name in _buffers(a)] if isinstance(argument, list | tuple) else []
