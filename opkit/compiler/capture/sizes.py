@@ -61,7 +61,8 @@ class Sizes:
         names = {known: name for name, known in self.computed.items()}
         name = names.setdefault(text, f"computed{len(self.computed)}")
         self.computed[name] = text
-        self.values[name] = int(expression.xreplace({s: self.values[str(s)] for s in expression.free_symbols}))
+        value: Any = expression.xreplace({s: sympy.Integer(self.values[str(s)]) for s in expression.free_symbols})
+        self.values[name] = int(value)
         return size(name, 0)
 
 

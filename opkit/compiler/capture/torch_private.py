@@ -14,12 +14,14 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._functorch import config as _functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch.fx.experimental.symbolic_shapes import guard_int as guard_int
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper_subclass
-from torch.utils._sympy import functions as sympy_functions
+from torch._functorch import partitioners as _partitioners
+from torch.utils import _python_dispatch
+from torch.utils._sympy import functions as _sympy_functions
 from torch.utils._sympy.printers import PythonPrinter as _PythonPrinter
+
+sympy_functions = _sympy_functions
+min_cut_partition = _partitioners.min_cut_rematerialization_partition
+is_wrapper_subclass: Callable[[Any], bool] = _python_dispatch.is_traceable_wrapper_subclass
 
 RECOMPILES_LOGGER = "torch._dynamo.guards.__recompiles"
 """The name of the logger to which Dynamo says, at level DEBUG, why it compiles a function again."""
@@ -48,6 +50,15 @@ def example(symbol: Any, number: Any) -> int | None:
     known = getattr(environment, "backed_var_to_val", None)  # torch 2.12 and newer
     value = (environment.var_to_val if known is None else known).get(symbol)
     return None if value is None else int(value)
+
+
+def example_of(number: Any) -> int:
+    """The value that an int or SymInt had when the graph was captured; 2 for one that depends on data."""
+    if type(number) is int:
+        return number
+    expression = number.node.expr
+    values = {symbol: example(symbol, number) for symbol in expression.free_symbols}
+    return int(expression.xreplace({s: 2 if v is None else v for s, v in values.items()}))
 
 
 def least(symbol: Any, number: Any) -> int:
