@@ -1,0 +1,13 @@
+"""One rule an operator, in tables by subject."""
+
+from __future__ import annotations
+
+from opkit.compiler.lower.registry import Table
+from opkit.compiler.lower.rules import activations, creation, externs, pointwise, views
+
+RULES = Table()
+for _table in (pointwise.TABLE, activations.TABLE, creation.TABLE, views.TABLE):
+    RULES.update(_table)
+
+EXTERNS = externs.EXTERNS
+ALIASING = frozenset([*views.ALIASING, *externs.ALIASING])
