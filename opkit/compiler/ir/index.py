@@ -46,6 +46,7 @@ class Div(NamedTuple):
 
     dividend: Index
     divisor: Index
+    op: str = "//"  # tells it from a Mod, for tuples of the same fields are equal
 
     def __str__(self) -> str:
         return f"({self.dividend})//({self.divisor})"
@@ -56,6 +57,7 @@ class Mod(NamedTuple):
 
     dividend: Index
     divisor: Index
+    op: str = "%"
 
     def __str__(self) -> str:
         return f"({self.dividend})%({self.divisor})"
