@@ -46,6 +46,7 @@ class Div(NamedTuple):
 
     dividend: Index
     divisor: Index
+    operator: str = "//"  # tuples of other classes are equal to this one if their fields are
 
     def __str__(self) -> str:
         return f"({self.dividend})//({self.divisor})"
@@ -56,6 +57,7 @@ class Mod(NamedTuple):
 
     dividend: Index
     divisor: Index
+    operator: str = "%"
 
     def __str__(self) -> str:
         return f"({self.dividend})%({self.divisor})"
