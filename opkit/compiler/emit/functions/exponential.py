@@ -8,42 +8,45 @@ integer, whose bits are then the lowest ones of the sum.
 
 from __future__ import annotations
 
-from opkit.compiler.emit.functions.templates import fill, horner
+from opkit.compiler.emit.functions.templates import estrin, fill
 
 Q32 = "0x1p-1 0x1.555488p-3 0x1.555456p-5 0x1.1240b6p-7 0x1.6dbb5cp-10"
 Q64 = (
     "0x1p-1 0x1.5555555555561p-3 0x1.5555555550338p-5 0x1.111111110d79ap-7 0x1.6c16c18527b39p-10 "
     "0x1.a01a01ba7da67p-13 0x1.a01997a4c66f9p-16 0x1.71dde08c67489p-19 0x1.28af7c7074f5ap-22 0x1.af847f9025556p-26"
 )
-_Q = {"q": horner("f32", "r", Q32)}
-_P = {"q": horner("f64", "r", Q64)}
+_Q = {"q": estrin("f32", "r", Q32)}
+_P = {"q": estrin("f64", "r", Q64)}
 
-# Measured: 0.86 ulp at most.
+# The lowest bits of the shifted sum are n + 254, whose two halves are the biased exponents of two factors of 2**n.
+# Measured: 1.02 ulp at most.
 _EXP_F32 = """
 OPK_INLINE float opk_exp_f32(float x) {
-    const float below = x > 89.0f ? 89.0f : x;
-    const float y = below < -104.0f ? -104.0f : below;
-    const float shifted = opk_fma_f32(y, 0x1.715476p+0f, 0x1.8p+23f);
-    const float n = shifted - 0x1.8p+23f;
-    const float r = opk_fma_f32(n, -0x1.7f7d1cp-20f, opk_fma_f32(n, -0x1.62e4p-1f, y));
-    const float p = opk_fma_f32(opk_fma_f32($q, r, 1.0f), r, 1.0f);
-    const int whole = (int)(opk_bits_f32(shifted) - 0x4b400000u);
-    const int half = whole >> 1;
-    return p * opk_power_f32(half) * opk_power_f32(whole - half);
+    const float shifted = opk_fma_f32(x, 0x1.715476p+0f, 0x1.8001fcp+23f);
+    const float n = shifted - 0x1.8001fcp+23f;
+    const float r = opk_fma_f32(n, -0x1.7f7d1cp-20f, opk_fma_f32(n, -0x1.62e4p-1f, x)), r2 = r * r, r4 = r2 * r2;
+    const float e = opk_fma_f32($q, r2, r);
+    const unsigned whole = opk_bits_f32(shifted), half = whole >> 1;
+    const float scale = opk_from_bits_f32(half << 23);
+    const float finite = opk_fma_f32(scale, e, scale) * opk_from_bits_f32((whole - half) << 23);
+    const float positive = x > 89.0f ? __builtin_inff() : finite;
+    return x < -104.0f ? 0.0f : positive;
 }
 """
 
 _EXP_F64 = """
 OPK_INLINE double opk_exp_f64(double x) {
-    const double below = x > 710.0 ? 710.0 : x;
-    const double y = below < -746.0 ? -746.0 : below;
-    const double shifted = opk_fma_f64(y, 0x1.71547652b82fep+0, 0x1.8p+52);
+    const double shifted = opk_fma_f64(x, 0x1.71547652b82fep+0, 0x1.8p+52);
     const double n = shifted - 0x1.8p+52;
-    const double r = opk_fma_f64(n, -0x1.a39ef35793c76p-33, opk_fma_f64(n, -0x1.62e42feep-1, y));
-    const double p = opk_fma_f64(opk_fma_f64($q, r, 1.0), r, 1.0);
+    const double r = opk_fma_f64(n, -0x1.a39ef35793c76p-33, opk_fma_f64(n, -0x1.62e42feep-1, x));
+    const double r2 = r * r, r4 = r2 * r2, r8 = r4 * r4;
+    const double e = opk_fma_f64($q, r2, r);
     const unsigned long long whole = opk_bits_f64(shifted) - 0x4338000000000000ull + 2048;
     const unsigned long long half = (whole >> 1) - 1024;
-    return p * opk_power_f64(half) * opk_power_f64(whole - 2048 - half);
+    const double scale = opk_power_f64(half);
+    const double finite = opk_fma_f64(scale, e, scale) * opk_power_f64(whole - 2048 - half);
+    const double positive = x > 710.0 ? __builtin_inf() : finite;
+    return x < -746.0 ? 0.0 : positive;
 }
 """
 
@@ -54,8 +57,8 @@ OPK_INLINE float opk_expm1_f32(float x) {
     const float y = below < -30.0f ? -30.0f : below;
     const float shifted = opk_fma_f32(y, 0x1.715476p+0f, 0x1.8p+23f);
     const float n = shifted - 0x1.8p+23f;
-    const float r = opk_fma_f32(n, -0x1.7f7d1cp-20f, opk_fma_f32(n, -0x1.62e4p-1f, y));
-    const float e = opk_fma_f32(r * r, $q, r);
+    const float r = opk_fma_f32(n, -0x1.7f7d1cp-20f, opk_fma_f32(n, -0x1.62e4p-1f, y)), r2 = r * r, r4 = r2 * r2;
+    const float e = opk_fma_f32(r2, $q, r);
     const float scale = opk_power_f32((int)(opk_bits_f32(shifted) - 0x4b400000u) - 1);
     const float result = 2.0f * opk_fma_f32(scale, e, scale - 0.5f);
     return __builtin_copysignf(n == 0.0f ? e : result, x);
@@ -69,7 +72,8 @@ OPK_INLINE double opk_expm1_f64(double x) {
     const double shifted = opk_fma_f64(y, 0x1.71547652b82fep+0, 0x1.8p+52);
     const double n = shifted - 0x1.8p+52;
     const double r = opk_fma_f64(n, -0x1.a39ef35793c76p-33, opk_fma_f64(n, -0x1.62e42feep-1, y));
-    const double e = opk_fma_f64(r * r, $q, r);
+    const double r2 = r * r, r4 = r2 * r2, r8 = r4 * r4;
+    const double e = opk_fma_f64(r2, $q, r);
     const double scale = opk_power_f64(opk_bits_f64(shifted) - 0x4338000000000000ull - 1);
     const double result = 2.0 * opk_fma_f64(scale, e, scale - 0.5);
     return __builtin_copysign(n == 0.0 ? e : result, x);

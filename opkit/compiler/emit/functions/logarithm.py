@@ -7,7 +7,7 @@ parts. log1p finds f without the rounding of 1 + x: 2**-k x is exact, and so is 
 
 from __future__ import annotations
 
-from opkit.compiler.emit.functions.templates import fill, horner
+from opkit.compiler.emit.functions.templates import estrin, fill
 
 P32 = (
     "0x1.55551p-2 -0x1.fffe68p-3 0x1.99cce6p-3 -0x1.55b67ap-3 0x1.1f0502p-3 -0x1.f05db8p-4 0x1.1d9d66p-3 -0x1.0deaf8p-3"
@@ -17,20 +17,18 @@ P64 = (
     "0x1.39fdba1d27321p-3 0x1.2b5fb4a667867p-3"
 )
 
-# log(1 + f) + k ln 2
+# log(1 + f) + k ln 2; in f32, k is given times 2**23, as it stands in the bits.
 _REDUCED_F32 = """
 OPK_INLINE float opk_log_reduced_f32(float f, float k) {
-    const float square = f * f;
-    const float p = opk_fma_f32($p, f, -0.5f);
-    const float small = opk_fma_f32(square, p, opk_fma_f32(k, 0x1.7f7d1cp-20f, f));
-    return opk_fma_f32(k, 0x1.62e4p-1f, small);
+    const float f2 = f * f, f4 = f2 * f2, p = opk_fma_f32($p, f, -0.5f);
+    return opk_fma_f32(k, 0x1.62e4p-24f, opk_fma_f32(f2, p, opk_fma_f32(k, 0x1.7f7d1cp-43f, f)));
 }
 """
 
 _REDUCED_F64 = """
 OPK_INLINE double opk_log_reduced_f64(double f, double k) {
     const double s = f / (2.0 + f), z = s * s, half = 0.5 * f * f;
-    const double r = z * $p;
+    const double z2 = z * z, z4 = z2 * z2, r = z * $p;
     const double small = f - (half - opk_fma_f64(s, half + r, k * 0x1.a39ef35793c76p-33));
     return opk_fma_f64(k, 0x1.62e42feep-1, small);
 }
@@ -38,14 +36,15 @@ OPK_INLINE double opk_log_reduced_f64(double f, double k) {
 
 _LOG_F32 = """
 OPK_INLINE float opk_log_f32(float x) {
-    const float y = x < 0x1p-126f ? x * 0x1p+23f : x;
-    const unsigned bits = opk_bits_f32(y);
-    const int exponent = (int)(bits - 0x3f2aaaabu) & (int)0xff800000;
-    const float k = (float)exponent * 0x1p-23f - (x < 0x1p-126f ? 23.0f : 0.0f);
-    const float f = opk_from_bits_f32(bits - (unsigned)exponent) - 1.0f;
-    const float finite = opk_log_reduced_f32(f, k);
-    const float low = x == 0.0f ? -__builtin_inff() : x < 0.0f ? __builtin_nanf("") : x;
-    return (x > 0.0f) & (x < __builtin_inff()) ? finite : low;
+    const int subnormal = x < 0x1p-126f;
+    const unsigned scaled = opk_bits_f32(subnormal ? x * 0x1p+23f : x);
+    const unsigned bits = subnormal ? scaled - (23u << 23) : scaled;
+    const unsigned exponent = (bits - 0x3f2aaaabu) & 0xff800000u;
+    const float f = opk_from_bits_f32(bits - exponent) - 1.0f;
+    const float finite = opk_log_reduced_f32(f, (float)(int)exponent);
+    const float known = x < __builtin_inff() ? finite : x;
+    const float positive = x == 0.0f ? -__builtin_inff() : known;
+    return x < 0.0f ? __builtin_nanf("") : positive;
 }
 """
 
@@ -69,7 +68,7 @@ OPK_INLINE float opk_log1p_f32(float x) {
     const int exponent = (int)(opk_bits_f32(1.0f + x) - 0x3f2aaaabu) & (int)0xff800000;
     const float scale = opk_from_bits_f32(0x40800000u - (unsigned)exponent);
     const float f = opk_fma_f32(0.25f * x, scale, opk_fma_f32(0.25f, scale, -1.0f));
-    const float finite = opk_log_reduced_f32(f, (float)exponent * 0x1p-23f);
+    const float finite = opk_log_reduced_f32(f, (float)exponent);
     const float low = x == -1.0f ? -__builtin_inff() : x < -1.0f ? __builtin_nanf("") : x;
     return (x > -1.0f) & (x < __builtin_inff()) & (__builtin_fabsf(x) > 0x1p-30f) ? finite : low;
 }
@@ -89,8 +88,8 @@ OPK_INLINE double opk_log1p_f64(double x) {
 """
 
 TEXT = {
-    "log_reduced_f32": fill(_REDUCED_F32, "f32", p=horner("f32", "f", P32)),
-    "log_reduced_f64": fill(_REDUCED_F64, "f64", p=horner("f64", "z", P64)),
+    "log_reduced_f32": fill(_REDUCED_F32, "f32", p=estrin("f32", "f", P32)),
+    "log_reduced_f64": fill(_REDUCED_F64, "f64", p=estrin("f64", "z", P64)),
     "log_f32": fill(_LOG_F32, "f32"),
     "log_f64": fill(_LOG_F64, "f64"),
     "log1p_f32": fill(_LOG1P_F32, "f32"),

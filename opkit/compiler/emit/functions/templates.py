@@ -36,3 +36,22 @@ def horner(dtype: str, variable: str, coefficients: str) -> str:
     for c in reversed(lower):
         value = f"opk_fma_{dtype}({value}, {variable}, {c})"
     return value
+
+
+def estrin(dtype: str, variable: str, coefficients: str) -> str:
+    """The same in fewer steps after one another: processors wait for results more than they lack units for them.
+
+    The text uses the variables ``x2``, ``x4`` and so on for the powers of ``x``.
+
+    >>> estrin("f32", "x", "1.0 2.0 3.0")
+    'opk_fma_f32(3.0f, x2, opk_fma_f32(2.0f, x, 1.0f))'
+    """
+    return _estrin(dtype, variable, [f"{c}{_FLOATS[dtype]['f']}" for c in coefficients.split()])
+
+
+def _estrin(dtype: str, variable: str, terms: list[str]) -> str:
+    if len(terms) == 1:
+        return terms[0]
+    half = 1 << (len(terms) - 1).bit_length() - 1
+    low, high = _estrin(dtype, variable, terms[:half]), _estrin(dtype, variable, terms[half:])
+    return f"opk_fma_{dtype}({high}, {variable}{half if half > 1 else ''}, {low})"
