@@ -178,7 +178,9 @@ def eager(module: fx.GraphModule) -> Boxed:
 
 def _log(name: str, scheduled: Schedule, text: str, runner: Runner) -> None:
     if logs.fusion.isEnabledFor(10):
-        kernels = [f"  {s.kernel.name}: {'; '.join(s.kernel.origins)}" for s in scheduled.steps if isinstance(s, Launch)]
+        kernels = [
+            f"  {s.kernel.name}: {'; '.join(s.kernel.origins)}" for s in scheduled.steps if isinstance(s, Launch)
+        ]
         refusals = [f"  not fused: {refusal}" for refusal in scheduled.refusals]
         logs.fusion.debug("%s: %d kernels\n%s", name, len(kernels), "\n".join([*kernels, *refusals]))
     logs.output_code.debug("%s\n%s\n%s", name, text, runner.code.text)
@@ -194,7 +196,9 @@ def _report(module: fx.GraphModule, name: str, stage: str, error: Exception, str
     node = _node_of(error)
     where = "" if node is None else f" at the node {node.name} ({node.target}, {node.origin or 'of no known line'})"
     again = "" if path is None else f" {path} shows it again."
-    message = f"opkit's compiler failed on {name} in the stage {stage!r}{where}: {type(error).__name__}: {error}.{again}"
+    message = (
+        f"opkit's compiler failed on {name} in the stage {stage!r}{where}: {type(error).__name__}: {error}.{again}"
+    )
     if strict:
         raise CompileError(message) from error
     logs.compiler.warning("%s The graph runs in eager mode.", message, exc_info=error)

@@ -227,7 +227,7 @@ def _bare(dtype: torch.dtype) -> str:
 
 def _is_arithmetic(target: Any) -> bool:
     """Whether a node computes with sizes and not with tensors."""
-    return not private.is_overload(target) or target.namespace == "aten" and target._opname.startswith("sym_")
+    return not private.is_overload(target) or (target.namespace == "aten" and target._opname.startswith("sym_"))
 
 
 def _name_of(value: Any) -> str:

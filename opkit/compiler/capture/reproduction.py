@@ -62,13 +62,19 @@ def text(module: fx.GraphModule, stage: str, error: BaseException) -> str:
     said = str(error).splitlines()[0].replace('"""', "'''").replace("\\", "/") if str(error) else type(error).__name__
     given = [node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"]
     inputs = "".join(f"    {_made(value)},\n" for value in given)
-    return _HEAD.format(stage=stage, error=said) + f"    {method}\n" + _TAIL.format(constants=_constants(module), inputs=inputs)
+    return (
+        _HEAD.format(stage=stage, error=said)
+        + f"    {method}\n"
+        + _TAIL.format(constants=_constants(module), inputs=inputs)
+    )
 
 
 def _constants(module: fx.GraphModule) -> str:
     names = dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "get_attr")
     held = {name: getattr(module, name, None) for name in names}
-    return "".join(f"graph.{name} = {_made(value)}\n" for name, value in held.items() if isinstance(value, torch.Tensor))
+    return "".join(
+        f"graph.{name} = {_made(value)}\n" for name, value in held.items() if isinstance(value, torch.Tensor)
+    )
 
 
 def _made(value: Any) -> str:

@@ -46,7 +46,7 @@ class Div(NamedTuple):
 
     dividend: Index
     divisor: Index
-    op: str = "//"  # tells it from a Mod, for tuples of the same fields are equal
+    operator: str = "//"  # tuples of other classes are equal to this one if their fields are
 
     def __str__(self) -> str:
         return f"({self.dividend})//({self.divisor})"
@@ -57,7 +57,7 @@ class Mod(NamedTuple):
 
     dividend: Index
     divisor: Index
-    op: str = "%"
+    operator: str = "%"
 
     def __str__(self) -> str:
         return f"({self.dividend})%({self.divisor})"

@@ -48,9 +48,10 @@ class Frame:
 class Runner:
     """A compiled graph: takes a list of its inputs, empties it, and returns the list of its outputs."""
 
-    _boxed_call = True  # torch hands over the only references to the inputs
-
     def __init__(self, plan: Plan, surroundings: Surroundings, segments: Segments) -> None:
+        self._boxed_call = (
+            True  # torch hands over the only references to the inputs; of the object, for torch copies that
+        )
         self.plan, self.surroundings, self.segments = plan, surroundings, segments
         single = functools.partial(calling.single, targets=surroundings.targets)
         self.code = code.write(plan, single, surroundings.resolved)

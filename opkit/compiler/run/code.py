@@ -82,6 +82,7 @@ class _Writer:
         self.lines: list[str] = []
         self.position = {name: number for number, name in enumerate(plan.table)}
         self.made: set[str] = set()  # buffers that have a variable
+        self.allocated: set[str] = set()  # those of them that begin where their memory does
         self.names: dict[str, str] = {}
         self.known: dict[Any, str] = {}
         self.last = self._last_uses()
@@ -161,6 +162,7 @@ class _Writer:
         sizes = f"{self._numbers(about.shape)}, {self._numbers(about.strides)}"
         self._line(f"{self._variable(buffer)} = empty_strided({sizes}, dtype={dtype})")
         self.made.add(buffer)
+        self.allocated.add(buffer)
         self._point(buffer)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
@@ -227,8 +229,8 @@ class _Writer:
         if isinstance(argument, Opaque):
             return self._named("opaque", argument.text, self.code.opaques, argument.text)
         if isinstance(argument, list | tuple):
-            inside = "".join(f"{self._argument(each)}, " for each in argument)
-            return f"[{inside}]" if isinstance(argument, list) else f"({inside})"
+            parts = [self._argument(each) for each in argument]
+            return f"[{', '.join(parts)}]" if isinstance(argument, list) else _tuple(parts)
         if isinstance(argument, dict):
             return "{" + ", ".join(f"{key!r}: {self._argument(each)}" for key, each in argument.items()) + "}"
         return _literal(argument)
@@ -245,12 +247,13 @@ class _Writer:
         if _covers(tensor, self.plan.buffers[tensor.buffer]):
             return variable
         sizes = f"{self._numbers(tensor.shape)}, {self._numbers(tensor.strides)}"
-        return f"as_strided({variable}, {sizes}, {variable}.storage_offset() + {self._numbers(tensor.offset)})"
+        base = "" if tensor.buffer in self.allocated else f"{variable}.storage_offset() + "
+        return f"as_strided({variable}, {sizes}, {base}{self._numbers(tensor.offset)})"
 
     def _numbers(self, of: Index | tuple[Index, ...]) -> str:
         """Sizes: as they are where they are known, else by a name that the frame computes."""
         parts = (of,) if isinstance(of, Index) else of
-        text = spelled(of) if isinstance(of, Index) else "(" + "".join(f"{spelled(each)}, " for each in parts) + ")"
+        text = spelled(of) if isinstance(of, Index) else _tuple(list(map(spelled, parts)))
         if all(each.constant is not None for each in parts):
             return text
         return self._named("size", text, self.code.numbers, text)
@@ -266,6 +269,10 @@ class _Writer:
             self.known[stem, key] = known
             table[known] = value
         return known
+
+
+def _tuple(parts: list[str]) -> str:
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 
 def _covers(tensor: Strided, buffer: Buffer) -> bool:
@@ -290,7 +297,9 @@ def binding(plan: Plan, computed: Mapping[str, str]) -> str:
             raise LookupError(f"no input tells the size {name}")
     lines = [f"{name} = {text}" for name, text in found.items()]
     lines += [f"{name} = {text}" for name, text in computed.items()]
-    body = "".join(f"    {line}\n" for line in [*lines, f"return ({''.join(f'{name}, ' for name in plan.sizes)})"])
+    body = "".join(
+        f"    {line}\n" for line in [*lines, f"return ({', '.join(plan.sizes)},)" if plan.sizes else "return ()"]
+    )
     return f"def bind(inputs):\n{body}"
 
 
