@@ -56,6 +56,7 @@ class Mod(NamedTuple):
 
     dividend: Index
     divisor: Index
+    op: str = "%"  # tuples compare by their contents, whatever their classes: this tells it from a Div
 
     def __str__(self) -> str:
         return f"({self.dividend})%({self.divisor})"
