@@ -13,7 +13,7 @@ from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index, index, product
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.context import Builder, element
-from opkit.compiler.lower.registry import Table, overloads
+from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.creation import filled_like
 from opkit.compiler.lower.rules.reductions import count, moments
 from opkit.compiler.lower.scalar import Scalar
@@ -261,6 +261,25 @@ def batch_norm_no_stats(
 ) -> tuple[Tensor, Tensor, Tensor]:
     found, average, _, rstd = _trained(b, x, weight, bias, eps)
     return found, _as_result(b, average, 1), _as_result(b, rstd, 2)
+
+
+@TABLE.rule(*overloads("native_batch_norm"))
+def batch_norm(
+    b: Builder,
+    x: Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    mean: Maybe,
+    var: Maybe,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if training and mean is None and var is None:
+        return batch_norm_no_stats(b, x, weight, bias, training, momentum, eps)
+    if training or mean is None or var is None:
+        raise NoRule("running statistics that are written to")
+    return batch_norm_inference(b, x, weight, bias, mean, var, momentum, eps)
 
 
 @TABLE.rule(*overloads("native_batch_norm_backward"))
