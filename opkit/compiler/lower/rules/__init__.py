@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from opkit.compiler.lower.registry import Table
-from opkit.compiler.lower.rules import activations, creation, externs, normalisation, pointwise, reductions, views
+from opkit.compiler.lower.rules import (
+    activations,
+    creation,
+    externs,
+    normalisation,
+    pointwise,
+    products,
+    reductions,
+    views,
+)
 
 RULES = Table()
 for _table in (
@@ -13,6 +22,7 @@ for _table in (
     views.TABLE,
     reductions.TABLE,
     normalisation.TABLE,
+    products.TABLE,
 ):
     RULES.update(_table)
 
