@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from opkit.kernels import isa
+
 # Signed integers wrap around, as ATen's do. "omp simd" alone of OpenMP: the sharing among threads is done by hand, on the
 # OpenMP that torch has loaded.
-FLAGS = (
+_FLAGS = (
     "-O3",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -12,5 +14,10 @@ FLAGS = (
     "-fopenmp-simd",
     "-ffp-contract=fast",
     "-fno-semantic-interposition",
-    "-mprefer-vector-width=512",
 )
+_MACHINES = {"x86_64": ("-mprefer-vector-width=512",)}
+
+
+def flags() -> tuple[str, ...]:
+    """The flags of ``opkit.kernels.compilation.Request``."""
+    return (*_FLAGS, *_MACHINES.get(isa.machine(), ()))
