@@ -57,6 +57,6 @@ def _visit(name: str, order: dict[str, None]) -> None:
     if name in order:
         return
     for called in _CALL.findall(_TEXT[name]):
-        if called != name:
+        if called != name and called in _TEXT:
             _visit(called, order)
     order[name] = None

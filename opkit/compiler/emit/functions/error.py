@@ -52,7 +52,8 @@ OPK_INLINE double opk_erfc_far_f64(double x) {
     const double d_low = opk_sum_error(1.0, 2.0 * a, d);
     const double t_low = (((p - again) - opk_product_error(t, d, again)) + (p_low - t * d_low)) / d;
     const double e = opk_exp_times_f64(-square, 100), rest = t_low - t * lost;
-    return opk_fma_f64(e, t, e * rest) * 0x1p-100;
+    const double r = e * t;
+    return (r + (opk_product_error(e, t, r) + e * rest)) * 0x1p-100;
 }
 """
 
