@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from opkit.compiler.lower.registry import Table
-from opkit.compiler.lower.rules import activations, creation, externs, pointwise, views
+from opkit.compiler.lower.rules import activations, creation, externs, indexing, pointwise, scatters, views
 
 RULES = Table()
-for _table in (pointwise.TABLE, activations.TABLE, creation.TABLE, views.TABLE):
+for _table in (pointwise.TABLE, activations.TABLE, creation.TABLE, views.TABLE, indexing.TABLE, scatters.TABLE):
     RULES.update(_table)
 
 EXTERNS = externs.EXTERNS
