@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from opkit.compiler.lower.registry import Table
-from opkit.compiler.lower.rules import activations, creation, externs, indexing, pointwise, scatters, views
+from opkit.compiler.lower.rules import activations, creation, externs, indexing, losses, pointwise, scatters, views
 
 RULES = Table()
-for _table in (pointwise.TABLE, activations.TABLE, creation.TABLE, views.TABLE, indexing.TABLE, scatters.TABLE):
-    RULES.update(_table)
+for _module in (pointwise, activations, creation, views, indexing, scatters, losses):
+    RULES.update(_module.TABLE)
 
 EXTERNS = externs.EXTERNS
 ALIASING = frozenset([*views.ALIASING, *externs.ALIASING])
