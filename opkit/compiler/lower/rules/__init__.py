@@ -7,24 +7,30 @@ from opkit.compiler.lower.rules import (
     activations,
     creation,
     externs,
+    indexing,
+    losses,
     normalisation,
     pointwise,
     products,
     reductions,
+    scatters,
     views,
 )
 
 RULES = Table()
-for _table in (
-    pointwise.TABLE,
-    activations.TABLE,
-    creation.TABLE,
-    views.TABLE,
-    reductions.TABLE,
-    normalisation.TABLE,
-    products.TABLE,
+for _module in (
+    pointwise,
+    activations,
+    creation,
+    views,
+    reductions,
+    normalisation,
+    products,
+    indexing,
+    scatters,
+    losses,
 ):
-    RULES.update(_table)
+    RULES.update(_module.TABLE)
 
 EXTERNS = externs.EXTERNS
 ALIASING = frozenset([*views.ALIASING, *externs.ALIASING])
