@@ -16,7 +16,9 @@ from opkit.compiler.lower.lowering import lower
 
 def graph_of(function, *args, decompositions=None):
     """The graph of ATen's operators that a function of tensors runs."""
-    traced = make_fx(function, decomposition_table=decompositions or {})(*(a.clone() for a in args))
+    given = [a.clone() for a in args]
+    traced = make_fx(function, decomposition_table=decompositions or {})(*given)
+    traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(*[a.clone() for a in args])
     traced.graph.eliminate_dead_code()
     nodes, constants = [], {}
     for node in traced.graph.nodes:

@@ -28,7 +28,7 @@ def lower(graph: Graph, tidy: bool = True) -> Program:
         value = _input(builder, node) if node.target in ("input", "constant") else _lowered(builder, node)
         builder.values[node.name] = value
         if node.target == "input":
-            inputs.append(value.source.buffer.name if isinstance(value, Tensor) else value)
+            inputs.append(node.name if isinstance(value, Tensor) else value)
     program = builder.program(inputs, _outputs(builder))
     return tidied(program) if tidy else program
 

@@ -46,7 +46,7 @@ def without_repeats(program: Program) -> Program:
     for found in program.steps:
         step = renamed(found, same)
         key = _key(program, step, fixed)
-        if key is not None and seen.setdefault(key, step.buffer) != step.buffer:
+        if key is not None and isinstance(step, Compute) and seen.setdefault(key, step.buffer) != step.buffer:
             same[step.buffer] = seen[key]
         else:
             steps.append(step)

@@ -12,13 +12,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from opkit.compiler.emit.functions import bits, error, exponential, hyperbolic, logarithm, narrow, random, rounding
+from opkit.compiler.emit.functions import (
+    bits,
+    error,
+    exponential,
+    hyperbolic,
+    inverse,
+    logarithm,
+    narrow,
+    random,
+    rounding,
+)
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.ops import OPS
 
-_MODULES = (bits, rounding, narrow, exponential, logarithm, hyperbolic, error, random)
+_MODULES = (bits, rounding, narrow, exponential, logarithm, inverse, hyperbolic, error, random)
 _TEXT = {name: body for module in _MODULES for name, body in module.TEXT.items()}
-_CALL = re.compile(r"\bopk_(\w+)(?=\()")
+_CALL = re.compile(r"\bopk_(\w+)")
 _PREAMBLE = "#define OPK_INLINE static inline __attribute__((always_inline))\n"
 
 NAMES = tuple(_TEXT)

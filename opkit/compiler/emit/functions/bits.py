@@ -31,7 +31,30 @@ OPK_INLINE $T opk_from_bits_$t($U bits) {
 }
 """
 
+# The error of p = a * b, exact: where there is no fused multiply-add, by Dekker's products of halves.
+_PRODUCT_ERROR = """\
+OPK_INLINE double opk_product_error(double a, double b, double p) {
+#if defined(__FMA__) || defined(__aarch64__) || defined(__FP_FAST_FMA)
+    return __builtin_fma(a, b, -p);
+#else
+    const double c = 0x1.0000002p+27 * a, d = 0x1.0000002p+27 * b;
+    const double ah = c - (c - a), bh = d - (d - b), al = a - ah, bl = b - bh;
+    return ((ah * bh - p) + ah * bl + al * bh) + al * bl;
+#endif
+}
+"""
+
+# The error of s = a + b, exact (Knuth).
+_SUM_ERROR = """\
+OPK_INLINE double opk_sum_error(double a, double b, double s) {
+    const double c = s - a;
+    return (a - (s - c)) + (b - c);
+}
+"""
+
 TEXT = {
+    "product_error": _PRODUCT_ERROR,
+    "sum_error": _SUM_ERROR,
     **both({"fma": _FMA, "bits": _BITS, "from_bits": _FROM_BITS}),
     # 2**n for -126 <= n <= 127, and for -1022 <= n <= 1023
     "power_f32": "OPK_INLINE float opk_power_f32(int n) { return opk_from_bits_f32((unsigned)(n + 127) << 23); }\n",

@@ -12,8 +12,8 @@ from opkit.compiler.emit.functions.templates import estrin, fill
 
 Q32 = "0x1p-1 0x1.555488p-3 0x1.555456p-5 0x1.1240b6p-7 0x1.6dbb5cp-10"
 Q64 = (
-    "0x1p-1 0x1.5555555555561p-3 0x1.5555555550338p-5 0x1.111111110d79ap-7 0x1.6c16c18527b39p-10 "
-    "0x1.a01a01ba7da67p-13 0x1.a01997a4c66f9p-16 0x1.71dde08c67489p-19 0x1.28af7c7074f5ap-22 0x1.af847f9025556p-26"
+    "0x1p-1 0x1.5555555555559p-3 0x1.555555555555ap-5 0x1.111111110f748p-7 0x1.6c16c16c1456p-10 0x1.a01a01afb06cbp-13 "
+    "0x1.a01a01b073a27p-16 0x1.71ddf8c93bed5p-19 0x1.27e4c619dd6f3p-22 0x1.af5e074bd664ep-26 0x1.1f94c1b25c00fp-29"
 )
 _Q = {"q": estrin("f32", "r", Q32)}
 _P = {"q": estrin("f64", "r", Q64)}
@@ -34,21 +34,24 @@ OPK_INLINE float opk_exp_f32(float x) {
 }
 """
 
-_EXP_F64 = """
-OPK_INLINE double opk_exp_f64(double x) {
+# exp(x) 2**k, for |k| <= 2
+_EXP_TIMES_F64 = """
+OPK_INLINE double opk_exp_times_f64(double x, long long k) {
     const double shifted = opk_fma_f64(x, 0x1.71547652b82fep+0, 0x1.8p+52);
     const double n = shifted - 0x1.8p+52;
     const double r = opk_fma_f64(n, -0x1.a39ef35793c76p-33, opk_fma_f64(n, -0x1.62e42feep-1, x));
     const double r2 = r * r, r4 = r2 * r2, r8 = r4 * r4;
     const double e = opk_fma_f64($q, r2, r);
-    const unsigned long long whole = opk_bits_f64(shifted) - 0x4338000000000000ull + 2048;
-    const unsigned long long half = (whole >> 1) - 1024;
-    const double scale = opk_power_f64(half);
-    const double finite = opk_fma_f64(scale, e, scale) * opk_power_f64(whole - 2048 - half);
-    const double positive = x > 710.0 ? __builtin_inf() : finite;
-    return x < -746.0 ? 0.0 : positive;
+    const unsigned long long whole = opk_bits_f64(shifted) - 0x4338000000000000ull + 2046 + (unsigned long long)k;
+    const unsigned long long half = whole >> 1;
+    const double scale = opk_from_bits_f64(half << 52);
+    const double finite = opk_fma_f64(scale, e, scale) * opk_from_bits_f64((whole - half) << 52);
+    const double positive = x > 712.0 ? __builtin_inf() : finite;
+    return x < -748.0 ? 0.0 : positive;
 }
 """
+
+_EXP_F64 = "OPK_INLINE double opk_exp_f64(double x) { return opk_exp_times_f64(x, 0); }"
 
 # exp(x) - 1 = 2**n (exp(r) - 1) + (2**n - 1), half of it where n is 128 and 2**n would be infinite.
 _EXPM1_F32 = """
@@ -82,7 +85,8 @@ OPK_INLINE double opk_expm1_f64(double x) {
 
 TEXT = {
     "exp_f32": fill(_EXP_F32, "f32", **_Q),
-    "exp_f64": fill(_EXP_F64, "f64", **_P),
+    "exp_times_f64": fill(_EXP_TIMES_F64, "f64", **_P),
+    "exp_f64": fill(_EXP_F64, "f64"),
     "expm1_f32": fill(_EXPM1_F32, "f32", **_Q),
     "expm1_f64": fill(_EXPM1_F64, "f64", **_P),
 }

@@ -87,7 +87,20 @@ OPK_INLINE double opk_log1p_f64(double x) {
 }
 """
 
+# log(2**k0 (high + low)), where low is what was lost when high was rounded, for a positive normal high.
+_LOG_SUM = """
+OPK_INLINE double opk_log_sum_f64(double high, double low, double k0) {
+    const unsigned long long bits = opk_bits_f64(high);
+    const unsigned long long k2048 = (bits - 0x3fe6a09e667f3bcdull + 0x8000000000000000ull) >> 52;
+    const double k = opk_from_bits_f64(0x4330000000000000ull + k2048) - (0x1p+52 + 2048.0);
+    const double m = opk_from_bits_f64(bits - (k2048 << 52) + 0x8000000000000000ull);
+    const double scale = opk_from_bits_f64(0xbff0000000000000ull - (k2048 << 52));
+    return opk_log_reduced_f64((m - 1.0) + low * scale, k + k0);
+}
+"""
+
 TEXT = {
+    "log_sum_f64": fill(_LOG_SUM, "f64"),
     "log_reduced_f32": fill(_REDUCED_F32, "f32", p=estrin("f32", "f", P32)),
     "log_reduced_f64": fill(_REDUCED_F64, "f64", p=estrin("f64", "z", P64)),
     "log_f32": fill(_LOG_F32, "f32"),

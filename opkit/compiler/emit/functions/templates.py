@@ -55,3 +55,13 @@ def _estrin(dtype: str, variable: str, terms: list[str]) -> str:
     half = 1 << (len(terms) - 1).bit_length() - 1
     low, high = _estrin(dtype, variable, terms[:half]), _estrin(dtype, variable, terms[half:])
     return f"opk_fma_{dtype}({high}, {variable}{half if half > 1 else ''}, {low})"
+
+
+def through_f64(*names: str, arguments: tuple[str, ...] = ("x",)) -> dict[str, str]:
+    """Functions of f32 that call those of f64 and round: for what would lose too much in f32."""
+    takes = ", ".join(f"float {a}" for a in arguments)
+    return {
+        f"{name}_f32": f"OPK_INLINE float opk_{name}_f32({takes}) {{\n"
+        f"    return (float)opk_{name}_f64({', '.join(arguments)});\n}}\n"
+        for name in names
+    }
