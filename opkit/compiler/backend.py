@@ -31,6 +31,7 @@ from opkit.compiler.run import arena, library
 from opkit.compiler.run.assemble import Runner, Surroundings, assemble
 from opkit.compiler.run.plan import plan
 from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, ToolchainError
+from opkit.op.core import inlining
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -88,8 +89,12 @@ def opkit_backend(
         decompositions={},  # the compiler has rules for composite operators, and tracing fewer nodes takes less time
         keep_inference_input_mutations=True,
     )
-    with private.no_donated_buffers():
-        return make(module, example_inputs)
+    token = inlining.set(chosen.inline)
+    try:
+        with private.no_donated_buffers():
+            return make(module, example_inputs)
+    finally:
+        inlining.reset(token)
 
 
 _options = options

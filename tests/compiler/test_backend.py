@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import opkit
 from opkit import config, errors
 from opkit.compiler import backend
 from opkit.compiler.backend import opkit_backend
@@ -66,8 +67,8 @@ def test_training_and_a_second_backward_of_the_same_graph():
 
 def test_gradients_that_come_with_other_strides():
     x = torch.randn(4, 6, requires_grad=True)
-    y = compiled(lambda x: (x * 2).sin())(x)
-    expected = torch.autograd.grad((x * 2).sin(), x, torch.ones(6, 4).t())
+    y = compiled(lambda x: (x * 2).exp())(x)
+    expected = torch.autograd.grad((x * 2).exp(), x, torch.ones(6, 4).t())
     torch.testing.assert_close(torch.autograd.grad(y, x, torch.ones(6, 4).t(), retain_graph=True), expected)
     torch.testing.assert_close(torch.autograd.grad(y, x, torch.ones(()).expand(4, 6)), expected)
 
@@ -95,7 +96,9 @@ def test_integer_arguments_also_negative_ones():
 
 
 def test_sizes_that_are_maxima():
-    check(lambda x, y: x.new_zeros(max(x.shape[0], y.shape[0]) + 1).add(1), torch.randn(5), torch.randn(7), dynamic=True)
+    check(
+        lambda x, y: x.new_zeros(max(x.shape[0], y.shape[0]) + 1).add(1), torch.randn(5), torch.randn(7), dynamic=True
+    )
 
 
 def test_inputs_that_are_written_to():
@@ -144,8 +147,8 @@ def test_empty_and_scalar_tensors(shape):
 @pytest.mark.parametrize("view", [torch.t, lambda x: x[1:, 2:], lambda x: x[::2], lambda x: x[:1].expand(6, 6)])
 def test_inputs_that_are_views(view):
     base = torch.randn(6, 6)
-    fast = compiled(lambda x: (x.relu() + 1) @ x)
-    torch.testing.assert_close(fast(view(base)), (view(base).relu() + 1) @ view(base))
+    fast = compiled(lambda x: (x.relu() + 1) @ x.t())
+    torch.testing.assert_close(fast(view(base)), (view(base).relu() + 1) @ view(base).t())
 
 
 def test_lazy_conjugates_and_negations():
@@ -213,7 +216,7 @@ def test_threads_at_once():
 FORK = """
 import os, torch
 from opkit.compiler.backend import opkit_backend
-f = torch.compile(lambda x: (x.sin() + 1) * x, backend=opkit_backend, options={"strict": True})
+f = torch.compile(lambda x: (x.exp() + 1) * x, backend=opkit_backend, options={"strict": True})
 x = torch.randn(1 << 20)
 want = f(x)
 child = os.fork()
@@ -236,8 +239,8 @@ def test_a_forked_child_and_another_number_of_threads(child_environment):
 def failing(monkeypatch):
     def wrong(graph):
         for node in graph.nodes:
-            if node.target == "aten.sin.default":
-                raise ValueError("no sines")
+            if node.target == "aten.exp.default":
+                raise ValueError("no exponentials")
 
     monkeypatch.setattr(backend, "lower", wrong)
 
@@ -248,20 +251,20 @@ def test_a_failure_runs_in_eager_mode_and_leaves_a_script(monkeypatch, caplog, t
     config.get.cache_clear()
     x = torch.randn(4)
     with caplog.at_level(logging.WARNING, "opkit.compiler"):
-        torch.testing.assert_close(compiled(lambda x: x.sin() + 1, strict=False)(x), x.sin() + 1)
+        torch.testing.assert_close(compiled(lambda x: x.exp() + 1, strict=False)(x), x.exp() + 1)
     assert "'lower'" in caplog.text
-    assert "at the node sin (aten.sin.default" in caplog.text
-    assert "no sines" in caplog.text
+    assert "at the node exp (aten.exp.default" in caplog.text
+    assert "no exponentials" in caplog.text
     (script,) = (tmp_path / "failed-graphs").iterdir()
-    with pytest.raises(Exception, match="no sines"):
+    with pytest.raises(Exception, match="no exponentials"):
         exec(compile(script.read_text(), script, "exec"), {})
 
 
 def test_a_failure_under_strict_raises(monkeypatch):
     failing(monkeypatch)
-    with pytest.raises(Exception, match="failed on inference .* in the stage 'lower'") as caught:
-        compiled(lambda x: x.sin() + 1)(torch.randn(4))
-    assert isinstance(caught.value.__cause__ or caught.value, errors.CompileError | ValueError)
+    with pytest.raises(Exception, match=r"failed on inference .* in the stage 'lower'") as caught:
+        compiled(lambda x: x.exp() + 1)(torch.randn(4))
+    assert isinstance(caught.value.inner_exception, errors.CompileError)
 
 
 def test_no_compiler(monkeypatch):
@@ -272,7 +275,7 @@ def test_no_compiler(monkeypatch):
     backend._warn_no_compiler.cache_clear()
     x = torch.randn(4)
     with pytest.warns(errors.NoCompilerWarning, match="No C compiler"):
-        torch.testing.assert_close(compiled(lambda x: x.sin() + 1, strict=False)(x), x.sin() + 1)
+        torch.testing.assert_close(compiled(lambda x: x.exp() + 1, strict=False)(x), x.exp() + 1)
 
 
 def test_what_is_not_for_the_compiler_runs_in_eager_mode(caplog):
@@ -287,9 +290,49 @@ def test_an_index_out_of_range():
     fast = compiled(lambda x, i: x[i] + 1)
     torch.testing.assert_close(fast(torch.arange(4.0), torch.tensor([1, -1])), torch.tensor([2.0, 4.0]))
     for _ in range(2):
-        with pytest.raises(IndexError, match="out of range"):
+        with pytest.raises(IndexError, match=r"out of (range|bounds)"):
             fast(torch.arange(4.0), torch.tensor([1, 9]))
     torch.testing.assert_close(fast(torch.arange(4.0), torch.tensor([1, 0])), torch.tensor([2.0, 1.0]))
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def fused(caplog):
+    """How many kernels the graphs had that were compiled meanwhile."""
+    return [int(r.message.split(": ")[1].split()[0]) for r in caplog.records if r.name == "opkit.compiler.fusion"]
+
+
+@pytest.mark.parametrize("inline", [None, True, False])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_operators_fuse_unless_they_have_a_kernel(inline, kernel, caplog):
+    name = f"backend_test::scaled_{inline}_{kernel}".lower()
+
+    @opkit.custom_op(name, mutates_args=())
+    def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+        return x * by + 1
+
+    calls = []
+    if kernel:
+
+        @scaled.register_kernel("cpu", name="counted")
+        def _(x, by):
+            calls.append(1)
+            return x * by + 1
+
+    fast, x = (
+        torch.compile(
+            lambda x: scaled(x.exp(), 2.0).relu(), backend=opkit_backend, options={"strict": True, "inline": inline}
+        ),
+        torch.randn(5),
+    )
+    seen_through = inline if inline is not None else not kernel
+    with caplog.at_level(logging.DEBUG, "opkit.compiler.fusion"):
+        fast(x)
+        calls.clear()
+        torch.testing.assert_close(fast(x), (x.exp() * 2 + 1).relu())
+    assert fused(caplog) == [1 if seen_through else 2]
+    assert len(calls) == (1 if kernel and not seen_through else 0)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -297,7 +340,11 @@ def test_an_index_out_of_range():
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"strickt": True}, "Did you mean 'strict'"), ({"max_autotune": 1}, "no option"), ({"strict": "yes"}, "True or False")],
+    [
+        ({"strickt": True}, "Did you mean 'strict'"),
+        ({"max_autotune": 1}, "no option"),
+        ({"strict": "yes"}, "True or False"),
+    ],
 )
 def test_options_are_checked(given, message):
     with pytest.raises(errors.ArgumentError, match=message):
@@ -318,13 +365,15 @@ def test_the_setting_and_the_option(monkeypatch):
 
 def test_torch_finds_the_backend_by_name():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert project["project"]["entry-points"]["torch_dynamo_backends"] == {"opkit": "opkit.compiler.backend:opkit_backend"}
+    assert project["project"]["entry-points"]["torch_dynamo_backends"] == {
+        "opkit": "opkit.compiler.backend:opkit_backend"
+    }
 
 
 LOG = """
 import torch
 from opkit.compiler.backend import opkit_backend
-f = torch.compile(lambda x: (x.sin() + 1).sum(), backend=opkit_backend)
+f = torch.compile(lambda x: (x.exp() + 1).sum(), backend=opkit_backend)
 f(torch.ones(8)), f(torch.ones(8, 2))
 """
 
@@ -332,12 +381,17 @@ f(torch.ones(8)), f(torch.ones(8, 2))
 def test_logs(child_environment):
     environment = {**child_environment, **os.environ, "OPKIT_LOG": "fusion,recompiles,output_code"}
     run = subprocess.run([sys.executable, "-c", LOG], env=environment, check=True, capture_output=True, text=True)
-    for text in ("[opkit:fusion] inference 0: 1 kernels", "[opkit:recompiles] Recompiling", "opkit_segment_0", "def run("):
+    for text in (
+        "[opkit:fusion] inference 0: 1 kernels",
+        "[opkit:recompiles] Recompiling",
+        "opkit_segment_0",
+        "def run(",
+    ):
         assert text in run.stderr
 
 
 def test_graphs_compile_without_falling_back():
-    made = compiled(lambda x: x.sin() + 1)
+    made = compiled(lambda x: x.exp() + 1)
     seen = []
     original = backend._compiled
     backend._compiled = lambda *a: seen.append(original(*a)) or seen[-1]
