@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from opkit.compiler.lower.registry import Table
-from opkit.compiler.lower.rules import activations, creation, externs, normalisation, pointwise, reductions, views
+from opkit.compiler.lower.rules import (
+    activations,
+    assembly,
+    creation,
+    externs,
+    normalisation,
+    pointwise,
+    reductions,
+    views,
+)
 
 RULES = Table()
 for _table in (
@@ -11,6 +20,7 @@ for _table in (
     activations.TABLE,
     creation.TABLE,
     views.TABLE,
+    assembly.TABLE,
     reductions.TABLE,
     normalisation.TABLE,
 ):
