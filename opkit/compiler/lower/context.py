@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -155,7 +156,7 @@ class Builder:
         strided = self.strided(found)
         return Item(strided.buffer) if name in self.numbers else strided
 
-    @property
+    @functools.cached_property
     def numbers(self) -> set[str]:
         """The nodes whose result is a Python number that a tensor of no dimensions stands for."""
         return {node.name for node in self.graph.nodes if node.target == "aten._local_scalar_dense.default"}

@@ -229,3 +229,13 @@ def test_writes_to_an_argument():
     check(shifted, torch.randn(3, 4))
     check(lambda x: x.add_(1).mul_(2), torch.randn(3, 4))
     check(lambda x: (x.copy_(x.flip(1)), x.sum())[1], torch.randn(3, 3))
+
+
+def test_lists_of_tensors():
+    def step(x, y, g):
+        one, two = torch._foreach_mul([x, y], 0.9), torch._foreach_add([x, y], [g, g], alpha=0.1)
+        three = torch._foreach_addcdiv(one, two, torch._foreach_add(torch._foreach_sqrt([g, g]), 1e-8), -0.5)
+        four = torch._foreach_addcmul(one, two, [g, g], [0.1, 0.2])
+        return *three, *four, *torch._foreach_div([x, y], [2.0, 3.0]), *torch._foreach_lerp([x, y], [g, g], 0.3)
+
+    check(step, torch.randn(3), torch.randn(2, 3), torch.rand(3) + 0.1)

@@ -8,6 +8,7 @@ from opkit.compiler.lower.rules import (
     assembly,
     creation,
     externs,
+    lists,
     normalisation,
     pointwise,
     reductions,
@@ -23,6 +24,7 @@ for _table in (
     assembly.TABLE,
     reductions.TABLE,
     normalisation.TABLE,
+    lists.TABLE,
 ):
     RULES.update(_table)
 
