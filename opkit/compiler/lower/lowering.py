@@ -55,14 +55,20 @@ def _lowered(b: Builder, node: Node) -> Any:
     mutated = _mutated(b, node)
     for buffer in mutated:
         _kept_before_write(b, buffer)
-    steps, buffers = len(b.steps), dict(b.buffers)
+    steps, buffers = len(b.steps), len(b.buffers)
     try:
         return _checked(node, _by_rule(b, node))
     except NoRule as why:
-        del b.steps[steps:]
-        b.buffers = buffers
+        _forget(b, steps, buffers)
         aliases = node.target in ALIASING
         return b.extern(str(why), mutated=frozenset(mutated), aliases=aliases, **EXTERNS.get(node.target, {}))
+
+
+def _forget(b: Builder, steps: int, buffers: int) -> None:
+    """Takes back what a rule made before it found that it does not apply."""
+    for name in list(b.buffers)[buffers:]:
+        del b.buffers[name]
+    del b.steps[steps:]
 
 
 def _by_rule(b: Builder, node: Node) -> Any:

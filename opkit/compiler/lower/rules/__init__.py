@@ -5,9 +5,11 @@ from __future__ import annotations
 from opkit.compiler.lower.registry import Table
 from opkit.compiler.lower.rules import (
     activations,
+    assembly,
     creation,
     externs,
     indexing,
+    lists,
     losses,
     normalisation,
     pointwise,
@@ -17,20 +19,24 @@ from opkit.compiler.lower.rules import (
     views,
 )
 
-RULES = Table()
-for _module in (
+_SUBJECTS = (
     pointwise,
     activations,
     creation,
     views,
+    assembly,
     reductions,
     normalisation,
     products,
     indexing,
     scatters,
     losses,
-):
-    RULES.update(_module.TABLE)
+    lists,
+)
+
+RULES = Table()
+for _subject in _SUBJECTS:
+    RULES.update(_subject.TABLE)
 
 EXTERNS = externs.EXTERNS
 ALIASING = frozenset([*views.ALIASING, *externs.ALIASING])
