@@ -46,6 +46,7 @@ class Div(NamedTuple):
 
     dividend: Index
     divisor: Index
+    operator: str = "//"  # tuples of other classes are equal to this one if their fields are
 
     def __str__(self) -> str:
         return f"({self.dividend})//({self.divisor})"
@@ -56,6 +57,7 @@ class Mod(NamedTuple):
 
     dividend: Index
     divisor: Index
+    operator: str = "%"
 
     def __str__(self) -> str:
         return f"({self.dividend})%({self.divisor})"
@@ -190,7 +192,7 @@ class Index:
         return Index(terms)
 
     def substitute(self, axes: Mapping[Any, IndexLike]) -> Index:
-        """The index with other indices for axes (and, where the mapping names them, sizes), resolved as far as it goes."""
+        """The index with others for axes (and for sizes and values that the mapping names), resolved as far as it goes."""
         total = ZERO
         for monomial, c in self.terms.items():
             total = total + functools.reduce(lambda a, atom: a * _replaced(atom, axes), monomial, index(c))
@@ -268,13 +270,15 @@ def _order(atom: Atom) -> tuple[str, str]:
 
 
 def _replaced(atom: Atom, axes: Mapping[Any, IndexLike]) -> Index:
+    if atom in axes:
+        return index(axes[atom])
     if isinstance(atom, Div):
         return atom.dividend.substitute(axes) // atom.divisor.substitute(axes)
     if isinstance(atom, Mod):
         return atom.dividend.substitute(axes) % atom.divisor.substitute(axes)
     if isinstance(atom, Value):
         return value(atom.expr.substitute(axes))
-    return index(axes[atom]) if atom in axes else Index({(atom,): 1})
+    return Index({(atom,): 1})
 
 
 def _divided(a: Index, b: Index) -> tuple[Index, Index]:

@@ -1,0 +1,211 @@
+"""What rules build a program with: buffers, computes and extern calls, each with the line of the user's that asked for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeName
+from opkit.compiler.ir.index import Index, contiguous, index
+from opkit.compiler.ir.program import Buffer, Compute, Extern, Item, Program, Step, Strided
+from opkit.compiler.lower.registry import NoRule
+from opkit.compiler.lower.scalar import Scalar, cast
+from opkit.compiler.lower.tensors import Lazy, Shape, Stored, Tensor, formal, is_dense, lazy, whole
+
+_LAZY_NODES = 24  # an expression of constants and positions of more nodes than this is computed once, not in every use
+
+
+@dataclasses.dataclass
+class Builder:
+    """The program so far, and the node that is being lowered.
+
+    Attributes:
+        graph: what is lowered.
+        node: the node whose rule runs.
+        values: the results of the nodes before it, by name.
+    """
+
+    graph: Graph
+    node: Node
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    buffers: dict[str, Buffer] = dataclasses.field(default_factory=dict)
+    steps: list[Step] = dataclasses.field(default_factory=list)
+
+    # ---- what is known of the node -----------------------------------------------------------------------------------
+
+    @property
+    def origin(self) -> str:
+        """The operator, and the user's line where one is known."""
+        return f"{self.node.target} {self.node.origin}".rstrip()
+
+    def result(self, number: int = 0) -> TensorType:
+        """The type of the node's result, or of one of its results."""
+        found = self.node.result
+        found = found[number] if isinstance(found, tuple) else found
+        if not isinstance(found, TensorType):
+            raise NoRule(f"result {number} is not a tensor")
+        return found
+
+    # ---- buffers -----------------------------------------------------------------------------------------------------
+
+    def made(self, dtype: str, shape: Sequence[Index], strides: Sequence[Index] | None = None) -> Buffer:
+        """New memory: with these strides if they leave no gap, else row-major."""
+        shape = tuple(shape)
+        dense = strides is not None and is_dense(shape, tuple(strides))
+        kept = tuple(strides) if strides is not None and dense else contiguous(shape)
+        return self._added(Buffer(self._name(self.node.name), dtype, shape, kept))
+
+    def like(self, number: int = 0) -> Buffer:
+        """New memory for one of the node's results, laid out as eager does."""
+        kind = self.result(number)
+        return self.made(kind.dtype, kind.shape, kind.strides)
+
+    def _added(self, buffer: Buffer) -> Buffer:
+        self.buffers[buffer.name] = buffer
+        return buffer
+
+    def _name(self, base: str) -> str:
+        if base not in self.buffers:
+            return base
+        return next(name for k in range(1, len(self.buffers) + 2) if (name := f"{base}_{k}") not in self.buffers)
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def compute(
+        self,
+        buffer: Buffer,
+        axes: Sequence[Index],
+        body: Expr,
+        target: Sequence[Index] | None = None,
+        **rest: Any,
+    ) -> Tensor:
+        """Adds a step that fills a buffer, or the part of it at ``target``; ``rest`` is as in ``Compute``."""
+        at = tuple(target) if target is not None else formal(axes)
+        self.steps.append(Compute(buffer.name, tuple(axes), at, body, origin=self.origin, **rest))
+        return whole(buffer)
+
+    def elementwise(self, body: Expr, kind: TensorType | None = None) -> Tensor:
+        """A tensor with ``body`` (over the result's formal axes) as element; it is not stored where that is trivial."""
+        kind = kind or self.result()
+        if _is_lazy(body):
+            return lazy(body, kind.shape)
+        return self.compute(self.made(body.dtype, kind.shape, kind.strides), kind.shape, body)
+
+    def temporary(self, body: Expr, shape: Sequence[Index]) -> Tensor:
+        """A tensor between the steps of one rule."""
+        return lazy(body, shape) if _is_lazy(body) else self.compute(self.made(body.dtype, shape), shape, body)
+
+    def reduce(
+        self,
+        reduction: str,
+        body: Scalar,
+        shape: Sequence[Index],
+        dims: Iterable[int],
+        dtype: str,
+        keep: bool = False,
+        strides: Sequence[Index] | None = None,
+    ) -> Tensor:
+        """The reduction over ``dims`` of ``body`` (over the formal axes of ``shape``) as a new tensor of ``dtype``."""
+        gone = frozenset(dims)
+        axes = formal(shape)
+        kept = [k for k in range(len(shape)) if keep or k not in gone]
+        extents = [index(1) if k in gone else shape[k] for k in kept]
+        target = [index(0) if k in gone else axes[k] for k in kept]
+        buffer = self.made(dtype, extents, strides)
+        return self.compute(buffer, shape, body.expr, target, reduction=reduction, reduced=gone)
+
+    def extern(self, reason: str = "", **rest: Any) -> Any:
+        """Calls the node's operator as it is; ``rest`` is as in ``Extern``."""
+        outputs = self._extern_outputs()
+        args, kwargs = self.external(self.node.args), self.external(self.node.kwargs)
+        names = tuple(b.name if isinstance(b, Buffer) else b for b in outputs)
+        call = Extern(self.node.target, args, kwargs, names, origin=self.origin, reason=reason, **rest)
+        self.steps.append(call)
+        results = tuple(whole(b) if isinstance(b, Buffer) else b for b in outputs)
+        return results if isinstance(self.node.result, tuple) else results[0] if results else None
+
+    def _extern_outputs(self) -> list[Buffer | Index | None]:
+        result = self.node.result
+        kinds = result if isinstance(result, tuple) else (result,)
+        return [self._allocated(kind) if isinstance(kind, TensorType) else kind for kind in kinds]
+
+    def _allocated(self, kind: TensorType) -> Buffer:
+        """What torch allocates: strides as they are, gaps and all."""
+        return self._added(Buffer(self._name(self.node.name), kind.dtype, kind.shape, kind.strides))
+
+    def external(self, argument: Any) -> Any:
+        """An argument of the graph as an extern call takes it."""
+        if isinstance(argument, Ref):
+            return self._external_value(argument.name)
+        if isinstance(argument, dict):
+            return {key: self.external(a) for key, a in argument.items()}
+        if isinstance(argument, list | tuple) and not isinstance(argument, Opaque | TypeName):
+            return type(argument)(self.external(a) for a in argument)
+        return argument
+
+    def _external_value(self, name: str) -> Any:
+        found = self.values[name]
+        if isinstance(found, tuple):
+            return [self.strided(f) for f in found]
+        if not isinstance(found, Tensor):
+            return found
+        strided = self.strided(found)
+        return Item(strided.buffer) if name in self.numbers else strided
+
+    @property
+    def numbers(self) -> set[str]:
+        """The nodes whose result is a Python number that a tensor of no dimensions stands for."""
+        return {node.name for node in self.graph.nodes if node.target == "aten._local_scalar_dense.default"}
+
+    # ---- tensors in memory -------------------------------------------------------------------------------------------
+
+    def strided(self, tensor: Tensor) -> Strided:
+        """The tensor as torch describes one, copied if it is not one already."""
+        return tensor.strided() or self._known(self.materialised(tensor))
+
+    def materialised(self, tensor: Tensor, strides: Sequence[Index] | None = None) -> Tensor:
+        """The tensor in memory of its own."""
+        buffer = self.made(tensor.dtype, tensor.shape, strides)
+        return self.compute(buffer, tensor.shape, tensor.at(formal(tensor.shape)))
+
+    def _known(self, tensor: Tensor) -> Strided:
+        found = tensor.strided()
+        assert found is not None
+        return found
+
+    # ---- the program -------------------------------------------------------------------------------------------------
+
+    def program(self, inputs: Sequence[str | Index], outputs: Sequence[Any]) -> Program:
+        return Program(
+            self.graph.name, tuple(inputs), self.buffers, tuple(self.steps), tuple(outputs), self.graph.sizes
+        )
+
+
+def element(tensor: Tensor, shape: Shape, dtype: str | None = None, mask: Expr | None = None) -> Scalar:
+    """The element of a tensor, broadcast to ``shape``, at the shape's formal axes; as ``dtype`` if given."""
+    found = Scalar(tensor.expanded(shape).at(formal(shape), mask))
+    return found if dtype is None else cast(found, dtype)
+
+
+def pointwise(b: Builder, formula: Callable[..., Scalar], tensors: Sequence[Tensor], number: int = 0) -> Tensor:
+    """``formula`` of the tensors' elements in the type in which the result's arithmetic is done, as a new tensor."""
+    kind = b.result(number)
+    inner = DTYPES[kind.dtype].compute
+    body = formula(*(element(t, kind.shape, inner) for t in tensors))
+    return b.elementwise(cast(body, kind.dtype).expr, kind)
+
+
+def _is_lazy(body: Expr) -> bool:
+    nodes = body.walk()
+    return len(nodes) <= _LAZY_NODES and not any(node.op in ("load", "random") for node in nodes)
+
+
+def reads_buffer(tensor: Tensor, name: str) -> bool:
+    return isinstance(tensor.source, Stored) and tensor.source.buffer.name == name
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    return isinstance(tensor.source, Lazy)

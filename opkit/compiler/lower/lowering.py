@@ -1,0 +1,185 @@
+"""A graph to a program: each node by the rule of its operator, or as a call of the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from opkit.compiler.ir.dtypes import is_complex
+from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeName
+from opkit.compiler.ir.index import Index
+from opkit.compiler.ir.program import Buffer, Program, Strided
+from opkit.compiler.lower.context import Builder, reads_buffer
+from opkit.compiler.lower.passes import tidied
+from opkit.compiler.lower.registry import NoRule
+from opkit.compiler.lower.rules import ALIASING, EXTERNS, RULES
+from opkit.compiler.lower.tensors import Stored, Tensor, whole
+
+
+def lower(graph: Graph, tidy: bool = True) -> Program:
+    """The program that computes a graph.
+
+    ``tidy`` removes what is computed twice or for nobody.
+    """
+    builder = Builder(graph, graph.nodes[0] if graph.nodes else Node("nothing", "", (), {}, None))
+    inputs: list[str | Index] = []
+    for node in graph.nodes:
+        builder.node = node
+        value = _input(builder, node) if node.target in ("input", "constant") else _lowered(builder, node)
+        builder.values[node.name] = value
+        if node.target == "input":
+            inputs.append(node.name if isinstance(value, Tensor) else value)
+    program = builder.program(inputs, _outputs(builder))
+    return tidied(program) if tidy else program
+
+
+# ---- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def _input(b: Builder, node: Node) -> Any:
+    kind = node.result
+    if not isinstance(kind, TensorType):
+        return kind
+    buffer = Buffer(node.name, kind.dtype, kind.shape, kind.strides, node.target)
+    b.buffers[node.name] = buffer
+    return whole(buffer)
+
+
+def _lowered(b: Builder, node: Node) -> Any:
+    if isinstance(node.result, Index) and node.target not in EXTERNS:
+        return node.result
+    mutated = _mutated(b, node)
+    for buffer in mutated:
+        _kept_before_write(b, buffer)
+    steps, buffers = len(b.steps), dict(b.buffers)
+    try:
+        return _checked(node, _by_rule(b, node))
+    except NoRule as why:
+        del b.steps[steps:]
+        b.buffers = buffers
+        aliases = node.target in ALIASING
+        return b.extern(str(why), mutated=frozenset(mutated), aliases=aliases, **EXTERNS.get(node.target, {}))
+
+
+def _by_rule(b: Builder, node: Node) -> Any:
+    if node.target in EXTERNS:
+        raise NoRule("")
+    if node.target not in RULES:
+        raise NoRule("no rule")
+    _refuse_foreign(b, node)
+    return RULES[node.target](b, *_resolved(b, node.args), **_resolved(b, node.kwargs))
+
+
+def _refuse_foreign(b: Builder, node: Node) -> None:
+    """Only real numbers on the CPU are computed here."""
+    kinds = [k for k in _flat(node.result) if isinstance(k, TensorType)]
+    if any(k.device != "cpu" for k in kinds):
+        raise NoRule("not on the CPU")
+    operands = [v.dtype for ref in _refs((node.args, node.kwargs)) for v in _flat(b.values[ref.name]) if _is_tensor(v)]
+    if any(is_complex(dtype) for dtype in [*operands, *(k.dtype for k in kinds)]):
+        raise NoRule("complex numbers")
+
+
+def _checked(node: Node, value: Any) -> Any:
+    """A rule's result, if it is what the graph says that the node gives."""
+    for found, kind in zip(_flat(value), _flat(node.result), strict=True):
+        if isinstance(found, Tensor) and isinstance(kind, TensorType):
+            if (found.dtype, found.shape) != (kind.dtype, kind.shape):
+                raise NoRule(f"the rule gives {found.dtype}{found.shape}, the operator {kind.dtype}{kind.shape}")
+        elif isinstance(kind, TensorType) or isinstance(found, Tensor):
+            raise NoRule("the rule does not give all results")
+    return value
+
+
+def _resolved(b: Builder, argument: Any) -> Any:
+    """An argument with values in place of references, and names in place of dtypes."""
+    if isinstance(argument, Ref):
+        return b.values[argument.name]
+    if isinstance(argument, TypeName):
+        return argument.name
+    if isinstance(argument, dict):
+        return {key: _resolved(b, a) for key, a in argument.items()}
+    if isinstance(argument, list | tuple) and not isinstance(argument, Opaque):
+        return type(argument)(_resolved(b, a) for a in argument)
+    return argument
+
+
+# ---- writes ----------------------------------------------------------------------------------------------------------
+
+
+def _mutated(b: Builder, node: Node) -> list[str]:
+    """The buffers that a node writes to besides its results: of an operator whose name ends in an underscore, its first.
+
+    That may be a list of tensors; the fused steps of optimisers write to several lists.
+    """
+    operator = node.target.split(".")[1] if node.target.count(".") >= 1 else node.target
+    if not operator.endswith("_") or operator.endswith("__") or not node.args:
+        return []
+    lists = node.args if operator.startswith("_fused") else node.args[:1]
+    values = [b.values[ref.name] for ref in _refs(lists)]
+    return [v.source.buffer.name for v in values if isinstance(v, Tensor) and isinstance(v.source, Stored)]
+
+
+def _kept_before_write(b: Builder, buffer: str) -> None:
+    """Copies those values that eager has in memory of their own, while they are here maps into the buffer."""
+    for name, value in b.values.items():
+        if isinstance(value, Tensor) and reads_buffer(value, buffer) and _is_copy(value):
+            b.values[name] = b.materialised(value)
+
+
+def _is_copy(tensor: Tensor) -> bool:
+    return isinstance(tensor.source, Stored) and tensor.source.copied
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def _outputs(b: Builder) -> list[Any]:
+    types = {node.name: node for node in b.graph.nodes}
+    outputs: list[Any] = []
+    for output in b.graph.outputs:
+        if not isinstance(output, Ref):
+            outputs.append(output)
+            continue
+        b.node = types[output.name]
+        value = b.values[output.name]
+        outputs.append(_output(b, value) if isinstance(value, Tensor) else value)
+    return outputs
+
+
+def _output(b: Builder, tensor: Tensor) -> Strided:
+    """A result as the graph describes it: with its strides, and in memory of its own where eager has that."""
+    kind = b.node.result
+    strided = tensor.strided()
+    if strided is not None and not _is_copy(tensor) and (kind is None or _same_layout(strided, kind)):
+        return strided
+    found = b.materialised(tensor, kind.strides if isinstance(kind, TensorType) else None).strided()
+    assert found is not None
+    return found
+
+
+def _same_layout(strided: Strided, kind: Any) -> bool:
+    if not isinstance(kind, TensorType) or any(n == 0 for n in kind.shape):
+        return True
+    return all(n == 1 or a == b for n, a, b in zip(kind.shape, strided.strides, kind.strides, strict=True))
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _flat(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else (value,)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _refs(argument: Any) -> Iterable[Ref]:
+    if isinstance(argument, Ref):
+        yield argument
+    elif isinstance(argument, dict):
+        yield from _refs(list(argument.values()))
+    elif isinstance(argument, list | tuple) and not isinstance(argument, TypeName | Opaque):
+        for a in argument:
+            yield from _refs(a)

@@ -1,0 +1,162 @@
+"""Passes over a whole program: expressions simplified, equal computes made one, steps that nobody needs removed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from opkit.compiler.ir.expr import Expr, make, rewrite
+from opkit.compiler.ir.index import Index, Value, value
+from opkit.compiler.ir.program import Compute, Extern, Item, Program, Step, Strided, reads, writes
+from opkit.compiler.lower.rewrites import simplify
+
+# Extern calls that do something apart from their results: they draw from torch's generator, check, or print.
+EFFECTS = ("rand", "bernoulli", "multinomial", "normal", "poisson", "exponential", "_assert", "print", "sym_constrain")
+
+
+def tidied(program: Program) -> Program:
+    """The program after every pass."""
+    return without_dead(without_repeats(with_simple_bodies(program)))
+
+
+def with_simple_bodies(program: Program) -> Program:
+    steps = tuple(
+        dataclasses.replace(step, body=simplify(step.body)) if isinstance(step, Compute) else step
+        for step in program.steps
+    )
+    return dataclasses.replace(program, steps=steps)
+
+
+# ---- common subexpressions -------------------------------------------------------------------------------------------
+
+
+def without_repeats(program: Program) -> Program:
+    """Of computes that give equal buffers, the first.
+
+    Buffers that are returned, and those that several steps write to, stay: who is given two tensors may write to one.
+    """
+    written = collections.Counter(name for step in program.steps for name in writes(step))
+    fixed = {name for name, count in written.items() if count > 1 or program.buffers[name].role != "made"}
+    fixed |= set(_buffers(program.outputs))
+    same: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    steps: list[Step] = []
+    for found in program.steps:
+        step = renamed(found, same)
+        key = _key(program, step, fixed)
+        if key is not None and isinstance(step, Compute) and seen.setdefault(key, step.buffer) != step.buffer:
+            same[step.buffer] = seen[key]
+        else:
+            steps.append(step)
+    return dataclasses.replace(program, steps=tuple(steps))
+
+
+def _key(program: Program, step: Step, fixed: set[str]) -> Any:
+    """What computes that can be made one have in common; None for a step that must stay."""
+    if not isinstance(step, Compute) or step.update is not None or step.buffer in fixed:
+        return None
+    if any(name in fixed for name in reads(step) if program.buffers[name].role == "made"):
+        return None
+    if any(name in fixed and _is_written(program, name) for name in reads(step)):
+        return None
+    buffer = program.buffers[step.buffer]
+    kind = (buffer.dtype, buffer.shape, buffer.strides)
+    return kind, step.axes, step.target, step.body, step.reduction, step.reduced
+
+
+def _is_written(program: Program, name: str) -> bool:
+    return any(name in writes(step) for step in program.steps)
+
+
+def renamed(step: Step, names: dict[str, str]) -> Step:
+    """A step that reads other buffers."""
+    if not names:
+        return step
+    if isinstance(step, Extern):
+        args, kwargs = _renamed_argument(step.args, names), _renamed_argument(step.kwargs, names)
+        return dataclasses.replace(step, args=args, kwargs=kwargs)
+    target = tuple(_renamed_index(at, names) for at in step.target)
+    return dataclasses.replace(step, body=renamed_loads(step.body, names), target=target)
+
+
+def renamed_loads(body: Expr, names: dict[str, str]) -> Expr:
+    """An expression that loads from other buffers."""
+
+    def change(node: Expr) -> Expr:
+        if node.op == "load":
+            buffer, coordinates = node.data
+            moved = tuple(_renamed_index(at, names) for at in coordinates)
+            return make("load", node.dtype, node.args, (names.get(buffer, buffer), moved))
+        if node.op in ("index", "random", "bound"):
+            return make(node.op, node.dtype, node.args, _renamed_index(node.data, names))
+        return node
+
+    return rewrite(body, change)
+
+
+def _renamed_index(at: Index, names: dict[str, str]) -> Index:
+    values = [leaf for leaf in at.leaves() if isinstance(leaf, Value)]
+    if not values:
+        return at
+    # Not through ``substitute``, which would go into the expressions to replace axes.
+    terms = {tuple(_renamed_atom(atom, names) for atom in monomial): c for monomial, c in at.terms.items()}
+    return Index(terms)
+
+
+def _renamed_atom(atom: Any, names: dict[str, str]) -> Any:
+    if isinstance(atom, Value):
+        (renamed_atom,) = value(renamed_loads(atom.expr, names)).atoms()
+        return renamed_atom
+    if hasattr(atom, "dividend"):
+        return type(atom)(_renamed_index(atom.dividend, names), _renamed_index(atom.divisor, names))
+    return atom
+
+
+def _renamed_argument(argument: Any, names: dict[str, str]) -> Any:
+    if isinstance(argument, Strided | Item):
+        name = names.get(argument.buffer, argument.buffer)
+        return dataclasses.replace(argument, buffer=name)
+    if isinstance(argument, dict):
+        return {key: _renamed_argument(a, names) for key, a in argument.items()}
+    if isinstance(argument, list | tuple) and not hasattr(argument, "_fields"):
+        return type(argument)(_renamed_argument(a, names) for a in argument)
+    return argument
+
+
+# ---- dead code -------------------------------------------------------------------------------------------------------
+
+
+def without_dead(program: Program) -> Program:
+    """Without steps and buffers that neither a result nor a write to an input needs."""
+    needed = set(_buffers(program.outputs))
+    kept: list[Step] = []
+    for step in reversed(program.steps):
+        if _is_needed(program, step, needed):
+            needed |= set(reads(step))
+            kept.append(_without_unused(step, needed))
+    kept.reverse()
+    used = needed | {name for step in kept for name in writes(step)} | {n for n in program.inputs if isinstance(n, str)}
+    buffers = {name: buffer for name, buffer in program.buffers.items() if name in used}
+    return dataclasses.replace(program, steps=tuple(kept), buffers=buffers)
+
+
+def _is_needed(program: Program, step: Step, needed: set[str]) -> bool:
+    if isinstance(step, Extern) and (step.mutated or any(isinstance(o, Index) for o in step.outputs)):
+        return True
+    if isinstance(step, Extern) and (not step.outputs or step.target.split(".")[1].startswith(EFFECTS)):
+        return True
+    return any(name in needed or program.buffers[name].role != "made" for name in writes(step))
+
+
+def _without_unused(step: Step, needed: set[str]) -> Step:
+    """An extern call whose unused results are not kept."""
+    if not isinstance(step, Extern) or step.out:
+        return step
+    outputs = tuple(o if not isinstance(o, str) or o in needed else None for o in step.outputs)
+    return dataclasses.replace(step, outputs=outputs)
+
+
+def _buffers(argument: Iterable[Any]) -> list[str]:
+    return [a.buffer for a in argument if isinstance(a, Strided)]

@@ -1,0 +1,29 @@
+"""Operators whose lowering is a call: torch's libraries compute them best, or their order of evaluation is their point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opkit.compiler.lower.registry import overloads
+
+_OUT: dict[str, Any] = {"out": True}
+_PLAIN: dict[str, Any] = {}
+
+EXTERNS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys([f"aten.{name}.default" for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot")], _OUT),
+    **dict.fromkeys([f"aten.{name}.default" for name in ("convolution", "convolution_backward")], _PLAIN),
+    **dict.fromkeys(
+        [
+            f"aten._scaled_dot_product_{name}.default"
+            for name in ("flash_attention_for_cpu", "flash_attention_for_cpu_backward")
+        ],
+        _PLAIN,
+    ),
+    **dict.fromkeys([*overloads("sort", "default", "stable"), *overloads("topk")], _PLAIN),
+    **dict.fromkeys([*overloads("_local_scalar_dense"), *overloads("_fft_c2c"), *overloads("_fft_r2c")], _PLAIN),
+    **dict.fromkeys([*overloads("_fft_c2r"), *overloads("randperm")], _PLAIN),
+}
+"""By name, what the extern call is given besides the operator's arguments."""
+
+ALIASING = overloads("real") + overloads("imag") + overloads("view_as_real") + overloads("view_as_complex")
+ALIASING += overloads("view", "dtype") + overloads("_conj") + overloads("_neg_view") + overloads("conj")

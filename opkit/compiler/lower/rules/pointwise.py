@@ -1,0 +1,435 @@
+"""Arithmetic, comparison, logic, rounding and elementary functions: tables from an operator's name to a formula.
+
+The formulas take elements that are already of the type in which the operator computes: that of the result (float32 for
+the narrow floats), or for comparisons the one in which the operands meet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from opkit.compiler.ir.dtypes import DTYPES, is_float
+from opkit.compiler.ir.expr import make
+from opkit.compiler.ir.graph import TensorType
+from opkit.compiler.ir.index import Index
+from opkit.compiler.lower import scalar as f
+from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.promotion import promoted
+from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.scalar import Scalar
+from opkit.compiler.lower.tensors import Tensor
+
+TABLE = Table()
+Operand = Tensor | Index | int | float | bool
+Formula = Callable[..., Scalar]
+
+
+# ---- how operands become elements ------------------------------------------------------------------------------------
+
+
+def operand(x: Operand, kind: TensorType, inner: str) -> Scalar:
+    """A tensor's element or a number, as a value of the type ``inner``."""
+    return element(x, kind.shape, inner) if isinstance(x, Tensor) else f.number(x, inner)
+
+
+def computed(b: Builder, formula: Formula, *operands: Operand, inner: str | None = None, number: int = 0) -> Tensor:
+    """The tensor of ``formula`` of the operands' elements, computed in ``inner``."""
+    kind = b.result(number)
+    inner = inner or DTYPES[kind.dtype].compute
+    body = formula(*(operand(x, kind, inner) for x in operands))
+    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+
+
+def compute_type(*operands: Operand) -> str:
+    """The type in which operands are compared."""
+    return DTYPES[promoted(operands)].compute
+
+
+def _elementwise(formula: Formula) -> Any:
+    return lambda b, *operands: computed(b, formula, *operands)
+
+
+def _comparison(formula: Formula) -> Any:
+    return lambda b, *operands: computed(b, formula, *operands, inner=compute_type(*operands))
+
+
+def _in_bool(formula: Formula) -> Any:
+    """Each operand by itself becomes whether it is not 0."""
+
+    def rule(b: Builder, *operands: Tensor) -> Tensor:
+        kind = b.result()
+        body = formula(*(f.truth(element(x, kind.shape)) for x in operands))
+        return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+
+    return rule
+
+
+def _is_bool(x: Scalar) -> bool:
+    return x.dtype == "b1"
+
+
+def _is_float(x: Scalar) -> bool:
+    return is_float(x.dtype)
+
+
+# ---- formulas --------------------------------------------------------------------------------------------------------
+
+
+def reciprocal(x: Scalar) -> Scalar:
+    return 1 / x
+
+
+def sigmoid(x: Scalar) -> Scalar:
+    return 1 / (1 + f.exp(-x))
+
+
+def sign(x: Scalar) -> Scalar:
+    if _is_bool(x):
+        return x
+    if not DTYPES[x.dtype].signed:
+        return f.cast(x > 0, x.dtype)
+    # 0 where x is NaN, as in ATen.
+    return f.cast(x > 0, x.dtype) - f.cast(x < 0, x.dtype)
+
+
+def absolute(x: Scalar) -> Scalar:
+    return f.absolute(x) if DTYPES[x.dtype].signed and not _is_bool(x) else x
+
+
+def multiplied(x: Scalar, y: Scalar) -> Scalar:
+    return x & y if _is_bool(x) else x * y
+
+
+def remainder(x: Scalar, y: Scalar) -> Scalar:
+    """With the sign of the divisor, as in Python; of floats, a zero keeps the dividend's."""
+    if not _is_float(x):
+        return f.apply("rem", x, y)
+    left = f.fmod(x, y)
+    return f.where(f.unequal(left, 0) & ((y < 0) ^ (left < 0)), left + y, left)
+
+
+def floor_divided(x: Scalar, y: Scalar) -> Scalar:
+    """Python's ``//``: exact where the rounded quotient would not be."""
+    if not _is_float(x):
+        return f.apply("floordiv", x, y)
+    left = f.fmod(x, y)
+    exact = (x - left) / y
+    lowered = f.where(f.unequal(left, 0) & ((y < 0) ^ (left < 0)), exact - 1, exact)
+    whole = f.floor(lowered)
+    nearest = f.where(lowered - whole > 0.5, whole + 1, whole)
+    signed_zero = (x / y) * 0
+    return f.where(f.equal(y, 0), x / y, f.where(f.unequal(lowered, 0), nearest, signed_zero))
+
+
+def truncated(x: Scalar, y: Scalar) -> Scalar:
+    return f.trunc(x / y) if _is_float(x) else x / y
+
+
+def clamped_below(x: Scalar, low: Scalar) -> Scalar:
+    return f.where(x < low, low, x)
+
+
+def clamped_above(x: Scalar, high: Scalar) -> Scalar:
+    return f.where(high < x, high, x)
+
+
+def _log2(x: Scalar) -> Scalar:
+    return f.log(x) * (1 / math.log(2))
+
+
+def _rounded(op: str) -> Formula:
+    """A rounding, which integers pass through."""
+    return lambda x: f.apply(op, x) if _is_float(x) else x
+
+
+def _exp2(x: Scalar) -> Scalar:
+    return f.power(f.number(2, x), x)
+
+
+def _ignoring_nan(choose: Formula) -> Formula:
+    return lambda x, y: f.where(f.is_nan(x), y, f.where(f.is_nan(y), x, choose(x, y))) if _is_float(x) else choose(x, y)
+
+
+def hypotenuse(x: Scalar, y: Scalar) -> Scalar:
+    """Scaled by the larger, so that squares do not overflow."""
+    a, b = f.absolute(x), f.absolute(y)
+    big, small = f.maximum(a, b), f.minimum(a, b)
+    ratio = small / big
+    plain = f.where(f.equal(big, 0), big, big * f.sqrt(1 + ratio * ratio))
+    return f.where(f.equal(a, math.inf) | f.equal(b, math.inf), math.inf, plain)
+
+
+def logaddexp(x: Scalar, y: Scalar) -> Scalar:
+    same_infinity = f.equal(x, y) & f.equal(f.absolute(x), math.inf)
+    return f.where(same_infinity, x, f.maximum(x, y) + f.log1p(f.exp(-f.absolute(x - y))))
+
+
+def xlogy(x: Scalar, y: Scalar) -> Scalar:
+    return f.where(f.is_nan(y), math.nan, f.where(f.equal(x, 0), 0, x * f.log(y)))
+
+
+def bits_of_sign(x: Scalar) -> Scalar:
+    """Whether the sign is set, of -0.0 and NaN too."""
+    if not _is_float(x):
+        return x < 0 if DTYPES[x.dtype].signed and not _is_bool(x) else f.cast(x, "b1") & False
+    whole = {"f32": "i32", "f64": "i64"}[x.dtype]
+    return Scalar(make("bitcast", whole, (x.expr,))) < 0
+
+
+def copysign(x: Scalar, y: Scalar) -> Scalar:
+    size = f.absolute(x)
+    return f.where(bits_of_sign(y), -size, size)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+_FUNCTIONS = (
+    *("exp", "expm1", "log", "log1p", "sqrt", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
+    *("asinh", "acosh", "atanh", "erf", "erfc"),
+)
+
+_UNARY: dict[str, Formula] = {
+    **{name: f.function(name) for name in _FUNCTIONS},
+    **{name: _rounded(name) for name in ("floor", "ceil", "trunc", "round")},
+    "abs": absolute,
+    "neg": lambda x: -x,
+    "reciprocal": reciprocal,
+    "rsqrt": lambda x: 1 / f.sqrt(x),
+    "sigmoid": sigmoid,
+    "sign": sign,
+    "sgn": sign,
+    "square": lambda x: x * x,
+    "log2": _log2,
+    "log10": lambda x: f.log(x) * (1 / math.log(10)),
+    "exp2": _exp2,
+    "frac": lambda x: x - f.trunc(x),
+    "positive": lambda x: x,
+    "bitwise_not": lambda x: ~x,
+    "deg2rad": lambda x: x * (math.pi / 180),
+    "rad2deg": lambda x: x * (180 / math.pi),
+    "relu": lambda x: clamped_below(x, f.number(0, x)),
+    "special_expit": sigmoid,
+}
+
+_UNARY_OF_TYPE: dict[str, Formula] = {
+    "isnan": f.is_nan,
+    "isinf": lambda x: f.equal(f.absolute(x), math.inf) if _is_float(x) else f.unequal(x, x),
+    "isfinite": lambda x: f.absolute(x) < math.inf if _is_float(x) else f.equal(x, x),
+    "isposinf": lambda x: f.equal(x, math.inf) if _is_float(x) else f.unequal(x, x),
+    "isneginf": lambda x: f.equal(x, -math.inf) if _is_float(x) else f.unequal(x, x),
+    "signbit": bits_of_sign,
+}
+
+_TENSOR = ("Tensor",)
+_BOTH = ("Tensor", "Scalar")
+_DEFAULT = ("default",)
+_ALL = ("Tensor", "Scalar", "Scalar_Tensor")
+
+_BINARY: dict[str, tuple[tuple[str, ...], Formula]] = {
+    "mul": (_BOTH, multiplied),
+    "remainder": (_ALL, remainder),
+    "fmod": (_BOTH, f.fmod),
+    "floor_divide": (("default", "Scalar"), floor_divided),
+    "atan2": (_DEFAULT, f.function("atan2")),
+    "maximum": (_DEFAULT, f.maximum),
+    "minimum": (_DEFAULT, f.minimum),
+    "fmax": (_DEFAULT, _ignoring_nan(f.maximum)),
+    "fmin": (_DEFAULT, _ignoring_nan(f.minimum)),
+    "hypot": (_DEFAULT, hypotenuse),
+    "logaddexp": (_DEFAULT, logaddexp),
+    "xlogy": (("Tensor", "Scalar_Other", "Scalar_Self"), xlogy),
+    "copysign": (_BOTH, copysign),
+    "bitwise_and": (_ALL, lambda x, y: x & y),
+    "bitwise_or": (_ALL, lambda x, y: x | y),
+    "bitwise_xor": (_ALL, lambda x, y: x ^ y),
+    "__and__": (_BOTH, lambda x, y: x & y),
+    "__or__": (_BOTH, lambda x, y: x | y),
+    "__xor__": (_BOTH, lambda x, y: x ^ y),
+}
+
+_COMPARISONS: dict[str, Formula] = {
+    "eq": f.equal,
+    "ne": f.unequal,
+    "lt": lambda x, y: x < y,
+    "le": lambda x, y: x <= y,
+    "gt": lambda x, y: x > y,
+    "ge": lambda x, y: x >= y,
+}
+
+_LOGIC: dict[str, Formula] = {
+    "logical_and": lambda x, y: x & y,
+    "logical_or": lambda x, y: x | y,
+    "logical_xor": lambda x, y: x ^ y,
+    "logical_not": lambda x: ~x,
+}
+
+for _name, _formula in _UNARY.items():
+    TABLE.rule(*overloads(_name))(_elementwise(_formula))
+for _name, _formula in _UNARY_OF_TYPE.items():
+    TABLE.rule(*overloads(_name))(_comparison(_formula))
+for _name, (_forms, _formula) in _BINARY.items():
+    TABLE.rule(*overloads(_name, *_forms))(_elementwise(_formula))
+for _name, _formula in _COMPARISONS.items():
+    TABLE.rule(*overloads(_name, *_BOTH))(_comparison(_formula))
+for _name, _formula in _LOGIC.items():
+    TABLE.rule(*overloads(_name))(_in_bool(_formula))
+
+
+# ---- operators with further arguments --------------------------------------------------------------------------------
+
+
+@TABLE.rule(*overloads("add", *_BOTH))
+def add(b: Builder, x: Operand, y: Operand, alpha: Any = 1) -> Tensor:
+    return computed(b, lambda x, y: x | y if _is_bool(x) else x + _scaled(y, alpha), x, y)
+
+
+@TABLE.rule(*overloads("sub", *_BOTH))
+def sub(b: Builder, x: Operand, y: Operand, alpha: Any = 1) -> Tensor:
+    return computed(b, lambda x, y: x - _scaled(y, alpha), x, y)
+
+
+@TABLE.rule(*overloads("rsub", *_BOTH))
+def rsub(b: Builder, x: Operand, y: Operand, alpha: Any = 1) -> Tensor:
+    return computed(b, lambda x, y: y - _scaled(x, alpha), x, y)
+
+
+def _scaled(x: Scalar, alpha: Any) -> Scalar:
+    return x if not isinstance(alpha, Tensor) and alpha == 1 else x * _number(alpha)
+
+
+def _number(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        raise NoRule("a number that is read from memory")
+    return x
+
+
+@TABLE.rule(*overloads("div", "Tensor", "Scalar", "Tensor_mode", "Scalar_mode"))
+@TABLE.rule(*overloads("true_divide", *_BOTH))
+def div(b: Builder, x: Operand, y: Operand, rounding_mode: str | None = None) -> Tensor:
+    formulas: dict[str | None, Formula] = {None: lambda x, y: x / y, "floor": floor_divided, "trunc": truncated}
+    return computed(b, formulas[rounding_mode], x, y)
+
+
+@TABLE.rule(*overloads("pow", "Tensor_Scalar"))
+def pow_number(b: Builder, x: Tensor, exponent: Any) -> Tensor:
+    special = _POWERS.get(exponent) if isinstance(exponent, int | float) else None
+    if special is not None and (is_float(b.result().dtype) or exponent in (0, 1, 2, 3)):
+        return computed(b, special, x)
+    return computed(b, f.power, x, exponent)
+
+
+# What ATen computes for these exponents.
+_POWERS: dict[float, Formula] = {
+    0: lambda x: f.number(1, x),
+    1: lambda x: x,
+    2: lambda x: x * x,
+    3: lambda x: x * x * x,
+    0.5: f.sqrt,
+    -0.5: lambda x: 1 / f.sqrt(x),
+    -1: reciprocal,
+    -2: lambda x: 1 / (x * x),
+}
+
+
+@TABLE.rule(*overloads("pow", "Tensor_Tensor", "Scalar"))
+def pow_(b: Builder, x: Operand, exponent: Tensor) -> Tensor:
+    return computed(b, f.power, x, exponent)
+
+
+@TABLE.rule(*overloads("where", "self", "ScalarSelf", "ScalarOther", "Scalar"))
+def where(b: Builder, condition: Tensor, yes: Operand, no: Operand) -> Tensor:
+    kind = b.result()
+    chosen = f.truth(element(condition, kind.shape))
+    body = f.where(chosen, operand(yes, kind, kind.dtype), operand(no, kind, kind.dtype))
+    return b.elementwise(body.expr, kind)
+
+
+@TABLE.rule(*overloads("masked_fill", *_BOTH))
+def masked_fill(b: Builder, x: Tensor, mask: Tensor, value: Operand) -> Tensor:
+    return where(b, mask, value, x)
+
+
+@TABLE.rule(*overloads("clamp", "default", "Tensor"))
+def clamp(b: Builder, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
+    operands = [bound for bound in (low, high) if bound is not None]
+    if any(isinstance(bound, float) and math.isnan(bound) for bound in operands):
+        return computed(b, lambda x: f.number(math.nan, x), x)
+
+    def formula(x: Scalar, *bounds: Scalar) -> Scalar:
+        given = iter(bounds)
+        at_least = x if low is None else _limited(clamped_below, f.maximum, low)(x, next(given))
+        return at_least if high is None else _limited(clamped_above, f.minimum, high)(at_least, next(given))
+
+    return computed(b, formula, x, *operands)
+
+
+def _limited(plain: Formula, with_nan: Formula, bound: Any) -> Formula:
+    """Bounds that are read may be NaN, which then is the result."""
+    return with_nan if isinstance(bound, Tensor) else plain
+
+
+@TABLE.rule(*overloads("clamp_min", "default", "Tensor"))
+def clamp_min(b: Builder, x: Tensor, low: Any) -> Tensor:
+    return clamp(b, x, low)
+
+
+@TABLE.rule(*overloads("clamp_max", "default", "Tensor"))
+def clamp_max(b: Builder, x: Tensor, high: Any) -> Tensor:
+    return clamp(b, x, None, high)
+
+
+@TABLE.rule(*overloads("lerp", *_BOTH))
+def lerp(b: Builder, start: Tensor, end: Tensor, weight: Operand) -> Tensor:
+    def formula(a: Scalar, z: Scalar, w: Scalar) -> Scalar:
+        return f.where(f.absolute(w) < 0.5, a + w * (z - a), z - (z - a) * (1 - w))
+
+    return computed(b, formula, start, end, weight)
+
+
+@TABLE.rule(*overloads("addcmul"))
+def addcmul(b: Builder, x: Tensor, y: Tensor, z: Tensor, *, value: Any = 1) -> Tensor:
+    return computed(b, lambda x, y, z: x + _scaled(y, value) * z, x, y, z)
+
+
+@TABLE.rule(*overloads("addcdiv"))
+def addcdiv(b: Builder, x: Tensor, y: Tensor, z: Tensor, *, value: Any = 1) -> Tensor:
+    return computed(b, lambda x, y, z: x + _scaled(y, value) / z, x, y, z)
+
+
+@TABLE.rule(*overloads("nan_to_num"))
+def nan_to_num(b: Builder, x: Tensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Tensor:
+    if not is_float(x.dtype):
+        return computed(b, lambda x: x, x)
+    limit = _LARGEST[x.dtype]
+    highest, least = limit if posinf is None else posinf, -limit if neginf is None else neginf
+
+    def formula(x: Scalar) -> Scalar:
+        finite = f.where(f.equal(x, math.inf), highest, f.where(f.equal(x, -math.inf), least, x))
+        return f.where(f.is_nan(x), 0.0 if nan is None else nan, finite)
+
+    return computed(b, formula, x)
+
+
+_LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": 3.4028234663852886e38, "f64": 1.7976931348623157e308}
+
+
+@TABLE.rule(*overloads("round", "decimals"))
+def round_to(b: Builder, x: Tensor, *, decimals: int = 0) -> Tensor:
+    raise NoRule("rounding to decimals")
+
+
+@TABLE.rule("prims.convert_element_type.default")
+def convert(b: Builder, x: Tensor, dtype: str) -> Tensor:
+    return _converted(b, x)
+
+
+@TABLE.rule(*overloads("_to_copy"), *overloads("to", "dtype"))
+def to_copy(b: Builder, x: Tensor, *rest: Any, **kept: Any) -> Tensor:
+    return _converted(b, x)
+
+
+def _converted(b: Builder, x: Tensor) -> Tensor:
+    kind = b.result()
+    return b.elementwise(f.cast(element(x, kind.shape), kind.dtype, asked=True).expr, kind)

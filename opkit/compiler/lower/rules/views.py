@@ -1,0 +1,341 @@
+"""Views, and copies that only move elements: maps of indices, never steps (but for what is put together of several)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from opkit.compiler.ir.expr import Expr, const, op, position
+from opkit.compiler.ir.expr import where as chosen
+from opkit.compiler.ir.index import ZERO, Index, contiguous, flat, index, is_below, is_nonnegative, product
+from opkit.compiler.lower.context import Builder
+from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.scalar import Scalar, cast, number
+from opkit.compiler.lower.tensors import Stored, Tensor, formal
+
+TABLE = Table()
+Sizes = Sequence[Index | int]
+
+_VIEWS: list[str] = []
+
+
+def _view(*names: str) -> Any:
+    """Registers the rule of operators whose results lie in their argument's memory."""
+    _VIEWS.extend(names)
+    return TABLE.rule(*names)
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@TABLE.rule("getitem", "_operator.getitem")
+def getitem(b: Builder, values: Sequence[Any], number: int) -> Any:
+    return values[number]
+
+
+@_view(*overloads("alias"), *overloads("detach"), *overloads("lift"), *overloads("lift_fresh"))
+def alias(b: Builder, x: Tensor) -> Tensor:
+    return x
+
+
+@_view(*overloads("view"), *overloads("reshape"), *overloads("_unsafe_view"), *overloads("_reshape_alias"))
+def view(b: Builder, x: Tensor, shape: Sizes, *rest: Any) -> Tensor:
+    # The graph says what -1 stands for.
+    return x.reshaped(b.result().shape)
+
+
+@_view(*overloads("flatten", "using_ints"), *overloads("unflatten", "int"), *overloads("squeeze", "default"))
+@_view(*overloads("squeeze", "dim", "dims"), *overloads("unsqueeze"), *overloads("view_as"))
+def regrouped(b: Builder, x: Tensor, *rest: Any) -> Tensor:
+    return x.reshaped(b.result().shape)
+
+
+@_view(*overloads("permute"))
+def permute(b: Builder, x: Tensor, dims: Sequence[int]) -> Tensor:
+    order = [d % len(x.shape) for d in dims]
+    axes = formal([x.shape[d] for d in order])
+    return x.mapped([x.shape[d] for d in order], [axes[order.index(k)] for k in range(len(order))])
+
+
+@_view(*overloads("t"), *overloads("numpy_T"))
+def t(b: Builder, x: Tensor) -> Tensor:
+    return permute(b, x, list(reversed(range(len(x.shape)))))
+
+
+@_view(*overloads("transpose", "int"), *overloads("swapaxes"))
+def transpose(b: Builder, x: Tensor, first: int, second: int) -> Tensor:
+    order = list(range(len(x.shape)))
+    if order:
+        order[first], order[second] = order[second], order[first]
+    return permute(b, x, order)
+
+
+@_view(*overloads("movedim", "int", "intlist"))
+def movedim(b: Builder, x: Tensor, source: Any, destination: Any) -> Tensor:
+    rank = len(x.shape)
+    sources = [d % rank for d in (source if isinstance(source, list | tuple) else [source])]
+    places = [d % rank for d in (destination if isinstance(destination, list | tuple) else [destination])]
+    rest = iter(d for d in range(rank) if d not in sources)
+    return permute(b, x, [sources[places.index(k)] if k in places else next(rest) for k in range(rank)])
+
+
+@_view(*overloads("expand"), *overloads("broadcast_to"))
+def expand(b: Builder, x: Tensor, shape: Sizes, *, implicit: bool = False) -> Tensor:
+    return x.expanded(b.result().shape)
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+@_view(*overloads("slice", "Tensor"))
+def slice_(b: Builder, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tensor:
+    begin = _clamped(0 if start is None else start, x.shape[dim])
+    return _along(x, dim, b.result().shape[dim], lambda at: at * step + begin)
+
+
+@_view(*overloads("narrow"))
+def narrow(b: Builder, x: Tensor, dim: int, start: Any, length: Any) -> Tensor:
+    return slice_(b, x, dim, start)
+
+
+@_view(*overloads("select", "int"))
+def select(b: Builder, x: Tensor, dim: int, position: Any) -> Tensor:
+    dim %= len(x.shape)
+    axes = list(formal(b.result().shape))
+    axes.insert(dim, _from_end(position, x.shape[dim]))
+    return x.mapped(b.result().shape, axes)
+
+
+@_view(*overloads("split", "Tensor", "sizes"), *overloads("split_with_sizes"), *overloads("chunk"))
+@_view(*overloads("unsafe_split", "Tensor"), *overloads("unsafe_chunk"), *overloads("tensor_split", "sections"))
+def split(b: Builder, x: Tensor, sizes: Any, dim: int = 0) -> tuple[Tensor, ...]:
+    assert isinstance(b.node.result, tuple)
+    pieces: list[Tensor] = []
+    begin = ZERO
+    for k in range(len(b.node.result)):
+        length = b.result(k).shape[dim]
+        pieces.append(_along(x, dim, length, lambda at, begin=begin: at + begin))
+        begin = begin + length
+    return tuple(pieces)
+
+
+@_view(*overloads("unbind", "int"))
+def unbind(b: Builder, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+    assert isinstance(b.node.result, tuple)
+    dim %= len(x.shape)
+    axes = list(formal((*x.shape[:dim], *x.shape[dim + 1 :])))
+    shape = (*x.shape[:dim], *x.shape[dim + 1 :])
+    return tuple(x.mapped(shape, [*axes[:dim], k, *axes[dim:]]) for k in range(len(b.node.result)))
+
+
+@_view(*overloads("unfold"))
+def unfold(b: Builder, x: Tensor, dim: int, size: int, step: int) -> Tensor:
+    if not x.shape:
+        return x.reshaped(b.result().shape)
+    axes = formal(b.result().shape)
+    dim %= len(x.shape)
+    return x.mapped(b.result().shape, [a * step + axes[-1] if k == dim else a for k, a in enumerate(axes[:-1])])
+
+
+@_view(*overloads("diagonal"))
+def diagonal(b: Builder, x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    rank = len(x.shape)
+    dim1, dim2 = dim1 % rank, dim2 % rank
+    *rest, along = formal(b.result().shape)
+    at = iter(rest)
+    moved = {dim1: along + max(-offset, 0), dim2: along + max(offset, 0)}
+    return x.mapped(b.result().shape, [moved[k] if k in moved else next(at) for k in range(rank)])
+
+
+@_view(*overloads("as_strided"))
+def as_strided(b: Builder, x: Tensor, shape: Sizes, strides: Sizes, offset: Any = None) -> Tensor:
+    """Over a row-major buffer, of which each element has one place."""
+    if not isinstance(x.source, Stored) or not _is_row_major(x.source) or x.source.buffer.role != "made":
+        raise NoRule("as_strided of what is not a whole row-major buffer that the graph made")
+    base = x.source.buffer
+    own = x.strided()
+    if own is None:
+        raise NoRule("as_strided of what is not strided")
+    place = flat(formal(shape), strides) + index(own.offset if offset is None else offset)
+    steps = contiguous(base.shape)
+    there = [ZERO if n == 1 else place // s % n for n, s in zip(base.shape, steps, strict=True)]
+    return Tensor(x.dtype, b.result().shape, Stored(base, tuple(there), x.source.copied))
+
+
+def _is_row_major(source: Stored) -> bool:
+    shape, strides = source.buffer.shape, source.buffer.strides
+    return all(n == 1 or s == c for n, s, c in zip(shape, strides, contiguous(shape), strict=True))
+
+
+def _along(x: Tensor, dim: int, length: Index, move: Any) -> Tensor:
+    """A part of a dimension: ``move`` gives where in it an element is."""
+    dim %= len(x.shape)
+    shape = tuple(length if k == dim else n for k, n in enumerate(x.shape))
+    return x.mapped(shape, [move(a) if k == dim else a for k, a in enumerate(formal(shape))])
+
+
+def _from_end(at: Any, extent: Index) -> Index:
+    """A position, which counts from the end where it is negative."""
+    at = _whole(at)
+    if at.constant is not None:
+        return at + extent if at.constant < 0 else at
+    if not is_nonnegative(at):
+        raise NoRule(f"whether the position {at} is negative is not known")
+    return at
+
+
+def _whole(at: Any) -> Index:
+    if isinstance(at, Tensor):
+        raise NoRule("a position that is read from memory")
+    return index(at)
+
+
+def _clamped(at: Any, extent: Index) -> Index:
+    """Where a slice begins, within the dimension."""
+    found = _from_end(at, extent)
+    if is_nonnegative(extent - found):
+        return found if is_nonnegative(found) else ZERO
+    if is_nonnegative(found - extent):
+        return extent
+    if is_nonnegative(-found):
+        return ZERO
+    raise NoRule(f"whether {found} is in a dimension of {extent} is not known")
+
+
+# ---- elements that move ----------------------------------------------------------------------------------------------
+
+
+@TABLE.rule(*overloads("flip"))
+def flip(b: Builder, x: Tensor, dims: Sequence[int]) -> Tensor:
+    turned = {d % len(x.shape) for d in dims}
+    axes = [x.shape[k] - 1 - a if k in turned else a for k, a in enumerate(formal(x.shape))]
+    return x.mapped(x.shape, axes, copied=True)
+
+
+@TABLE.rule(*overloads("roll"))
+def roll(b: Builder, x: Tensor, shifts: Any, dims: Sequence[int] = ()) -> Tensor:
+    shifts = shifts if isinstance(shifts, list | tuple) else [shifts]
+    if any(n == 0 for n in x.shape) or not x.shape:
+        return x.mapped(x.shape, formal(x.shape), copied=True)
+    flat_x = x if dims else x.reshaped([product(x.shape)])
+    axes = list(formal(flat_x.shape))
+    for shift, dim in zip(shifts, dims or [0], strict=True):
+        extent = flat_x.shape[dim]
+        begin = -shift % extent.constant if isinstance(shift, int) and extent.constant else (extent - shift) % extent
+        axes[dim] = (axes[dim] + begin) % extent
+    return flat_x.mapped(flat_x.shape, axes, copied=True).reshaped(x.shape)
+
+
+@TABLE.rule(*overloads("repeat"), *overloads("tile"))
+def repeat(b: Builder, x: Tensor, repeats: Sizes) -> Tensor:
+    shape = b.result().shape
+    axes = formal(shape)[len(shape) - len(x.shape) :]
+    if any(n == 0 for n in shape):
+        return x.mapped(shape, [ZERO] * len(x.shape), copied=True)
+    return x.mapped(shape, [ZERO if n == 1 else a % n for a, n in zip(axes, x.shape, strict=True)], copied=True)
+
+
+@TABLE.rule(*overloads("cat"), *overloads("concat"))
+def cat(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    buffer = b.like()
+    dim = dim % len(buffer.shape)
+    begin = ZERO
+    found: Tensor | None = None
+    for x in tensors:
+        if len(x.shape) != len(buffer.shape):  # torch lets an empty tensor of one dimension through
+            continue
+        target = [a + begin if k == dim else a for k, a in enumerate(formal(x.shape))]
+        found = b.compute(buffer, x.shape, _as(x.at(formal(x.shape)), buffer.dtype), target)
+        begin = begin + x.shape[dim]
+    if found is None:
+        raise NoRule("nothing to put together")
+    return found
+
+
+@TABLE.rule(*overloads("stack"))
+def stack(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    dim %= len(b.result().shape)
+    shape = tensors[0].shape
+    return cat(b, [x.reshaped([*shape[:dim], index(1), *shape[dim:]]) for x in tensors], dim)
+
+
+@TABLE.rule(*overloads("constant_pad_nd"))
+def constant_pad_nd(b: Builder, x: Tensor, pad: Sizes, value: Any = 0) -> Tensor:
+    shape = b.result().shape
+    before = [
+        index(pad[2 * (len(shape) - 1 - k)]) if 2 * (len(shape) - k) <= len(pad) else ZERO for k in range(len(shape))
+    ]
+    axes = [a - p for a, p in zip(formal(shape), before, strict=True)]
+    inside = _inside(axes, x.shape)
+    fill = number(value, x.dtype).expr
+    if inside is None:
+        return b.compute(b.like(), shape, x.at(axes))
+    return b.compute(b.like(), shape, chosen(inside, x.at(axes, inside), fill))
+
+
+@TABLE.rule(*overloads("slice_scatter"))
+def slice_scatter(
+    b: Builder, x: Tensor, part: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Tensor:
+    dim %= len(x.shape)
+    begin = _clamped(0 if start is None else start, x.shape[dim])
+    if step == 1:
+        return _replaced(b, x, part.expanded(_with(x.shape, dim, part.shape[dim])), dim, begin)
+    buffer = b.like()
+    b.compute(buffer, x.shape, x.at(formal(x.shape)))
+    target = [a * step + begin if k == dim else a for k, a in enumerate(formal(part.shape))]
+    return b.compute(buffer, part.shape, _as(part.at(formal(part.shape)), x.dtype), target)
+
+
+@TABLE.rule(*overloads("select_scatter"))
+def select_scatter(b: Builder, x: Tensor, part: Tensor, dim: int, position: Any) -> Tensor:
+    dim %= len(x.shape)
+    shape = _with(x.shape, dim, index(1))
+    return _replaced(b, x, part.reshaped(shape), dim, _from_end(position, x.shape[dim]))
+
+
+@TABLE.rule(*overloads("diagonal_scatter"))
+def diagonal_scatter(b: Builder, x: Tensor, part: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    rank = len(x.shape)
+    dim1, dim2 = dim1 % rank, dim2 % rank
+    buffer = b.like()
+    b.compute(buffer, x.shape, x.at(formal(x.shape)))
+    *rest, along = formal(part.shape)
+    at = iter(rest)
+    moved = {dim1: along + max(-offset, 0), dim2: along + max(offset, 0)}
+    target = [moved[k] if k in moved else next(at) for k in range(rank)]
+    return b.compute(buffer, part.shape, _as(part.at(formal(part.shape)), x.dtype), target)
+
+
+def _replaced(b: Builder, x: Tensor, part: Tensor, dim: int, begin: Index) -> Tensor:
+    """``x`` with ``part`` in place of what a dimension holds from ``begin`` on."""
+    axes = formal(x.shape)
+    there = [a - begin if k == dim else a for k, a in enumerate(axes)]
+    within = _inside([there[dim]], [part.shape[dim]], [x.shape[dim]])
+    body = _as(part.at(there, within), x.dtype)
+    return b.elementwise(body if within is None else chosen(within, body, x.at(axes)))
+
+
+def _inside(at: Sequence[Index], extents: Sequence[Index], whole: Sequence[Index] | None = None) -> Expr | None:
+    """Whether coordinates lie within extents; None where they always do."""
+    conditions: list[Expr] = []
+    for k, (a, n) in enumerate(zip(at, extents, strict=True)):
+        if whole is not None and whole[k] == n:
+            continue
+        if not is_nonnegative(a):
+            conditions.append(op("le", const(0, "i64"), position(a)))
+        if not is_below(a, n):
+            conditions.append(op("lt", position(a), position(n)))
+    return functools.reduce(lambda x, y: op("and", x, y), conditions) if conditions else None
+
+
+def _with(shape: Sequence[Index], dim: int, extent: Index) -> tuple[Index, ...]:
+    return (*shape[:dim], extent, *shape[dim + 1 :])
+
+
+def _as(x: Expr, dtype: str) -> Expr:
+    return cast(Scalar(x), dtype).expr
+
+
+ALIASING = frozenset(_VIEWS)

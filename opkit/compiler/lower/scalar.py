@@ -1,0 +1,148 @@
+"""Expressions with Python's operators, so that a rule reads as the formula that it is.
+
+>>> from opkit.compiler.ir.expr import load
+>>> x = Scalar(load("x", "f32", 0))
+>>> (x * 2 + 1).expr
+add(mul(x[0], 2.0), 1.0)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from opkit.compiler.ir import expr
+from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.index import Index
+from opkit.compiler.lower.rewrites import simplified
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scalar:
+    """One element; a number on the other side of an operator takes its type."""
+
+    expr: Expr
+
+    @property
+    def dtype(self) -> str:
+        return self.expr.dtype
+
+    def __add__(self, other: Operand) -> Scalar:
+        return apply("add", self, other)
+
+    def __radd__(self, other: Operand) -> Scalar:
+        return apply("add", number(other, self), self)
+
+    def __sub__(self, other: Operand) -> Scalar:
+        return apply("sub", self, other)
+
+    def __rsub__(self, other: Operand) -> Scalar:
+        return apply("sub", number(other, self), self)
+
+    def __mul__(self, other: Operand) -> Scalar:
+        return apply("mul", self, other)
+
+    def __rmul__(self, other: Operand) -> Scalar:
+        return apply("mul", number(other, self), self)
+
+    def __truediv__(self, other: Operand) -> Scalar:
+        return apply("div", self, other)
+
+    def __rtruediv__(self, other: Operand) -> Scalar:
+        return apply("div", number(other, self), self)
+
+    def __neg__(self) -> Scalar:
+        return apply("neg", self)
+
+    def __lt__(self, other: Operand) -> Scalar:
+        return apply("lt", self, other)
+
+    def __le__(self, other: Operand) -> Scalar:
+        return apply("le", self, other)
+
+    def __gt__(self, other: Operand) -> Scalar:
+        return apply("lt", number(other, self), self)
+
+    def __ge__(self, other: Operand) -> Scalar:
+        return apply("le", number(other, self), self)
+
+    def __and__(self, other: Operand) -> Scalar:
+        return apply("and", self, other)
+
+    def __or__(self, other: Operand) -> Scalar:
+        return apply("or", self, other)
+
+    def __xor__(self, other: Operand) -> Scalar:
+        return apply("xor", self, other)
+
+    def __invert__(self) -> Scalar:
+        return apply("not", self)
+
+
+Operand = Scalar | int | float | bool | Index
+
+
+def number(value: Operand, like: Scalar | str) -> Scalar:
+    """A number as a constant of the type of ``like``, a size as a value of it; an element as it is."""
+    if isinstance(value, Scalar):
+        return value
+    dtype = like if isinstance(like, str) else like.dtype
+    if isinstance(value, Index):
+        return Scalar(simplified(expr.position(value, dtype)))
+    return Scalar(expr.const(_wrapped(value, dtype), dtype))
+
+
+def _wrapped(value: bool | int | float, dtype: str) -> bool | int | float:
+    """An integer as a type of fewer bits has it."""
+    row = DTYPES[dtype]
+    if row.kind != "int":
+        return value
+    bits = 8 * row.bytes
+    low = int(value) % 2**bits
+    return low - 2**bits if row.signed and low >= 2 ** (bits - 1) else low
+
+
+def apply(op: str, *args: Operand) -> Scalar:
+    """An op of the table on elements and numbers, of which at least one is an element."""
+    like = next(a for a in args if isinstance(a, Scalar))
+    return Scalar(simplified(expr.op(op, *(number(a, like).expr for a in args))))
+
+
+def cast(x: Scalar, dtype: str, asked: bool = False) -> Scalar:
+    return Scalar(simplified(expr.cast(x.expr, dtype, asked)))
+
+
+def where(condition: Scalar, yes: Operand, no: Operand) -> Scalar:
+    """The second where the first is true, else the third; at least one of them is an element."""
+    like = yes if isinstance(yes, Scalar) else no
+    assert isinstance(like, Scalar)
+    chosen = expr.where(condition.expr, number(yes, like).expr, number(no, like).expr)
+    return Scalar(simplified(chosen))
+
+
+def truth(x: Scalar) -> Scalar:
+    """Whether it is not 0."""
+    return cast(x, "b1")
+
+
+def function(op: str) -> Callable[..., Scalar]:
+    """An op of the table as a function of elements."""
+
+    def called(*args: Any) -> Scalar:
+        return apply(op, *args)
+
+    called.__name__ = op
+    return called
+
+
+absolute, minimum, maximum = function("abs"), function("min"), function("max")
+exp, expm1, log, log1p, sqrt = function("exp"), function("expm1"), function("log"), function("log1p"), function("sqrt")
+sin, cos, tanh, erf, erfc = function("sin"), function("cos"), function("tanh"), function("erf"), function("erfc")
+floor, ceil, trunc, power = function("floor"), function("ceil"), function("trunc"), function("pow")
+equal, unequal, fmod = function("eq"), function("ne"), function("fmod")
+
+
+def is_nan(x: Scalar) -> Scalar:
+    return unequal(x, x)

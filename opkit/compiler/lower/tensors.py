@@ -1,0 +1,183 @@
+"""What a rule gets for a tensor: a way to its elements. Views are maps of indices, never copies.
+
+A tensor is either an index map into a buffer (``Stored``) or an expression over its own axes (``Lazy``): a constant, a
+range, a mask made of positions. A lazy tensor is written into every use; it owns memory only where an extern call or a
+result needs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from opkit.compiler.ir.expr import Expr, load
+from opkit.compiler.ir.index import ZERO, Axis, Index, IndexLike, axis, contiguous, flat, index, product
+from opkit.compiler.ir.program import Buffer, Strided
+
+Shape = tuple[Index, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Elements of a buffer.
+
+    Attributes:
+        buffer: where they are.
+        coordinates: in the buffer, over the tensor's formal axes (``Axis(k, shape[k])``).
+        copied: whether eager has these elements in memory of their own, so that a write to the buffer must not show.
+    """
+
+    buffer: Buffer
+    coordinates: tuple[Index, ...]
+    copied: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Lazy:
+    """An expression over the tensor's formal axes that reads no memory."""
+
+    body: Expr
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of the graph while it is lowered."""
+
+    dtype: str
+    shape: Shape
+    source: Stored | Lazy
+
+    def at(self, coordinates: Sequence[IndexLike], mask: Expr | None = None) -> Expr:
+        """The element at coordinates; where ``mask`` is false, memory is not read."""
+        moved = substitution(self.shape, coordinates)
+        if isinstance(self.source, Lazy):
+            return self.source.body.substitute(moved)
+        there = [c.substitute(moved) for c in self.source.coordinates]
+        return load(self.source.buffer.name, self.dtype, *there, mask=mask)
+
+    def mapped(self, shape: Sequence[IndexLike], coordinates: Sequence[IndexLike], copied: bool = False) -> Tensor:
+        """A view of ``shape`` whose element is this one's at ``coordinates`` (over the view's formal axes)."""
+        moved = substitution(self.shape, coordinates)
+        new = tuple(map(index, shape))
+        if isinstance(self.source, Lazy):
+            return Tensor(self.dtype, new, Lazy(self.source.body.substitute(moved)))
+        there = tuple(c.substitute(moved) for c in self.source.coordinates)
+        return Tensor(self.dtype, new, Stored(self.source.buffer, there, self.source.copied or copied))
+
+    def expanded(self, shape: Sequence[IndexLike]) -> Tensor:
+        """The tensor broadcast to ``shape``."""
+        new = tuple(map(index, shape))
+        if new == self.shape:
+            return self
+        own = formal(new)[len(new) - len(self.shape) :]
+        return self.mapped(new, [ZERO if n == 1 else a for n, a in zip(self.shape, own, strict=True)])
+
+    def reshaped(self, shape: Sequence[IndexLike]) -> Tensor:
+        """The elements in row-major order, in another shape."""
+        new = tuple(map(index, shape))
+        return self if new == self.shape else self.mapped(new, _reshape(self.shape, new))
+
+    def strided(self) -> Strided | None:
+        """The tensor as torch describes one, if its map is affine with strides that torch can have."""
+        if isinstance(self.source, Lazy):
+            return None
+        rest = flat(self.source.coordinates, self.source.buffer.strides)
+        strides: list[Index] = []
+        for k, stride in enumerate(contiguous(self.shape)):
+            step = stride if self.shape[k] == 1 else rest.coefficient(Axis(k, self.shape[k]))
+            if step is None or step.axes() or (step.constant or 0) < 0:
+                return None
+            strides.append(step)
+            rest = rest - step * axis(k, self.shape[k])
+        return None if rest.axes() else Strided(self.source.buffer.name, self.shape, tuple(strides), rest)
+
+
+def whole(buffer: Buffer) -> Tensor:
+    """All of a buffer."""
+    return Tensor(buffer.dtype, buffer.shape, Stored(buffer, formal(buffer.shape)))
+
+
+def lazy(body: Expr, shape: Sequence[IndexLike]) -> Tensor:
+    """A tensor whose elements are ``body`` over the formal axes of ``shape``."""
+    return Tensor(body.dtype, tuple(map(index, shape)), Lazy(body))
+
+
+def formal(shape: Sequence[IndexLike]) -> tuple[Index, ...]:
+    """The axes of a shape: number k runs along dimension k; 0 where the extent is 1."""
+    return tuple(axis(k, extent) for k, extent in enumerate(shape))
+
+
+def substitution(shape: Shape, coordinates: Sequence[IndexLike]) -> dict[Axis, IndexLike]:
+    """Coordinates for the formal axes of a shape."""
+    return {Axis(k, extent): at for k, (extent, at) in enumerate(zip(shape, coordinates, strict=True))}
+
+
+def broadcast(*shapes: Shape) -> Shape:
+    """The shape that shapes broadcast to.
+
+    >>> broadcast((index(3), index(1)), (index(4),))
+    (3, 4)
+    """
+    rank = max(map(len, shapes), default=0)
+    padded = [(index(1),) * (rank - len(shape)) + shape for shape in shapes]
+    return tuple(next((n for n in column if n != 1), index(1)) for column in zip(*padded, strict=True))
+
+
+def is_dense(shape: Shape, strides: Shape) -> bool:
+    """Whether the strides are those of a row-major tensor whose dimensions were permuted.
+
+    >>> is_dense((index(2), index(3)), (index(1), index(2)))
+    True
+    """
+    left = [(n, s) for n, s in zip(shape, strides, strict=True) if n != 1]
+    expected = index(1)
+    while left:
+        found = next((pair for pair in left if pair[1] == expected), None)
+        if found is None:
+            return any(n == 0 for n, _ in left)
+        left.remove(found)
+        expected = expected * found[0]
+    return True
+
+
+# ---- reshaping -------------------------------------------------------------------------------------------------------
+
+
+def _reshape(old: Shape, new: Shape) -> list[Index]:
+    """Coordinates in the old shape over the axes of the new one, group by group of dimensions that hold as much."""
+    if any(n == 0 for n in (*old, *new)):
+        return [ZERO] * len(old)
+    coordinates: list[Index] = []
+    axes = formal(new)
+    start = 0
+    for olds, news in _groups(old, new):
+        position = flat(axes[start : start + len(news)], contiguous(news))
+        coordinates += _unravelled(position, olds)
+        start += len(news)
+    return coordinates
+
+
+def _unravelled(position: Index, shape: Sequence[Index]) -> list[Index]:
+    """The coordinates of a row-major position."""
+    steps = contiguous(shape)
+    found = [position // step for step in steps]
+    return [ZERO if n == 1 else (at if k == 0 else at % n) for k, (at, n) in enumerate(zip(found, shape, strict=True))]
+
+
+def _groups(old: Shape, new: Shape) -> list[tuple[Shape, Shape]]:
+    """Runs of dimensions of both shapes with equal products, as short as they can be."""
+    groups: list[tuple[Shape, Shape]] = []
+    while old or new:
+        m, n = _first_group(old, new)
+        groups.append((old[:m], new[:n]))
+        old, new = old[m:], new[n:]
+    return groups
+
+
+def _first_group(old: Shape, new: Shape) -> tuple[int, int]:
+    """How many dimensions of each make the first group: the fewest with equal products, all of them if none has."""
+    ends: dict[Index, int] = {}
+    for n in range(1, len(new) + 1):
+        ends.setdefault(product(new[:n]), n)
+    found = ((m, ends[product(old[:m])]) for m in range(1, len(old) + 1) if product(old[:m]) in ends)
+    return next(found, (len(old), len(new)))
