@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compile_backends import backend
+from compile_backends import strict
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "compiler"))
@@ -78,7 +78,7 @@ def main() -> None:
     options = _options()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    chosen = backend(options.backend)
+    chosen = strict(options.backend)
 
     def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, backend=chosen, dynamic=options.dynamic or None)

@@ -35,9 +35,9 @@ def _one_thread():
 
 @pytest.fixture
 def compiled():
-    """``compiled(f)``: ``f`` with opkit's backend."""
+    """``compiled(f)``: ``f`` with opkit's backend, which fails where it would otherwise run a graph eagerly."""
     backend = pytest.importorskip("opkit.compiler.backend", reason="opkit's backend cannot be imported")
-    return lambda function: torch.compile(function, backend=backend.opkit_backend)
+    return lambda function: torch.compile(function, backend=backend.opkit_backend, options={"strict": True})
 
 
 def unlike(program, compile_, grad=False):
