@@ -15,7 +15,7 @@ from opkit.compiler.ir.index import ZERO, Index
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.context import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
-from opkit.compiler.lower.rules import views
+from opkit.compiler.lower.rules import assembly
 from opkit.compiler.lower.rules.indexing import place, replaced, selection, with_dimension
 from opkit.compiler.lower.rules.pointwise import Operand
 from opkit.compiler.lower.scalar import Scalar
@@ -214,12 +214,12 @@ def _sum(x: Scalar, y: Scalar) -> Scalar:
 
 @TABLE.rule(*overloads("select_backward"))
 def select_backward(b: Builder, grad: Tensor, shape: Any, dim: int, position: Any) -> Tensor:
-    return views.select_scatter(b, zeros(b), grad, dim, position)
+    return assembly.select_scatter(b, zeros(b), grad, dim, position)
 
 
 @TABLE.rule(*overloads("slice_backward"))
 def slice_backward(b: Builder, grad: Tensor, shape: Any, dim: int, start: Any, end: Any, step: int) -> Tensor:
-    return views.slice_scatter(b, zeros(b), grad, dim, start, end, step)
+    return assembly.slice_scatter(b, zeros(b), grad, dim, start, end, step)
 
 
 @TABLE.rule(*overloads("diagonal_backward"))
