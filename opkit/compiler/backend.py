@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import logging
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +28,9 @@ from opkit.compiler.ir.graph import Node
 from opkit.compiler.ir.schedule import Launch, Schedule
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
-from opkit.compiler.run import arena, library
+from opkit.compiler.run import arena, library, stored
 from opkit.compiler.run.assemble import Runner, Surroundings, assemble
-from opkit.compiler.run.plan import plan
+from opkit.compiler.run.plan import Plan, plan
 from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, ToolchainError
 from opkit.op.core import inlining
 
@@ -139,14 +140,27 @@ class _Stages:
 
 def _compiled(module: fx.GraphModule, name: str, stages: _Stages) -> Boxed:
     captured = stages.run("capture", conversion.capture, module, name)
-    program = stages.run("lower", lower, captured.graph)
-    scheduled = stages.run("fuse and plan", schedule, program)
-    planned, launches = stages.run("plan", plan, scheduled)
-    text = stages.run("emit", source, launches, planned.table, planned.sizes)
-    segments = stages.run("build", library.load, text, len(launches), f"torch.compile: {name}", FLAGS)
-    runner = stages.run("assemble", assemble, planned, _surroundings(captured), segments)
-    _log(name, scheduled, text, runner)
+    identity = stages.run("look-up", stored.key, captured.key)
+    found = (
+        None if logs.fusion.isEnabledFor(logging.DEBUG) else stored.find(identity)
+    )  # which kernels, and why, it does not say
+    planned, text = found or _made(captured, stages)
+    segments = stages.run("build", library.load, text, planned.segments, f"torch.compile: {name}", FLAGS)
+    renamed = dataclasses.replace(planned, name=name)  # another graph of the same content may have been compiled first
+    runner = stages.run("assemble", assemble, renamed, _surroundings(captured), segments)
+    if found is None:
+        stored.store(identity, planned, text)
+    logs.output_code.debug("%s\n%s\n%s", name, text, runner.code.text)
     return _checked(runner, module)
+
+
+def _made(captured: Captured, stages: _Stages) -> tuple[Plan, str]:
+    """The plan of a graph, and the C of its segments."""
+    program = stages.run("lower", lower, captured.graph)
+    scheduled = stages.run("fuse", schedule, program)
+    planned, launches = stages.run("plan", plan, scheduled)
+    _log_fusion(captured.graph.name, scheduled)
+    return planned, stages.run("emit", source, launches, planned.table, planned.sizes)
 
 
 def _surroundings(captured: Captured) -> Surroundings:
@@ -181,14 +195,13 @@ def eager(module: fx.GraphModule) -> Boxed:
 # ---- what is told ----------------------------------------------------------------------------------------------------
 
 
-def _log(name: str, scheduled: Schedule, text: str, runner: Runner) -> None:
-    if logs.fusion.isEnabledFor(10):
+def _log_fusion(name: str, scheduled: Schedule) -> None:
+    if logs.fusion.isEnabledFor(logging.DEBUG):
         kernels = [
             f"  {s.kernel.name}: {'; '.join(s.kernel.origins)}" for s in scheduled.steps if isinstance(s, Launch)
         ]
         refusals = [f"  not fused: {refusal}" for refusal in scheduled.refusals]
         logs.fusion.debug("%s: %d kernels\n%s", name, len(kernels), "\n".join([*kernels, *refusals]))
-    logs.output_code.debug("%s\n%s\n%s", name, text, runner.code.text)
 
 
 @functools.cache
