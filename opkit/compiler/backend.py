@@ -22,16 +22,18 @@ from opkit.compiler import logs
 from opkit.compiler.capture import conversion, reproduction
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
-from opkit.compiler.emit.flags import FLAGS
+from opkit.compiler.emit.flags import flags
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.graph import Node
 from opkit.compiler.ir.schedule import Launch, Schedule
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
+from opkit.compiler.lower.target import Target
 from opkit.compiler.run import arena, library, stored
 from opkit.compiler.run.assemble import Runner, Surroundings, assemble
 from opkit.compiler.run.plan import Plan, plan
 from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, ToolchainError
+from opkit.kernels import isa
 from opkit.op.core import inlining
 
 Boxed = Callable[[list[Any]], Any]
@@ -140,12 +142,12 @@ class _Stages:
 
 def _compiled(module: fx.GraphModule, name: str, stages: _Stages) -> Boxed:
     captured = stages.run("capture", conversion.capture, module, name)
-    identity = stages.run("look-up", stored.key, captured.key)
-    found = (
-        None if logs.fusion.isEnabledFor(logging.DEBUG) else stored.find(identity)
-    )  # which kernels, and why, it does not say
-    planned, text = found or _made(captured, stages)
-    segments = stages.run("build", library.load, text, planned.segments, f"torch.compile: {name}", FLAGS)
+    target = Target.of(frozenset(isa.cpu_features()))
+    identity = stages.run("look-up", stored.key, f"{target} {captured.key}")
+    told = logs.fusion.isEnabledFor(logging.DEBUG)  # which kernels there are, and why, a stored plan does not say
+    found = None if told else stored.find(identity)
+    planned, text = found or _made(captured, target, stages)
+    segments = stages.run("build", library.load, text, planned.segments, f"torch.compile: {name}", flags())
     renamed = dataclasses.replace(planned, name=name)  # another graph of the same content may have been compiled first
     runner = stages.run("assemble", assemble, renamed, _surroundings(captured), segments)
     if found is None:
@@ -154,9 +156,9 @@ def _compiled(module: fx.GraphModule, name: str, stages: _Stages) -> Boxed:
     return _checked(runner, module)
 
 
-def _made(captured: Captured, stages: _Stages) -> tuple[Plan, str]:
+def _made(captured: Captured, target: Target, stages: _Stages) -> tuple[Plan, str]:
     """The plan of a graph, and the C of its segments."""
-    program = stages.run("lower", lower, captured.graph)
+    program = stages.run("lower", lower, captured.graph, target)
     scheduled = stages.run("fuse", schedule, program)
     planned, launches = stages.run("plan", plan, scheduled)
     _log_fusion(captured.graph.name, scheduled)

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from opkit.compiler.lower.registry import Table
-from opkit.compiler.lower.rules import activations, creation, externs, normalisation, pointwise, reductions, views
+from opkit.compiler.lower.rules import (
+    activations,
+    creation,
+    externs,
+    indexing,
+    losses,
+    normalisation,
+    pointwise,
+    products,
+    reductions,
+    scatters,
+    views,
+)
 
 RULES = Table()
-for _table in (
-    pointwise.TABLE,
-    activations.TABLE,
-    creation.TABLE,
-    views.TABLE,
-    reductions.TABLE,
-    normalisation.TABLE,
+for _module in (
+    pointwise,
+    activations,
+    creation,
+    views,
+    reductions,
+    normalisation,
+    products,
+    indexing,
+    scatters,
+    losses,
 ):
-    RULES.update(_table)
+    RULES.update(_module.TABLE)
 
 EXTERNS = externs.EXTERNS
 ALIASING = frozenset([*views.ALIASING, *externs.ALIASING])
