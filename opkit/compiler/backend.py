@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import logging
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +29,9 @@ from opkit.compiler.ir.schedule import Launch, Schedule
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
 from opkit.compiler.lower.target import Target
-from opkit.compiler.run import arena, library
+from opkit.compiler.run import arena, library, stored
 from opkit.compiler.run.assemble import Runner, Surroundings, assemble
-from opkit.compiler.run.plan import plan
+from opkit.compiler.run.plan import Plan, plan
 from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, ToolchainError
 from opkit.kernels import isa
 from opkit.op.core import inlining
@@ -141,14 +142,27 @@ class _Stages:
 
 def _compiled(module: fx.GraphModule, name: str, stages: _Stages) -> Boxed:
     captured = stages.run("capture", conversion.capture, module, name)
-    program = stages.run("lower", lower, captured.graph, Target.of(frozenset(isa.cpu_features())))
-    scheduled = stages.run("fuse and plan", schedule, program)
-    planned, launches = stages.run("plan", plan, scheduled)
-    text = stages.run("emit", source, launches, planned.table, planned.sizes)
-    segments = stages.run("build", library.load, text, len(launches), f"torch.compile: {name}", flags())
-    runner = stages.run("assemble", assemble, planned, _surroundings(captured), segments)
-    _log(name, scheduled, text, runner)
+    target = Target.of(frozenset(isa.cpu_features()))
+    identity = stages.run("look-up", stored.key, f"{target} {captured.key}")
+    told = logs.fusion.isEnabledFor(logging.DEBUG)  # which kernels there are, and why, a stored plan does not say
+    found = None if told else stored.find(identity)
+    planned, text = found or _made(captured, target, stages)
+    segments = stages.run("build", library.load, text, planned.segments, f"torch.compile: {name}", flags())
+    renamed = dataclasses.replace(planned, name=name)  # another graph of the same content may have been compiled first
+    runner = stages.run("assemble", assemble, renamed, _surroundings(captured), segments)
+    if found is None:
+        stored.store(identity, planned, text)
+    logs.output_code.debug("%s\n%s\n%s", name, text, runner.code.text)
     return _checked(runner, module)
+
+
+def _made(captured: Captured, target: Target, stages: _Stages) -> tuple[Plan, str]:
+    """The plan of a graph, and the C of its segments."""
+    program = stages.run("lower", lower, captured.graph, target)
+    scheduled = stages.run("fuse", schedule, program)
+    planned, launches = stages.run("plan", plan, scheduled)
+    _log_fusion(captured.graph.name, scheduled)
+    return planned, stages.run("emit", source, launches, planned.table, planned.sizes)
 
 
 def _surroundings(captured: Captured) -> Surroundings:
@@ -183,14 +197,13 @@ def eager(module: fx.GraphModule) -> Boxed:
 # ---- what is told ----------------------------------------------------------------------------------------------------
 
 
-def _log(name: str, scheduled: Schedule, text: str, runner: Runner) -> None:
-    if logs.fusion.isEnabledFor(10):
+def _log_fusion(name: str, scheduled: Schedule) -> None:
+    if logs.fusion.isEnabledFor(logging.DEBUG):
         kernels = [
             f"  {s.kernel.name}: {'; '.join(s.kernel.origins)}" for s in scheduled.steps if isinstance(s, Launch)
         ]
         refusals = [f"  not fused: {refusal}" for refusal in scheduled.refusals]
         logs.fusion.debug("%s: %d kernels\n%s", name, len(kernels), "\n".join([*kernels, *refusals]))
-    logs.output_code.debug("%s\n%s\n%s", name, text, runner.code.text)
 
 
 @functools.cache

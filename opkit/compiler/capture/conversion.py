@@ -55,7 +55,9 @@ class Captured:
         """All that decides what the graph is compiled into."""
         atoms = {leaf for node in self.graph.nodes for leaf in _leaves(node.result)}
         sizes = sorted((a.name, a.least) for a in atoms if isinstance(a, Size))
-        return repr((self.graph, sizes, sorted(self.computed.items())))
+        unnamed = dataclasses.replace(self.graph, name="")
+        resolved = sorted(self.resolved)
+        return repr((unnamed, sizes, sorted(self.computed.items()), resolved, sorted(self.opaques)))
 
 
 def capture(module: fx.GraphModule, name: str) -> Captured:

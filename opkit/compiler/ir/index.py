@@ -300,7 +300,7 @@ def _divided(a: Index, b: Index) -> tuple[Index, Index]:
     quotient, rest = _exact_part(a, b)
     if not rest.terms or is_below(rest, b):
         return quotient, rest
-    shared = _common_factor(rest, b)
+    shared = math.gcd(*rest.terms.values(), *b.terms.values())
     if shared > 1:
         small_rest, small_b = _over(rest, shared), _over(b, shared)
         q, r = _divided(small_rest, small_b)
@@ -345,10 +345,6 @@ def _without(monomial: Monomial, divisor: Monomial) -> Monomial | None:
             return None
         left.remove(atom)
     return tuple(left)
-
-
-def _common_factor(a: Index, b: Index) -> int:
-    return math.gcd(*a.terms.values(), *b.terms.values())
 
 
 def _over(a: Index, factor: int) -> Index:

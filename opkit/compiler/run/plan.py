@@ -50,6 +50,11 @@ class Plan:
     table: tuple[str, ...]
     sizes: tuple[str, ...]
 
+    @property
+    def segments(self) -> int:
+        """How many functions the C of its kernels has."""
+        return sum(isinstance(step, Segment) for step in self.steps)
+
 
 def plan(schedule: Schedule) -> tuple[Plan, list[list[Launch]]]:
     """The plan of a schedule, and the launches of each of its segments."""

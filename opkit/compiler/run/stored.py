@@ -1,0 +1,139 @@
+"""Plans on the disk: JSON, found by a hash of all that decides them, so that a second process need not lower or fuse.
+
+``<cache_dir>/graphs/<key[:2]>/<key>.json`` holds a plan and the C of its segments, whose binary is in the build cache. An
+entry appears by one rename; one that is damaged is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opkit import config
+from opkit.compiler.ir.graph import Opaque, TypeName
+from opkit.compiler.ir.index import Axis, Div, Index, Mod, Size
+from opkit.compiler.ir.program import Buffer, Extern, Item, Strided
+from opkit.compiler.run.plan import Plan, Segment
+from opkit.kernels import storing
+
+# ---- values as JSON: each that JSON has not is a list of its class's name and its fields ------------------------------
+
+_CLASSES: dict[str, Any] = {
+    each.__name__: each
+    for each in (Axis, Size, Div, Mod, Buffer, Extern, Item, Opaque, Plan, Segment, Strided, TypeName)
+}
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def encoded(value: Any) -> Any:
+    """A value in terms of JSON.
+
+    Raises:
+        TypeError: it has none, such as an index that is read from memory.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    name = type(value).__name__
+    if isinstance(value, Index):
+        return ["Index", [[encoded(list(monomial)), c] for monomial, c in value.terms.items()]]
+    if name in _CLASSES:
+        fields = value if isinstance(value, tuple) else vars(value).values()
+        return [name, *map(encoded, fields)]
+    if isinstance(value, dict):
+        return {key: encoded(each) for key, each in value.items()}
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if isinstance(value, list | tuple | frozenset):
+        return [name, *map(encoded, value)]
+    raise TypeError(f"a {name} cannot be stored")
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {
+    **_CLASSES,
+    "complex": complex,
+    "list": lambda *of: list(of),
+    "tuple": lambda *of: of,
+    "frozenset": lambda *of: frozenset(of),
+    "Index": lambda terms: Index({tuple(decoded(monomial)): c for monomial, c in terms}),
+}
+
+
+def decoded(value: Any) -> Any:
+    """What :func:`encoded` was given."""
+    if isinstance(value, dict):
+        return {key: decoded(each) for key, each in value.items()}
+    if not isinstance(value, list):
+        return value
+    name, *fields = value
+    return _MAKERS[name](*(fields if name == "Index" else map(decoded, fields)))
+
+
+# ---- entries ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _versions() -> str:
+    """What decides how a graph is compiled, apart from the graph: torch, and the compiler's own sources."""
+    digest = hashlib.sha256(f"{torch.__version__} {_own_version()}".encode())
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("opkit")
+    except importlib.metadata.PackageNotFoundError:  # it runs from its source tree
+        return "0"
+
+
+def key(graph: str) -> str:
+    """What a graph's plan is kept under; ``graph`` holds all that decides it."""
+    return hashlib.sha256(f"{_versions()}\n{graph}".encode()).hexdigest()
+
+
+def _path(identity: str) -> Path:
+    return Path(os.path.abspath(config.get().cache_dir)) / "graphs" / identity[:2] / f"{identity}.json"
+
+
+def find(identity: str) -> tuple[Plan, str] | None:
+    """The plan of a graph and its C; None where there is none that can be trusted."""
+    try:
+        path = _path(identity)
+        status = path.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return None
+        noted, content = path.read_text(encoding="utf-8").split("\n", 1)
+        if noted != hashlib.sha256(content.encode()).hexdigest():
+            return None
+        entry = json.loads(content)
+        return decoded(entry["plan"]), entry["text"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def store(identity: str, plan: Plan, text: str) -> None:
+    """Keep a plan; where that cannot be done, the next process makes it again."""
+    path = _path(identity)
+    with contextlib.suppress(OSError, TypeError):
+        content = json.dumps({"plan": encoded(plan), "text": text})
+        storing.prepare_own(path.parent)
+        handle, name = tempfile.mkstemp(prefix=f".{identity[:8]}-", dir=path.parent)
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(f"{hashlib.sha256(content.encode()).hexdigest()}\n{content}")
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise

@@ -1,0 +1,86 @@
+"""Plans on the disk: what comes back is what was put there, and nothing that was changed meanwhile."""
+
+import pytest
+import torch
+
+from opkit import config
+from opkit.compiler import backend
+from opkit.compiler.backend import opkit_backend
+from opkit.compiler.ir.graph import Opaque, TypeName
+from opkit.compiler.ir.index import size, value
+from opkit.compiler.ir.program import Buffer, Extern, Strided
+from opkit.compiler.run import stored
+from opkit.compiler.run.plan import Plan, Segment
+
+n = size("s0", 2)
+PLAN = Plan(
+    "forward 0",
+    ("x", n),
+    {"x": Buffer("x", "f32", (n * 4, n // 3), (n % 5 + 1, n * 0 + 1), "input")},
+    (
+        Segment(0, ("x",), ("aten.add.Tensor model.py:1: x + 1",)),
+        Extern("aten.mm.default", (Strided("x", (n,), (n,), n), 1.5, float("inf"), 2j, None), {"dtype": TypeName("f32")},
+               ("x", None, n), frozenset({"x"}), out=True),
+        Extern("opaque", ([Opaque("cpu"), True], {"a": (1,)}), {}, ()),
+    ),
+    (n, None, 3),
+    {"x": n * 64},
+    n * 128,
+    ("x",),
+    ("s0",),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path))
+    config.get.cache_clear()
+    yield tmp_path
+    config.get.cache_clear()
+
+
+def test_a_plan_comes_back_as_it_was():
+    identity = stored.key("graph")
+    assert stored.find(identity) is None
+    stored.store(identity, PLAN, "int x;")
+    assert stored.find(identity) == (PLAN, "int x;")
+    assert stored.find(stored.key("another graph")) is None
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-9], lambda b: b.replace(b"s0", b"s1"), lambda b: b"", lambda b: b"\xff\n"]
+)
+def test_what_is_damaged_is_not_trusted(cache, damage):
+    identity = stored.key("graph")
+    stored.store(identity, PLAN, "int x;")
+    (path,) = cache.rglob("*.json")
+    path.write_bytes(damage(path.read_bytes()))
+    assert stored.find(identity) is None
+    stored.store(identity, PLAN, "int x;")
+    assert stored.find(identity) == (PLAN, "int x;")
+
+
+def test_what_others_can_write_to_is_not_trusted(cache):
+    stored.store(stored.key("graph"), PLAN, "int x;")
+    (path,) = cache.rglob("*.json")
+    path.chmod(0o666)
+    assert stored.find(stored.key("graph")) is None
+
+
+def test_what_has_no_form_is_left_out(cache):
+    stored.store(stored.key("graph"), Plan("", (), {}, (), (value(object()),), {}, n, (), ()), "")
+    assert not list(cache.rglob("*.json"))
+
+
+def test_a_graph_is_lowered_once(monkeypatch):
+    lowered = []
+    original = backend.lower
+    monkeypatch.setattr(backend, "lower", lambda graph, target: lowered.append(graph.name) or original(graph, target))
+    for number in range(2):
+        torch._dynamo.reset()
+        fast = torch.compile(lambda x: (x.exp() + 1) @ x, backend=opkit_backend, options={"strict": True}, dynamic=True)
+        for rows in (3, 5):
+            x = torch.randn(rows, rows)
+            torch.testing.assert_close(fast(x), (x.exp() + 1) @ x)
+        assert len(lowered) == 1, number
