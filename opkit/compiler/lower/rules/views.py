@@ -267,11 +267,11 @@ def constant_pad_nd(b: Builder, x: Tensor, pad: Sizes, value: Any = 0) -> Tensor
         index(pad[2 * (len(shape) - 1 - k)]) if 2 * (len(shape) - k) <= len(pad) else ZERO for k in range(len(shape))
     ]
     axes = [a - p for a, p in zip(formal(shape), before, strict=True)]
-    inside = _inside(axes, x.shape)
+    there = inside(axes, x.shape)
     fill = number(value, x.dtype).expr
-    if inside is None:
+    if there is None:
         return b.compute(b.like(), shape, x.at(axes))
-    return b.compute(b.like(), shape, chosen(inside, x.at(axes, inside), fill))
+    return b.compute(b.like(), shape, chosen(there, x.at(axes, there), fill))
 
 
 @TABLE.rule(*overloads("slice_scatter"))
@@ -312,12 +312,12 @@ def _replaced(b: Builder, x: Tensor, part: Tensor, dim: int, begin: Index) -> Te
     """``x`` with ``part`` in place of what a dimension holds from ``begin`` on."""
     axes = formal(x.shape)
     there = [a - begin if k == dim else a for k, a in enumerate(axes)]
-    within = _inside([there[dim]], [part.shape[dim]], [x.shape[dim]])
+    within = inside([there[dim]], [part.shape[dim]], [x.shape[dim]])
     body = _as(part.at(there, within), x.dtype)
     return b.elementwise(body if within is None else chosen(within, body, x.at(axes)))
 
 
-def _inside(at: Sequence[Index], extents: Sequence[Index], whole: Sequence[Index] | None = None) -> Expr | None:
+def inside(at: Sequence[Index], extents: Sequence[Index], whole: Sequence[Index] | None = None) -> Expr | None:
     """Whether coordinates lie within extents; None where they always do."""
     conditions: list[Expr] = []
     for k, (a, n) in enumerate(zip(at, extents, strict=True)):
