@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from opkit.compiler.lower.registry import Table
-from opkit.compiler.lower.rules import activations, creation, externs, indexing, losses, pointwise, scatters, views
+from opkit.compiler.lower.rules import (
+    activations,
+    creation,
+    externs,
+    indexing,
+    losses,
+    pointwise,
+    pooling,
+    resampling,
+    scatters,
+    views,
+)
 
 RULES = Table()
-for _module in (pointwise, activations, creation, views, indexing, scatters, losses):
+for _module in (pointwise, activations, creation, views, indexing, scatters, losses, pooling, resampling):
     RULES.update(_module.TABLE)
 
 EXTERNS = externs.EXTERNS

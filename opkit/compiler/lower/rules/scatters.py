@@ -63,7 +63,7 @@ def _combining(op: str | None, dtype: str) -> str | None:
     return logic[op] if op is not None and dtype == "b1" else op
 
 
-def _neutral(op: str, dtype: str) -> int | float:
+def neutral(op: str, dtype: str) -> int | float:
     """What an element combined with it leaves as it is."""
     if op in ("add", "mul"):
         return int(op == "mul")
@@ -79,7 +79,7 @@ def _neutral(op: str, dtype: str) -> int | float:
 def _start(reduce: str, include_self: bool, dtype: str) -> Any:
     if reduce not in _OPS:
         raise NoRule(f"scattering with {reduce}")
-    return None if include_self else _neutral(_OPS[reduce], dtype)
+    return None if include_self else neutral(_OPS[reduce], dtype)
 
 
 # ---- an index for each element ---------------------------------------------------------------------------------------
