@@ -13,6 +13,8 @@ variable                default  meaning
 ``OPKIT_BUILD_TIMEOUT`` ``300``  seconds after which a compiler is stopped
 ``OPKIT_BRIDGE``        ``1``    build, once for each torch, what lets C kernels skip Python's autograd rules
 ``OPKIT_TUNE``          ``on``   time the configurations of a Triton kernel at its first call with shapes of a new size
+``OPKIT_STRICT``        ``0``    the compiler raises where it fails, rather than running the graph in eager mode
+``OPKIT_LOG``           (none)   what the compiler logs, with commas between: fusion, recompiles, output_code
 ======================  =======  ====================================================================================
 """
 
@@ -43,6 +45,8 @@ class Config:
     build_timeout: float = 300.0
     bridge: bool = True
     tune: bool = True
+    strict: bool = False
+    log: frozenset[str] = frozenset()
 
 
 def _switch(environment: Mapping[str, str], name: str, default: bool) -> bool:
@@ -59,6 +63,14 @@ def _one_of(environment: Mapping[str, str], name: str, choices: tuple[str, ...])
     if text is not None and text not in choices:
         raise ConfigError(f"{name}={text!r} is not known. Set it to one of {', '.join(choices)}, or unset it.")
     return text
+
+
+def _some_of(environment: Mapping[str, str], name: str, choices: tuple[str, ...]) -> frozenset[str]:
+    words = frozenset(filter(None, (word.strip() for word in environment.get(name, "").split(","))))
+    unknown = sorted(words.difference(choices))
+    if unknown:
+        raise ConfigError(f"{name}: {unknown[0]!r} is not known. Name some of {', '.join(choices)}, or unset it.")
+    return words
 
 
 def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
@@ -100,6 +112,8 @@ def read(environment: Mapping[str, str]) -> Config:
         build_timeout=_seconds(environment, "OPKIT_BUILD_TIMEOUT", 300.0),
         bridge=_switch(environment, "OPKIT_BRIDGE", True),
         tune=_switch(environment, "OPKIT_TUNE", True),
+        strict=_switch(environment, "OPKIT_STRICT", False),
+        log=_some_of(environment, "OPKIT_LOG", ("fusion", "recompiles", "output_code")),
     )
 
 

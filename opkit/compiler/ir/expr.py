@@ -51,7 +51,7 @@ class Expr:
 
     def substitute(self, axes: Mapping[Any, IndexLike]) -> Expr:
         """The same with other indices for axes."""
-        return rewrite(self, lambda e: _moved(e, axes))
+        return rewrite(self, lambda e: moved(e, axes))
 
     def walk(self) -> list[Expr]:
         """Each node once, arguments before what uses them; also those that an index is computed from."""
@@ -197,7 +197,8 @@ def indices(node: Expr) -> tuple[Index, ...]:
     return (node.data,) if node.op in ("index", "random", "bound") else ()
 
 
-def _moved(node: Expr, axes: Mapping[Any, IndexLike]) -> Expr:
+def moved(node: Expr, axes: Mapping[Any, IndexLike]) -> Expr:
+    """A node with other indices for axes in its own indices; its arguments stay."""
     if node.op == "load":
         buffer, coordinates = node.data
         return make("load", node.dtype, node.args, (buffer, tuple(c.substitute(axes) for c in coordinates)))

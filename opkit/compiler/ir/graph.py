@@ -1,7 +1,8 @@
 """A captured graph: torch's operators by name, with what is known of each result. The compiler's input, without torch.
 
 Nodes are in the order in which they run. An argument is a :class:`Ref` to an earlier node's result, a Python constant
-(None, bool, int, float, complex, str), an ``Index`` (a size), or a list, tuple or dict of these; a dtype is :class:`TypeName`; devices, layouts and memory formats are :class:`Opaque`.
+(None, bool, int, float, complex, str), an ``Index`` (a size), or a list, tuple or dict of these; a dtype is a
+:class:`TypeName`; devices, layouts and memory formats are :class:`Opaque`.
 """
 
 from __future__ import annotations

@@ -45,9 +45,7 @@ def _quotient(a: Any, b: Any) -> Any:
     if np.asarray(a).dtype.kind == "f":
         return a / b
     safe = np.where(b == 0, 1, b)
-    truncated = (
-        np.sign(a) * np.sign(safe) * (np.abs(a) // np.abs(safe)) if np.asarray(a).dtype.kind == "i" else a // safe
-    )
+    truncated = (a - np.fmod(a, safe)) // safe
     return np.where(b == 0, 0, truncated).astype(np.asarray(a).dtype)
 
 
@@ -67,6 +65,15 @@ def _remainder(a: Any, b: Any) -> Any:
 
 def _c_remainder(a: Any, b: Any) -> Any:
     return np.where(b == 0, 0, np.fmod(a, np.where(b == 0, 1, b))) if np.asarray(a).dtype.kind != "f" else np.fmod(a, b)
+
+
+def _power(a: Any, b: Any) -> Any:
+    """Of integers with a negative exponent: 1 over the power, rounded towards zero."""
+    if np.asarray(a).dtype.kind == "f":
+        return np.power(a, b)
+    odd = np.where(np.bitwise_and(b, 1), a, 1)
+    inverse = np.where(a == 1, 1, np.where(a == -1, odd, 0))
+    return np.where(b < 0, inverse, np.power(a, np.where(b < 0, 0, b))).astype(np.asarray(a).dtype)
 
 
 def _not(a: Any) -> Any:
@@ -115,7 +122,7 @@ _ROWS = (
     Op("abs", 1, numpy=np.abs, takes="if"),
     Op("min", 2, numpy=np.minimum),
     Op("max", 2, numpy=np.maximum),
-    Op("pow", 2, numpy=np.power, takes="if"),
+    Op("pow", 2, numpy=_power, takes="if"),
     # bits
     Op("and", 2, numpy=np.bitwise_and, takes="bi"),
     Op("or", 2, numpy=np.bitwise_or, takes="bi"),

@@ -5,20 +5,42 @@ from __future__ import annotations
 from opkit.compiler.lower.registry import Table
 from opkit.compiler.lower.rules import (
     activations,
+    assembly,
     creation,
     externs,
     indexing,
+    lists,
     losses,
+    normalisation,
     pointwise,
     pooling,
+    products,
+    reductions,
     resampling,
     scatters,
     views,
 )
 
+_SUBJECTS = (
+    pointwise,
+    activations,
+    creation,
+    views,
+    assembly,
+    reductions,
+    normalisation,
+    products,
+    indexing,
+    scatters,
+    losses,
+    pooling,
+    resampling,
+    lists,
+)
+
 RULES = Table()
-for _module in (pointwise, activations, creation, views, indexing, scatters, losses, pooling, resampling):
-    RULES.update(_module.TABLE)
+for _subject in _SUBJECTS:
+    RULES.update(_subject.TABLE)
 
 EXTERNS = externs.EXTERNS
 ALIASING = frozenset([*views.ALIASING, *externs.ALIASING])

@@ -24,7 +24,12 @@ TABLE = Table()
 
 def filled(b: Builder, value: Any) -> Tensor:
     """The node's result with one value everywhere."""
-    kind = b.result()
+    return filled_like(b, value, 0)
+
+
+def filled_like(b: Builder, value: Any, number: int) -> Tensor:
+    """One of the node's results with one value everywhere."""
+    kind = b.result(number)
     return b.elementwise(operand(value, kind, kind.dtype).expr, kind)
 
 

@@ -17,9 +17,9 @@ from opkit.compiler.ir.index import ZERO, Index, IndexLike, contiguous, index, p
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.context import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.rules.assembly import within
 from opkit.compiler.lower.rules.indexing import place
 from opkit.compiler.lower.rules.scatters import neutral, scattered, zeros
-from opkit.compiler.lower.rules.views import inside
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Shape, Tensor, formal
 
@@ -45,7 +45,7 @@ class Windows:
         """Where the window of a result starts, in the padding where that is negative."""
         return [a * s - p for a, s, p in zip(at[-self.rank :], self.step, self.padding, strict=True)]
 
-    def within(self, shape: Shape) -> tuple[Shape, list[Index]]:
+    def read(self, shape: Shape) -> tuple[Shape, list[Index]]:
         """Axes for a result of ``shape`` and its windows, and where in the pooled tensor an element of them is."""
         axes = (*shape, *self.size)
         at = formal(axes)
@@ -62,7 +62,7 @@ def _each(given: Any, rank: int) -> tuple[Index, ...]:
 
 def _read(x: Tensor, at: Sequence[Index], dtype: str, outside: Any) -> Scalar:
     """An element as ``dtype``; ``outside`` where the coordinates are not in the tensor."""
-    there = inside(at, x.shape)
+    there = within(at, x.shape)
     found = f.cast(Scalar(x.at(at, there)), dtype)
     return found if there is None else f.where(Scalar(there), found, outside)
 
@@ -74,7 +74,7 @@ def _maxima(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
     """The greatest of each window, and its row-major position in the dimensions that are pooled."""
     kind, indices = b.result(0), b.result(1)
     inner = DTYPES[x.dtype].compute
-    axes, at = windows.within(kind.shape)
+    axes, at = windows.read(kind.shape)
     body = _read(x, at, inner, neutral("max", inner))
     dims = range(len(kind.shape), len(axes))
     values = b.reduce("max", body, axes, dims, kind.dtype, strides=kind.strides)
@@ -85,11 +85,11 @@ def _maxima(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
 def _linear(windows: Windows, found: Scalar, x: Tensor, shape: Shape) -> Scalar:
     """The position in the tensor of a position in a window; of a window of -inf, the first that is in the tensor."""
     begins = [Scalar(expr.position(at)) for at in windows.begins(formal(shape))]
-    inner = [f.apply("floordiv", found, step) for step in contiguous(windows.size)]
-    within = [f.apply("rem", i, n) if k else i for k, (i, n) in enumerate(zip(inner, windows.size, strict=True))]
+    steps = [f.apply("floordiv", found, step) for step in contiguous(windows.size)]
+    offsets = [f.apply("rem", i, n) if k else i for k, (i, n) in enumerate(zip(steps, windows.size, strict=True))]
     at = [
         f.maximum(begin + i * step, 0) if pad != 0 else begin + i * step
-        for begin, i, step, pad in zip(begins, within, windows.dilation, windows.padding, strict=True)
+        for begin, i, step, pad in zip(begins, offsets, windows.dilation, windows.padding, strict=True)
     ]
     strides = contiguous(x.shape[-windows.rank :])
     return functools.reduce(lambda a, z: a + z, [a * stride for a, stride in zip(at, strides, strict=True)])
@@ -158,7 +158,7 @@ def _means(
 def _averaged(b: Builder, x: Tensor, means: Means) -> Tensor:
     kind = b.result()
     inner = DTYPES[kind.dtype].compute
-    axes, at = means.windows.within(kind.shape)
+    axes, at = means.windows.read(kind.shape)
     dims = range(len(kind.shape), len(axes))
     total = b.reduce("sum", _read(x, at, inner, 0), axes, dims, inner, strides=kind.strides)
     mean = means.over(element(total, kind.shape), formal(kind.shape))
@@ -186,8 +186,8 @@ def _spread(b: Builder, grad: Tensor, means: Means) -> Tensor:
     outer = at[: len(at) - windows.rank]
     own = [a + p for a, p in zip(at[len(outer) :], windows.padding, strict=True)]
     window = [a // s - j for a, s, j in zip(own, windows.step, earlier, strict=True)]
-    within = [a % s + j * s for a, s, j in zip(own, windows.step, earlier, strict=True)]
-    there = inside([*window, *within], [*grad.shape[len(outer) :], *windows.size])
+    offset = [a % s + j * s for a, s, j in zip(own, windows.step, earlier, strict=True)]
+    there = within([*window, *offset], [*grad.shape[len(outer) :], *windows.size])
     body = means.over(_masked(grad, [*outer, *window], there, inner), [*outer, *window])
     body = body if there is None else f.where(Scalar(there), body, 0)
     if all(n == 1 for n in overlaps):

@@ -15,7 +15,6 @@ from opkit.compiler.ir.index import ZERO, Index
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.context import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
-from opkit.compiler.lower.rules import views
 from opkit.compiler.lower.rules.indexing import place, replaced, selection, with_dimension
 from opkit.compiler.lower.rules.pointwise import Operand
 from opkit.compiler.lower.scalar import Scalar
@@ -207,21 +206,3 @@ def _masked_put(b: Builder, x: Tensor, dim: int, mask: Tensor, source: Tensor, a
 
 def _sum(x: Scalar, y: Scalar) -> Scalar:
     return x | y if x.dtype == "b1" else x + y
-
-
-# ---- derivatives of views --------------------------------------------------------------------------------------------
-
-
-@TABLE.rule(*overloads("select_backward"))
-def select_backward(b: Builder, grad: Tensor, shape: Any, dim: int, position: Any) -> Tensor:
-    return views.select_scatter(b, zeros(b), grad, dim, position)
-
-
-@TABLE.rule(*overloads("slice_backward"))
-def slice_backward(b: Builder, grad: Tensor, shape: Any, dim: int, start: Any, end: Any, step: int) -> Tensor:
-    return views.slice_scatter(b, zeros(b), grad, dim, start, end, step)
-
-
-@TABLE.rule(*overloads("diagonal_backward"))
-def diagonal_backward(b: Builder, grad: Tensor, shape: Any, offset: int, dim1: int, dim2: int) -> Tensor:
-    return views.diagonal_scatter(b, zeros(b), grad, offset, dim1, dim2)

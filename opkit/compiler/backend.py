@@ -1,0 +1,220 @@
+"""``torch.compile(model, backend="opkit")``: Dynamo and AOTAutograd capture, and each graph is compiled to C.
+
+A graph that the compiler fails on runs in eager mode, with a warning in the log, so that a training never dies of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import itertools
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from opkit import config
+from opkit.compiler import logs
+from opkit.compiler.capture import conversion, reproduction
+from opkit.compiler.capture import torch_private as private
+from opkit.compiler.capture.conversion import Captured, Unsupported
+from opkit.compiler.emit.flags import flags
+from opkit.compiler.emit.source import source
+from opkit.compiler.ir.graph import Node
+from opkit.compiler.ir.schedule import Launch, Schedule
+from opkit.compiler.lower.lowering import lower
+from opkit.compiler.lower.plan import schedule
+from opkit.compiler.lower.target import Target
+from opkit.compiler.run import arena, library
+from opkit.compiler.run.assemble import Runner, Surroundings, assemble
+from opkit.compiler.run.plan import plan
+from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, ToolchainError
+from opkit.kernels import isa
+from opkit.op.core import inlining
+
+Boxed = Callable[[list[Any]], Any]
+
+_numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What ``torch.compile(..., options={...})`` takes.
+
+    Attributes:
+        strict: raise where the compiler fails, rather than running the graph in eager mode.
+        inline: True: see through opkit operators, also where they have a kernel; False: call them; None: each as defined.
+    """
+
+    strict: bool = False
+    inline: bool | None = None
+
+
+def options(given: Mapping[str, Any] | None) -> Options:
+    """The options of a call of torch.compile.
+
+    Raises:
+        ArgumentError: one that does not exist, or of the wrong type.
+    """
+    known = [field.name for field in dataclasses.fields(Options)]
+    for name, value in (given or {}).items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ArgumentError(f"backend='opkit' has no option {name!r}; it has {', '.join(map(repr, known))}.{hint}")
+        if not isinstance(value, bool) and not (name == "inline" and value is None):
+            raise ArgumentError(f"backend='opkit': options[{name!r}]={value!r} must be True or False.")
+    return Options(**{"strict": config.get().strict, **(given or {})})
+
+
+def opkit_backend(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend: what Dynamo calls with each graph that it captured."""
+    if mode is not None:
+        raise ArgumentError(f"backend='opkit' has no modes, got mode={mode!r}. Leave it out.")
+    logs.set_up()
+    chosen = _options(options)
+    compilers = {kind: functools.partial(compile_graph, kind=kind, options=chosen) for kind in _numbers}
+    make = private.aot_autograd(
+        fw_compiler=compilers["forward"],
+        bw_compiler=compilers["backward"],
+        inference_compiler=compilers["inference"],
+        partition_fn=private.min_cut_partition,
+        decompositions={},  # the compiler has rules for composite operators, and tracing fewer nodes takes less time
+        keep_inference_input_mutations=True,
+    )
+    token = inlining.set(chosen.inline)
+    try:
+        with private.no_donated_buffers():
+            return make(module, example_inputs)
+    finally:
+        inlining.reset(token)
+
+
+_options = options
+
+
+# ---- one graph -------------------------------------------------------------------------------------------------------
+
+
+def compile_graph(
+    module: fx.GraphModule, example_inputs: Sequence[Any], kind: str, options: Options = Options()
+) -> Boxed:
+    """A function for a graph of AOTAutograd's: it takes a list of inputs, which it empties.
+
+    Raises:
+        CompileError: the compiler failed, and ``options.strict`` holds.
+    """
+    name = f"{kind} {next(_numbers[kind])}"
+    stages = _Stages()
+    try:
+        return _compiled(module, name, stages)
+    except Unsupported as reason:
+        logs.compiler.warning("%s runs in eager mode: %s.", name, reason)
+    except ToolchainError as error:
+        if options.strict:
+            raise
+        _warn_no_compiler(str(error))
+    except Exception as error:
+        _report(module, name, stages.now, error, options.strict)
+    return eager(module)
+
+
+class _Stages:
+    """Which stage a graph is in, for what is said if it fails there."""
+
+    def __init__(self) -> None:
+        self.now = ""
+
+    def run(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.now = name
+        return function(*arguments)
+
+
+def _compiled(module: fx.GraphModule, name: str, stages: _Stages) -> Boxed:
+    captured = stages.run("capture", conversion.capture, module, name)
+    program = stages.run("lower", lower, captured.graph, Target.of(frozenset(isa.cpu_features())))
+    scheduled = stages.run("fuse and plan", schedule, program)
+    planned, launches = stages.run("plan", plan, scheduled)
+    text = stages.run("emit", source, launches, planned.table, planned.sizes)
+    segments = stages.run("build", library.load, text, len(launches), f"torch.compile: {name}", flags())
+    runner = stages.run("assemble", assemble, planned, _surroundings(captured), segments)
+    _log(name, scheduled, text, runner)
+    return _checked(runner, module)
+
+
+def _surroundings(captured: Captured) -> Surroundings:
+    return Surroundings(captured.constants, captured.targets, captured.opaques, captured.computed, captured.resolved)
+
+
+def _checked(runner: Runner, module: fx.GraphModule) -> Boxed:
+    """The runner; where it takes integers, which can be negative, those that stand for no size go to the graph itself."""
+    if not runner.plan.sizes:
+        return runner
+    otherwise = eager(module)
+
+    def run(inputs: list[Any]) -> Any:
+        return runner(inputs) if min(runner.sizes(inputs)) >= 0 else otherwise(inputs)
+
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+def eager(module: fx.GraphModule) -> Boxed:
+    """The graph itself, as torch runs it."""
+
+    def run(inputs: list[Any]) -> Any:
+        given = list(inputs)
+        inputs.clear()
+        return module(*given)
+
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
+
+
+def _log(name: str, scheduled: Schedule, text: str, runner: Runner) -> None:
+    if logs.fusion.isEnabledFor(10):
+        kernels = [
+            f"  {s.kernel.name}: {'; '.join(s.kernel.origins)}" for s in scheduled.steps if isinstance(s, Launch)
+        ]
+        refusals = [f"  not fused: {refusal}" for refusal in scheduled.refusals]
+        logs.fusion.debug("%s: %d kernels\n%s", name, len(kernels), "\n".join([*kernels, *refusals]))
+    logs.output_code.debug("%s\n%s\n%s", name, text, runner.code.text)
+
+
+@functools.cache
+def _warn_no_compiler(reason: str) -> None:
+    warnings.warn(f"torch.compile(backend='opkit') runs in eager mode: {reason}", NoCompilerWarning, stacklevel=2)
+
+
+def _report(module: fx.GraphModule, name: str, stage: str, error: Exception, strict: bool) -> None:
+    path = reproduction.write(module, stage, error)
+    node = _node_of(error)
+    where = "" if node is None else f" at the node {node.name} ({node.target}, {node.origin or 'of no known line'})"
+    again = "" if path is None else f" {path} shows it again."
+    message = (
+        f"opkit's compiler failed on {name} in the stage {stage!r}{where}: {type(error).__name__}: {error}.{again}"
+    )
+    if strict:
+        raise CompileError(message) from error
+    logs.compiler.warning("%s The graph runs in eager mode.", message, exc_info=error)
+
+
+def _node_of(error: Exception) -> Node | None:
+    """The node that was worked on: the innermost one that a frame of the traceback holds."""
+    held = [frame.f_locals.get("node") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((node for node in reversed(held) if isinstance(node, Node)), None)
+
+
+opkit_backend.reset = arena.release  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,0 +1,259 @@
+"""From the FX graph that AOTAutograd made to a :class:`Graph`, which needs no torch, and what that cannot hold.
+
+Nodes that compute sizes are left out: what uses them gets the size itself, as an index over the symbols.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from opkit.compiler.capture import torch_private as private
+from opkit.compiler.capture.sizes import Sizes
+from opkit.compiler.ir.dtypes import OF_TORCH
+from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeName
+from opkit.compiler.ir.index import Index, Size
+
+_FRAME = re.compile(r'File "([^"]*)", line (\d+), in .*\n\s*(.*)')
+_NUMBERS = (bool, int, float, complex, str)
+
+
+class Unsupported(Exception):
+    """A graph is not for the compiler: torch runs it. The message says what stands against it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A graph, and what belongs to it in torch.
+
+    Attributes:
+        graph: the graph.
+        constants: the tensors that it holds, by node.
+        targets: what its operators are called by, by a node's target.
+        opaques: the values of its :class:`Opaque` arguments, by their text.
+        computed: sizes that the runtime computes from others: Python's text, by name.
+        resolved: the numbers of the inputs whose values are conjugated or negated only when they are read.
+    """
+
+    graph: Graph
+    constants: dict[str, torch.Tensor]
+    targets: dict[str, Callable[..., Any]]
+    opaques: dict[str, Any]
+    computed: dict[str, str]
+    resolved: frozenset[int]
+
+    @property
+    def key(self) -> str:
+        """All that decides what the graph is compiled into."""
+        atoms = {leaf for node in self.graph.nodes for leaf in _leaves(node.result)}
+        sizes = sorted((a.name, a.least) for a in atoms if isinstance(a, Size))
+        return repr((self.graph, sizes, sorted(self.computed.items())))
+
+
+def capture(module: fx.GraphModule, name: str) -> Captured:
+    """Convert a graph.
+
+    Raises:
+        Unsupported: it has what only torch can run: other devices, sparse tensors, symbolic floats, unknown dtypes.
+    """
+    return _Conversion(module).run(name)
+
+
+class _Conversion:
+    """The state of one conversion."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.sizes = Sizes()
+        self.constants: dict[str, torch.Tensor] = {}
+        self.targets: dict[str, Callable[..., Any]] = {}
+        self.opaques: dict[str, Any] = {}
+        self.replaced: dict[fx.Node, Any] = {}  # nodes that are no nodes of the graph: what stands for each
+        self.resolved: set[int] = set()
+        self._types: dict[Any, TensorType] = {}
+
+    def run(self, name: str) -> Captured:
+        nodes = list(self.module.graph.nodes)
+        inputs = [self._input(number, node) for number, node in enumerate(n for n in nodes if n.op == "placeholder")]
+        held = [made for node in nodes if node.op == "get_attr" for made in self._held(node)]
+        calls = [made for node in nodes if node.op == "call_function" for made in self._call(node)]
+        self._refuse_others(nodes)
+        outputs = tuple(self._argument(each) for each in private.output_of(self.module.graph))
+        graph = Graph(name, (*inputs, *held, *calls), outputs, self.sizes.values)
+        computed = dict(self.sizes.computed)
+        return Captured(graph, self.constants, self.targets, self.opaques, computed, frozenset(self.resolved))
+
+    def _refuse_others(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            if node.op in ("call_module", "call_method"):
+                raise Unsupported(f"{node.name} is a {node.op}, which AOTAutograd leaves in no graph")
+
+    # ---- nodes -------------------------------------------------------------------------------------------------------
+
+    def _input(self, number: int, node: fx.Node) -> Node:
+        value = node.meta.get("val")
+        result = self._result(value, node)
+        if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg() or node.name.startswith("tangents")):
+            self.resolved.add(number)  # what autograd hands to a backward may be so, however it was traced
+            self._refuse_writes(node)
+        if isinstance(result, Index):
+            self.replaced[node] = result
+        return Node(node.name, "input", (), {}, result)
+
+    def _refuse_writes(self, node: fx.Node) -> None:
+        if any(user.target is torch.ops.aten.copy_.default and user.args[0] is node for user in node.users):
+            raise Unsupported(f"{node.name} is written to, and conjugated or negated only when it is read")
+
+    def _held(self, node: fx.Node) -> list[Node]:
+        """A constant tensor; a module (a branch of a condition, say) is an argument that only torch understands."""
+        value = functools.reduce(getattr, str(node.target).split("."), self.module)
+        if not isinstance(value, torch.Tensor):
+            self.replaced[node] = self._opaque(f"module {node.target}", value)
+            return []
+        self.constants[node.name] = value
+        return [Node(node.name, "constant", (), {}, self._tensor(value, node))]
+
+    def _call(self, node: fx.Node) -> list[Node]:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) or (type(value) is int and _is_arithmetic(node.target)):
+            self._refuse_data_dependent(node)
+            self.replaced[node] = self.sizes.index(value)
+            return []
+        if isinstance(value, torch.SymBool | bool) and _is_arithmetic(node.target):
+            return []  # a guard; where anything else uses it, that is refused
+        target = self._target(node)
+        arguments = self._argument(node.args)
+        named = {key: self._argument(each) for key, each in node.kwargs.items()}
+        return [Node(node.name, target, tuple(arguments), named, self._result(value, node), _origin(node))]
+
+    def _refuse_data_dependent(self, node: fx.Node) -> None:
+        if node.meta.get("unbacked_bindings"):
+            raise Unsupported(f"{node.name}: a size that depends on the values in tensors ({node.target})")
+
+    def _target(self, node: fx.Node) -> str:
+        if node.target is operator.getitem:
+            return "getitem"
+        text = str(node.target) if private.is_overload(node.target) else f"opaque.{_name_of(node.target)}"
+        self.targets[text] = node.target  # pyright: ignore[reportArgumentType]
+        return text
+
+    # ---- types -------------------------------------------------------------------------------------------------------
+
+    def _result(self, value: Any, node: fx.Node) -> Any:
+        if isinstance(value, torch.Tensor):
+            self._refuse_data_dependent(node)
+            return self._tensor(value, node)
+        if isinstance(value, list | tuple):
+            return tuple(self._result(each, node) for each in value)
+        if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
+            return self.sizes.index(value)
+        if value is None:
+            return None
+        raise Unsupported(f"{node.name} ({node.target}) is a {type(value).__name__}, which only torch computes with")
+
+    def _tensor(self, value: torch.Tensor, node: fx.Node) -> TensorType:
+        if value.layout is not torch.strided or private.is_wrapper_subclass(value):
+            raise Unsupported(f"{node.name} ({node.target}) is no plain strided tensor")
+        shape, strides, offset = tuple(value.shape), value.stride(), value.storage_offset()
+        key = (value.dtype, shape, strides, offset, value.device.type) if _plain(shape, strides, offset) else None
+        found = None if key is None else self._types.get(key)
+        if found is None:
+            found = self._tensor_type(value, node, shape, strides, offset)
+            if key is not None:
+                self._types[key] = found
+        return found
+
+    def _tensor_type(self, value: torch.Tensor, node: fx.Node, shape: Any, strides: Any, offset: Any) -> TensorType:
+        dtype = OF_TORCH.get(_bare(value.dtype))
+        if dtype is None:
+            raise Unsupported(f"{node.name} ({node.target}) is of {value.dtype}")
+        if value.device.type != "cpu":
+            raise Unsupported(f"{node.name} ({node.target}) is on {value.device}, and code is made for the CPU alone")
+        index = self.sizes.index
+        return TensorType(dtype, tuple(map(index, shape)), tuple(map(index, strides)), index(offset))
+
+    # ---- arguments ---------------------------------------------------------------------------------------------------
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            found = self.replaced.get(argument)
+            return self._reference(argument) if found is None else found
+        if argument is None or type(argument) in _NUMBERS:
+            return argument
+        if isinstance(argument, list | tuple):
+            return type(argument)(map(self._argument, argument)) if type(argument) is tuple else self._list(argument)
+        if isinstance(argument, dict):
+            return {key: self._argument(each) for key, each in argument.items()}
+        if isinstance(argument, torch.SymInt):
+            return self.sizes.index(argument)
+        return self._by_name(argument)
+
+    def _list(self, argument: Any) -> list[Any]:
+        return [self._argument(each) for each in argument]
+
+    def _reference(self, node: fx.Node) -> Ref:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymFloat | torch.SymBool):
+            raise Unsupported(f"{node.name} is a {type(value).__name__} that is computed while the program runs")
+        return Ref(node.name)
+
+    def _by_name(self, argument: Any) -> TypeName | Opaque:
+        if isinstance(argument, torch.dtype) and _bare(argument) in OF_TORCH:
+            return TypeName(OF_TORCH[_bare(argument)])
+        if isinstance(argument, torch.dtype | torch.device | torch.layout | torch.memory_format):
+            return self._opaque(str(argument), argument)
+        return self._opaque(f"{type(argument).__name__} {_name_of(argument)}", argument)
+
+    def _opaque(self, text: str, value: Any) -> Opaque:
+        known = self.opaques.setdefault(text, value)
+        if known is not value and known != value:
+            text = f"{text} {len(self.opaques)}"
+            self.opaques[text] = value
+        return Opaque(text)
+
+
+def _plain(shape: Any, strides: Any, offset: Any) -> bool:
+    """Whether all are numbers, by which the type can be looked up: hashing a symbolic one would add a guard."""
+    return all(type(n) is int for n in shape) and all(type(n) is int for n in strides) and type(offset) is int
+
+
+@functools.cache
+def _bare(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_arithmetic(target: Any) -> bool:
+    """Whether a node computes with sizes and not with tensors."""
+    return not private.is_overload(target) or (target.namespace == "aten" and target._opname.startswith("sym_"))
+
+
+def _name_of(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or str(value)[:80]
+
+
+def _leaves(result: Any) -> set[Any]:
+    if isinstance(result, tuple):
+        return {leaf for each in result for leaf in _leaves(each)}
+    numbers = (*result.shape, *result.strides, result.offset) if isinstance(result, TensorType) else (result,)
+    return {leaf for number in numbers if isinstance(number, Index) for leaf in number.leaves()}
+
+
+def _origin(node: fx.Node) -> str:
+    trace = node.meta.get("stack_trace")
+    return "" if not trace else _last_line(trace)
+
+
+@functools.lru_cache(maxsize=4096)
+def _last_line(trace: str) -> str:
+    """The user's line that a stack trace ends in, as "model.py:12: y = x + 1"."""
+    start = trace.rfind('File "')
+    found = _FRAME.match(trace, start) if start >= 0 else None
+    return "" if found is None else f"{Path(found[1]).name}:{found[2]}: {found[3].strip()[:80]}"

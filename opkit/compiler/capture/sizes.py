@@ -1,0 +1,122 @@
+"""Symbolic integers of torch as indices of the IR: each sympy expression is converted once, and then looked up."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+
+from opkit.compiler.capture import torch_private as private
+from opkit.compiler.ir.index import Index, index, size
+
+
+class Sizes:
+    """The symbols of one graph.
+
+    Attributes:
+        values: what each symbol was when the graph was captured, by name.
+        computed: sizes that the IR has no arithmetic for: Python's text for each in terms of the symbols, by name.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, int] = {}
+        self.computed: dict[str, str] = {}
+        self._known: dict[Any, Index] = {}
+
+    def index(self, number: Any) -> Index:
+        """An int or SymInt as an index."""
+        if type(number) is int:
+            return index(number)
+        if not number.node.is_symbolic():
+            return index(int(number))
+        asked = private.expression(number)
+        found = self._known.get(asked)
+        if found is None:
+            found = self._known[asked] = self._converted(private.replaced(number), number)
+        return found
+
+    def _converted(self, expression: Any, number: Any) -> Index:
+        if isinstance(expression, sympy.Symbol):
+            return self._symbol(expression, number)
+        if isinstance(expression, sympy.Integer):
+            return index(int(expression))
+        rule = _RULES.get(type(expression))
+        if rule is None or not _in_integers(expression):
+            return self._computed(expression, number)
+        arguments = [int(a) if isinstance(a, sympy.Integer) else self._converted(a, number) for a in expression.args]
+        return index(rule(*arguments))
+
+    def _symbol(self, symbol: sympy.Symbol, number: Any) -> Index:
+        value = private.example(symbol, number)
+        self.values[symbol.name] = -1 if value is None else value
+        return size(symbol.name, max(private.least(symbol, number), 0))
+
+    def _computed(self, expression: sympy.Expr, number: Any) -> Index:
+        """A size of its own, for what is neither polynomial nor quotient: the maximum of two sizes and the like."""
+        for symbol in sorted(expression.free_symbols, key=str):
+            self._symbol(symbol, number)  # pyright: ignore[reportArgumentType]
+        text = private.python_text(expression)
+        names = {known: name for name, known in self.computed.items()}
+        name = names.setdefault(text, f"computed{len(self.computed)}")
+        self.computed[name] = text
+        value: Any = expression.xreplace({s: sympy.Integer(self.values[str(s)]) for s in expression.free_symbols})
+        self.values[name] = int(value)
+        return size(name, 0)
+
+
+def _in_integers(expression: sympy.Expr) -> bool:
+    """Whether the parts are integers too, exponents not negative, and divisors above zero, as those of an index are."""
+    if isinstance(expression, sympy.Pow | _functions.PowByNatural):
+        return expression.args[1].is_Integer and bool(expression.args[1] >= 0)  # pyright: ignore[reportOperatorIssue]
+    if type(expression) in _DIVISIONS:
+        return all(a.is_positive for a in expression.args[1:])
+    return not any(a.is_Rational and not a.is_Integer for a in expression.args)
+
+
+def _sum(*of: Any) -> Any:
+    return functools.reduce(lambda a, b: a + b, of)
+
+
+def _product(*of: Any) -> Any:
+    return functools.reduce(lambda a, b: a * b, of)
+
+
+def _power(base: Any, exponent: int) -> Any:
+    return _product(1, *[base] * exponent)
+
+
+def _floor_divided(a: Any, b: Any) -> Any:
+    return index(a) // b
+
+
+def _remainder(a: Any, b: Any) -> Any:
+    return index(a) % b
+
+
+def _ceil_divided(a: Any, b: Any) -> Any:
+    return (index(a) + b - 1) // b
+
+
+def _modular(a: Any, divisor: Any, modulus: Any) -> Any:
+    return (index(a) // divisor) % modulus
+
+
+_functions = private.sympy_functions
+_DIVISIONS: dict[type, Callable[..., Any]] = {
+    _functions.FloorDiv: _floor_divided,
+    _functions.CleanDiv: _floor_divided,
+    _functions.Mod: _remainder,
+    _functions.PythonMod: _remainder,
+    _functions.CeilDiv: _ceil_divided,
+    _functions.ModularIndexing: _modular,
+}
+_RULES: dict[type, Callable[..., Any]] = {
+    sympy.Add: _sum,
+    sympy.Mul: _product,
+    sympy.Pow: _power,
+    _functions.PowByNatural: _power,
+    _functions.Identity: lambda a: a,
+    **_DIVISIONS,
+}

@@ -1,0 +1,127 @@
+"""Every private torch name that the compiler relies on, in one place.
+
+Read in torch 2.13.0; the same names are in torch 2.11 unless the line says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd as aot_autograd
+from torch._functorch import config as _functorch_config
+from torch._functorch import partitioners as _partitioners
+from torch._logging._internal import log_state as _log_state
+from torch.utils import _python_dispatch
+from torch.utils._sympy import functions as _sympy_functions
+from torch.utils._sympy.printers import PythonPrinter as _PythonPrinter
+
+sympy_functions = _sympy_functions
+min_cut_partition = _partitioners.min_cut_rematerialization_partition
+is_wrapper_subclass: Callable[[Any], bool] = _python_dispatch.is_traceable_wrapper_subclass
+
+RECOMPILES_LOGGER = "torch._dynamo.guards.__recompiles"
+"""The name of the logger to which Dynamo says, at level DEBUG, why it compiles a function again."""
+
+
+def log_recompiles() -> None:
+    """Have Dynamo write to it."""
+    _log_state.enable_artifact("recompiles")
+
+
+@contextlib.contextmanager
+def no_donated_buffers() -> Iterator[None]:
+    """Keep AOTAutograd from refusing ``retain_graph=True``: no backward here writes into what was saved for it."""
+    with _functorch_config.patch(donated_buffer=False):
+        yield
+
+
+def expression(number: Any) -> Any:
+    """The sympy expression of a symbolic integer, before replacements that were found later."""
+    return number.node._expr
+
+
+def replaced(number: Any) -> Any:
+    """The same in the terms that the shape environment has settled on."""
+    return number.node.expr
+
+
+def example(symbol: Any, number: Any) -> int | None:
+    """The value that a symbol had when the graph was captured; None of one that depends on data."""
+    environment = number.node.shape_env
+    known = getattr(environment, "backed_var_to_val", None)  # torch 2.12 and newer
+    value = (environment.var_to_val if known is None else known).get(symbol)
+    return None if value is None else int(value)
+
+
+def example_of(number: Any) -> int:
+    """The value that an int or SymInt had when the graph was captured; 2 for one that depends on data."""
+    if type(number) is int:
+        return number
+    expression = number.node.expr
+    values = {symbol: example(symbol, number) for symbol in expression.free_symbols}
+    return int(expression.xreplace({s: 2 if v is None else v for s, v in values.items()}))
+
+
+def least(symbol: Any, number: Any) -> int:
+    """What a symbol is at least, as far as torch knows; negative where that is nothing."""
+    known = number.node.shape_env.var_to_range.get(symbol)
+    return int(known.lower) if known is not None and known.lower.is_Integer else -1
+
+
+def python_text(expression: Any) -> str:
+    """A sympy expression as Python spells it, in terms of ``math``, ``min``, ``max`` and the symbols' names."""
+    return _PythonPrinter().doprint(expression)
+
+
+def builtin(overload: Any) -> Callable[..., Any]:
+    """The compiled function behind an OpOverload, which calls the dispatcher."""
+    return overload._op
+
+
+def overloads(packet: Any) -> list[Any]:
+    """Every overload of an operator."""
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+def schema(overload: Any) -> Any:
+    """The schema of an OpOverload."""
+    return overload._schema
+
+
+@functools.cache
+def out_variant(overload: Any) -> Any:
+    """The overload that writes its one result to ``out=``, of an OpOverload; None where there is none."""
+    wanted = [(a.name, str(a.type)) for a in overload._schema.arguments]
+    for other in overloads(overload.overloadpacket):
+        arguments = other._schema.arguments
+        if [a.name for a in arguments if a.is_out] == ["out"]:
+            taken = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+            if taken == wanted:
+                return other
+    return None
+
+
+def output_of(graph: fx.Graph) -> tuple[Any, ...]:
+    """What an FX graph returns."""
+    returned = graph.output_node().args[0]
+    return tuple(returned) if isinstance(returned, list | tuple) else (returned,)
+
+
+def is_overload(target: Any) -> bool:
+    """Whether the target of an FX node is one overload of an operator."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def overload_named(name: str) -> Any:
+    """The overload that "aten.add.Tensor" names.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    namespace, packet, overload = name.split(".", 2)
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)

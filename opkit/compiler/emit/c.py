@@ -1,0 +1,282 @@
+"""Statements of a kernel as C: a function over a part of the parallel iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from opkit.compiler.emit import indices
+from opkit.compiler.emit.blocks import Scope, Writer, marks_nan, values
+from opkit.compiler.emit.expressions import apply, convert
+from opkit.compiler.emit.types import C_TYPES, NARROW, number, variable_type
+from opkit.compiler.ir.dtypes import DTYPES, dtype, is_float
+from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.index import Index
+from opkit.compiler.ir.kernel import Accumulator, Kernel, Let, Loop, Scratch, Statement, Store, Update
+from opkit.compiler.ir.ops import REDUCTIONS
+
+_STACK = 1 << 16  # bytes of scratch memory that a function may have on its stack
+_CLAUSES = {"add": "+", "mul": "*", "or": "|", "and": "&", "max": "max", "min": "min"}
+_BOOLEAN = {"add": "or", "max": "or", "mul": "and", "min": "and"}
+_POSITIONED = ("argmax", "argmin")
+
+
+def function(kernel: Kernel, name: str, exclusive: bool = True) -> str:
+    """The kernel over the iterations from ``begin`` to ``end``. ``exclusive``: no two arguments are the same memory."""
+    loops, body = parallel(kernel)
+    writer = Writer()
+    large = list(_large(kernel.body))
+    _allocate(writer, large)
+    _iterations(Scope(writer, {}, {}, {}), loops, body, frozenset(s.name for s in large))
+    if writer.fails or large:
+        writer.lines.append("end:;")
+    for scratch in large:
+        writer.line(f"free(m_{scratch.name});")
+    return "\n".join(
+        [f"static __attribute__((noinline)) void {_signature(kernel, name, exclusive)} {{", *writer.lines, "}"]
+    )
+
+
+def parallel(kernel: Kernel) -> tuple[list[Loop], tuple[Statement, ...]]:
+    """The parallel loops around everything, outermost first, and what they hold."""
+    loops: list[Loop] = []
+    body = kernel.body
+    while len(body) == 1 and isinstance(body[0], Loop) and body[0].how == "parallel":
+        loops.append(body[0])
+        body = body[0].body
+    return loops, body
+
+
+def _signature(kernel: Kernel, name: str, exclusive: bool) -> str:
+    star = "*restrict" if exclusive else "*"
+    pointers = [f"{'' if a.written else 'const '}{C_TYPES[a.dtype]} {star} p_{a.buffer}" for a in kernel.arguments]
+    sizes = [f"const int64_t n_{size}" for size in kernel.sizes]
+    rest = ["struct opkit_runtime *runtime", "const int64_t begin", "const int64_t end"]
+    return f"{name}({', '.join([*pointers, *sizes, *rest])})"
+
+
+# ---- loops -----------------------------------------------------------------------------------------------------------
+
+
+def _iterations(scope: Scope, loops: Sequence[Loop], body: Sequence[Statement], large: frozenset[str]) -> None:
+    """The parallel loops as one: the part's first iteration is split into axes, which then count like an odometer."""
+    if not loops:
+        return _block(scope, body, large)
+    axes, writer = [f"a{loop.axis.number}" for loop in loops], scope.writer
+    if len(loops) == 1:
+        writer.line(f"for (int64_t {axes[0]} = begin; {axes[0]} < end; ++{axes[0]}) {{")
+        _inside(scope, body, large)
+        return writer.line("}")
+    extents = [writer.name("int64_t", scope.index(loop.axis.extent)) for loop in loops]
+    writer.line("int64_t rest = begin;")
+    for axis, extent in reversed(list(zip(axes, extents, strict=True))):
+        writer.line(f"int64_t {axis} = rest % {extent}; rest /= {extent};")
+    _odometer(scope, axes, extents, body, large)
+    return None
+
+
+def _odometer(
+    scope: Scope, axes: list[str], extents: list[str], body: Sequence[Statement], large: frozenset[str]
+) -> None:
+    *outer, inner = axes
+    scope.writer.line("for (int64_t left = end - begin; left > 0;) {")
+    scope.writer.line(f"  const int64_t until = left < {extents[-1]} - {inner} ? {inner} + left : {extents[-1]};")
+    scope.writer.line(f"  left -= until - {inner};")
+    scope.writer.line(f"  for (; {inner} < until; ++{inner}) {{")
+    scope.writer.depth += 1
+    _inside(scope, body, large)
+    scope.writer.depth -= 1
+    scope.writer.line("  }")
+    carry = " ".join(f"if (++{a} == {e}) {{ {a} = 0;" for a, e in reversed(list(zip(outer, extents, strict=False))))
+    scope.writer.line(f"  {inner} = 0; {carry} {'}' * len(outer)}")
+    scope.writer.line("}")
+
+
+def _loop(scope: Scope, loop: Loop, large: frozenset[str]) -> None:
+    changed = _changed(loop.body)
+    scope.forget(changed)
+    extent = scope.index(loop.axis.extent)
+    a = f"a{loop.axis.number}"
+    if _vectorises(scope, loop):
+        scope.writer.line(f"SIMD(omp simd{_clauses(scope.writer, loop)})")
+    scope.writer.line(f"for (int64_t {a} = 0; {a} < {extent}; ++{a}) {{")
+    _inside(scope, loop.body, large, loop.stop)
+    scope.writer.line("}")
+    scope.forget(changed)
+
+
+def _vectorises(scope: Scope, loop: Loop) -> bool:
+    """Whether its iterations may be told to be independent: nothing leaves the loop, and no order counts."""
+    return (
+        loop.how == "vector"
+        and loop.stop is None
+        and not any(isinstance(s, Loop) or (isinstance(s, Store) and s.atomic) for s in loop.body)
+        and not any(isinstance(s, Update) and not _is_clause(scope.writer.accumulators[s.name]) for s in loop.body)
+        and not any(scope.fails(root) for root in _roots(loop.body))
+    )
+
+
+def _is_clause(accumulator: Accumulator) -> bool:
+    return accumulator.reduction not in _POSITIONED and accumulator.dtype not in NARROW
+
+
+def _clauses(writer: Writer, loop: Loop) -> str:
+    clauses: dict[str, None] = {}
+    for accumulator in (writer.accumulators[s.name] for s in loop.body if isinstance(s, Update)):
+        op = REDUCTIONS[accumulator.reduction][0]
+        sign = _CLAUSES[_BOOLEAN.get(op, op) if accumulator.dtype == "b1" else op]
+        clauses[f" reduction({sign}:v_{accumulator.name})"] = None
+        if marks_nan(accumulator):
+            clauses[f" reduction(|:v_{accumulator.name}_nan)"] = None
+    return "".join(clauses)
+
+
+def _inside(
+    scope: Scope, body: Sequence[Statement], large: frozenset[str], stop: tuple[Index, Index] | None = None
+) -> None:
+    """The body of a loop."""
+    inner = scope.within(_roots(body))
+    scope.writer.depth += 1
+    if stop is not None:
+        scope.writer.line(f"if ({inner.index(stop[0])} >= {inner.index(stop[1])}) break;")
+    _statements(inner, body, large)
+    scope.writer.depth -= 1
+
+
+def _block(scope: Scope, body: Sequence[Statement], large: frozenset[str]) -> None:
+    _statements(scope.within(_roots(body)), body, large)
+
+
+# ---- statements ------------------------------------------------------------------------------------------------------
+
+
+def _statements(scope: Scope, body: Sequence[Statement], large: frozenset[str]) -> None:
+    for statement in body:
+        if isinstance(statement, Loop):
+            _loop(scope, statement, large)
+        elif isinstance(statement, Scratch):
+            _scratch(scope, statement, large)
+        else:
+            _SIMPLE[type(statement)](scope, statement)
+
+
+def _let(scope: Scope, let: Let) -> None:
+    text = scope.value(let.value)
+    scope.writer.line(f"const {variable_type(let.value.dtype)} v_{let.name} = {text};")
+    if let.value.op not in ("const", "var"):
+        scope.spelled[let.value] = f"v_{let.name}"
+
+
+def _scratch(scope: Scope, scratch: Scratch, large: frozenset[str]) -> None:
+    if scratch.name not in large:
+        length = max(1, scratch.length.constant or 0)
+        scope.writer.line(f"{C_TYPES[scratch.dtype]} p_{scratch.name}[{length}] __attribute__((aligned(64)));")
+
+
+def _store(scope: Scope, store: Store) -> None:
+    text, at = scope.value(store.value), scope.index(store.at)
+    element, kind = f"p_{store.buffer}[{at}]", store.value.dtype
+    if store.atomic and store.update is not None:
+        scope.writer.line(f"opk_atomic_{store.update}_{kind}(&{element}, {text});")
+    elif store.update is not None:
+        scope.writer.line(f"{element} = {apply(store.update, kind, [element, text], kind)};")
+    else:
+        scope.writer.line(f"{element} = {text};")
+    scope.forget(frozenset({store.buffer}))
+
+
+def _accumulator(scope: Scope, accumulator: Accumulator) -> None:
+    """Truth values are held in an int, whose vectors are as wide as those of what is compared."""
+    scope.writer.accumulators[accumulator.name] = accumulator
+    ctype = "int" if accumulator.dtype == "b1" else C_TYPES[accumulator.dtype]
+    scope.writer.line(f"{ctype} v_{accumulator.name} = {number(neutral(accumulator), accumulator.dtype)};")
+    if marks_nan(accumulator):
+        scope.writer.line(f"int v_{accumulator.name}_nan = 0;")
+    if accumulator.reduction in _POSITIONED:
+        scope.writer.line(f"int64_t v_{accumulator.name}_at = {number(2**63 - 1, 'i64')};")
+
+
+def neutral(accumulator: Accumulator) -> bool | int | float:
+    """What a reduction begins with."""
+    start, row = REDUCTIONS[accumulator.reduction][1], dtype(accumulator.dtype)
+    if start in ("zero", "one"):
+        return int(start == "one")
+    if is_float(row.name):
+        return float("inf") if start == "greatest" else float("-inf")
+    bits = 1 if row.kind == "bool" else 8 * row.bytes
+    least, greatest = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if row.signed else (0, 2**bits - 1)
+    return greatest if start == "greatest" else least
+
+
+def _update(scope: Scope, update: Update) -> None:
+    accumulator = scope.writer.accumulators[update.name]
+    x, v = scope.value(update.value, named=True), f"v_{update.name}"
+    if accumulator.reduction in _POSITIONED:
+        _position(scope, update, accumulator, x)
+    elif marks_nan(accumulator):
+        scope.writer.line(f"{v} = {x} {'>' if accumulator.reduction == 'max' else '<'} {v} ? {x} : {v};")
+        scope.writer.line(f"{v}_nan |= {x} != {x};")
+    else:
+        op = REDUCTIONS[accumulator.reduction][0]
+        scope.writer.line(f"{v} = {apply(op, accumulator.dtype, [v, x], accumulator.dtype)};")
+    scope.forget(frozenset({update.name, f"{update.name}_at"}))
+
+
+def _position(scope: Scope, update: Update, accumulator: Accumulator, x: str) -> None:
+    """The extreme with the lowest position; NaN is beyond all, and the first one counts."""
+    assert update.at is not None, update.name
+    v, at = f"v_{update.name}", scope.writer.name("int64_t", scope.index(update.at))
+    compared = DTYPES[accumulator.dtype].compute
+    a, b = convert(x, accumulator.dtype, compared), convert(v, accumulator.dtype, compared)
+    sign = ">" if accumulator.reduction == "argmax" else "<"
+    beyond, equal = f"({a} {sign} {b})", f"({a} == {b})"
+    if is_float(compared):
+        beyond = f"({beyond} | (({a} != {a}) & ({b} == {b})))"
+        equal = f"({equal} | (({a} != {a}) & ({b} != {b})))"
+    scope.writer.line(f"if ({beyond} | ({equal} & ({at} < {v}_at))) {{ {v} = {x}; {v}_at = {at}; }}")
+
+
+_SIMPLE = {Let: _let, Store: _store, Accumulator: _accumulator, Update: _update}
+
+
+# ---- what statements need and change ---------------------------------------------------------------------------------
+
+
+def _roots(body: Iterable[Statement]) -> list[Expr]:
+    """The expressions of the statements themselves, not of loops among them."""
+    roots: list[Expr] = []
+    for s in body:
+        roots += [s.value] if isinstance(s, Let | Store | Update) else []
+        roots += values(s.at) if isinstance(s, Store | Update) and s.at is not None else []
+    return roots
+
+
+def _changed(body: Iterable[Statement]) -> frozenset[str]:
+    """The buffers and accumulators that statements write to."""
+    names: set[str] = set()
+    for s in body:
+        names |= {s.buffer} if isinstance(s, Store) else _changed(s.body) if isinstance(s, Loop) else set()
+        names |= {s.name, f"{s.name}_at"} if isinstance(s, Update | Accumulator) else set()
+    return frozenset(names)
+
+
+def _large(body: Iterable[Statement]) -> Iterable[Scratch]:
+    """The scratch memory that is no array of the stack."""
+    for s in body:
+        if isinstance(s, Loop):
+            yield from _large(s.body)
+        elif isinstance(s, Scratch) and (
+            s.length.constant is None or s.length.constant * dtype(s.dtype).bytes > _STACK
+        ):
+            yield s
+
+
+def _allocate(writer: Writer, large: Sequence[Scratch]) -> None:
+    """Aligned to 64 bytes by hand: malloc and free are all that is asked of C's library."""
+    for s in large:
+        writer.line(f"void *m_{s.name} = 0;")
+    for s in large:
+        length, ctype = indices.text(s.length, indices.nested), C_TYPES[s.dtype]
+        writer.line(f"const int64_t b_{s.name} = ({length}) * (int64_t)sizeof({ctype});")
+        writer.line(f"if (!(m_{s.name} = malloc((unsigned long)b_{s.name} + 64))) {{")
+        writer.line(f"  opkit_fail(runtime, 2, b_{s.name}, 0); goto end; }}")
+        writer.line(f"{ctype} *restrict p_{s.name} = ({ctype} *)(((uint64_t)m_{s.name} + 63) & ~63UL);")

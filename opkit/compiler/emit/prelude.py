@@ -1,0 +1,144 @@
+"""What kernels call, as text that a unit holds as far as it is needed: small functions, and the sharing among threads."""
+
+from __future__ import annotations
+
+import re
+import string
+
+from opkit.compiler.emit import functions
+from opkit.compiler.emit.expressions import apply
+from opkit.compiler.emit.types import C_TYPES
+from opkit.compiler.ir.dtypes import DTYPES, is_float
+
+_HEAD = "static inline __attribute__((always_inline)) "
+
+# By name; $T is the type, $S opkit's name of it, $U the unsigned type of its size.
+_WHOLE = {
+    "div": "$T opk_div_$S($T a, $T b) { return b == 0 ? 0 : $NEGATED ($T)(a / (b == 0 ? 1 : b)); }",
+    "floordiv": "$T opk_floordiv_$S($T a, $T b) { const $T q = opk_div_$S(a, b), r = ($T)(a - q * b); "
+    "return b != 0 && r != 0 && (r < 0) != (b < 0) ? ($T)(q - 1) : q; }",
+    "fmod": "$T opk_fmod_$S($T a, $T b) { return b == 0 ? 0 : $NOTHING ($T)(a % (b == 0 ? 1 : b)); }",
+    "rem": "$T opk_rem_$S($T a, $T b) { const $T r = opk_fmod_$S(a, b); "
+    "return r != 0 && (r < 0) != (b < 0) ? ($T)(r + b) : r; }",
+    "abs": "$T opk_abs_$S($T a) { return a < 0 ? ($T)-a : a; }",
+    "min": "$T opk_min_$S($T a, $T b) { return a < b ? a : b; }",
+    "max": "$T opk_max_$S($T a, $T b) { return a > b ? a : b; }",
+    "pow": "$T opk_pow_$S($T a, $T b) { if (b < 0) return a == 1 ? 1 : a == ($T)-1 ? ((b & 1) ? ($T)-1 : 1) : 0; "
+    "$T p = 1; while (b) { if (b & 1) p = ($T)(p * a); a = ($T)(a * a); b >>= 1; } return p; }",
+    "shl": "$T opk_shl_$S($T a, $T b) { return b < 0 || b >= $BITS ? 0 : ($T)(($U)a << b); }",
+    "shr": "$T opk_shr_$S($T a, $T b) { return b < 0 || b >= $BITS ? (a < 0 ? ($T)-1 : 0) : ($T)(a >> b); }",
+}
+_REAL = {
+    "min": "$T opk_min_$S($T a, $T b) { return (a < b) | (a != a) ? a : b; }",
+    "max": "$T opk_max_$S($T a, $T b) { return (a > b) | (a != a) ? a : b; }",
+    "rem": "$T opk_rem_$S($T a, $T b) { const $T r = __builtin_fmod$F(a, b); "
+    "return (r != 0) & ((r < 0) != (b < 0)) ? r + b : r; }",
+    "whole": "uint64_t opk_whole_$S($T a) { return a >= ($T)0x1p63 ? "
+    "(uint64_t)(int64_t)(a - ($T)0x1p63) ^ 0x8000000000000000UL : (uint64_t)(int64_t)a; }",
+}
+_BITS = "$T opk_bits_${R}_$S($V a) { $T b; __builtin_memcpy(&b, &a, sizeof b); return b; }"
+_ATOMIC = (
+    "void opk_atomic_${OP}_$S($T *p, $T v) { $U old = __atomic_load_n(($U *)p, __ATOMIC_RELAXED), new; $T a, b; do { "
+    "__builtin_memcpy(&a, &old, sizeof a); b = $NEXT; __builtin_memcpy(&new, &b, sizeof b); } while (!__atomic_compare_"
+    "exchange_n(($U *)p, &old, new, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)); }"
+)
+
+RUNTIME = """
+struct opkit_runtime {
+  void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+  int (*thread)(void);
+  int64_t threads;
+  int64_t error[3];
+};
+struct opkit_call {
+  void (*range)(const struct opkit_call *, int64_t, int64_t);
+  void *const *buffers;
+  const int64_t *sizes;
+  struct opkit_runtime *runtime;
+  int64_t count, threads;
+  uint8_t *done;
+};
+static void opkit_part(const struct opkit_call *call, int64_t part) {
+  const int64_t each = call->count / call->threads, more = call->count % call->threads;
+  const int64_t begin = part * each + (part < more ? part : more);
+  call->range(call, begin, begin + each + (part < more));
+  call->done[part] = 1;
+}
+static void opkit_thread(void *data) {
+  const struct opkit_call *call = data;
+  const int64_t part = call->runtime->thread();
+  if (part < call->threads) opkit_part(call, part);
+}
+static void opkit_launch(struct opkit_call call, int64_t grain) {
+  uint8_t done[256] = {0};
+  const struct opkit_runtime *runtime = call.runtime;
+  call.threads = runtime->threads < call.count / grain ? runtime->threads : call.count / grain;
+  if (call.threads > 256) call.threads = 256;
+  if (call.threads < 2 || !runtime->parallel || !runtime->thread) {
+    if (call.count > 0) call.range(&call, 0, call.count);
+    return;
+  }
+  call.done = done;
+  runtime->parallel(opkit_thread, &call, (unsigned)call.threads, 0);
+  for (int64_t part = 0; part < call.threads; ++part)
+    if (!done[part]) opkit_part(&call, part);
+}
+static __attribute__((cold, noinline)) void opkit_fail(struct opkit_runtime *r, int64_t code, int64_t a, int64_t b) {
+  int64_t none = 0;
+  if (__atomic_compare_exchange_n(&r->error[0], &none, code, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    r->error[1] = a;
+    r->error[2] = b;
+  }
+}
+extern void *malloc(unsigned long);
+extern void free(void *);
+"""
+
+
+def text(code: str) -> str:
+    """The definitions of all that ``code`` calls."""
+    own: dict[str, str] = {}
+    others: dict[str, None] = {}
+    _collect(code, own, others)
+    return "\n".join([functions.text(list(others)), *own.values()])
+
+
+def _collect(code: str, own: dict[str, str], others: dict[str, None]) -> None:
+    for name in dict.fromkeys(re.findall(r"\bopk_(\w+)", code)):
+        if name in own or name in others:
+            continue
+        definition = _definition(name)
+        if definition is None:
+            others[name] = None
+        else:
+            own[name] = ""  # it names itself
+            _collect(definition, own, others)
+            del own[name]
+            own[name] = definition
+
+
+def _definition(name: str) -> str | None:
+    stem, _, dtype = name.rpartition("_")
+    if dtype not in DTYPES:
+        return None
+    if stem.startswith("bits_"):
+        return _HEAD + _filled(_BITS, dtype, R=stem[5:], V=C_TYPES[stem[5:]])
+    if stem.startswith("atomic_"):
+        return _HEAD + _filled(_ATOMIC, dtype, OP=stem[7:], NEXT=apply(stem[7:], dtype, ["a", "v"], dtype))
+    template = (_REAL if is_float(dtype) else _WHOLE).get(stem)
+    return None if template is None else _HEAD + _filled(template, dtype)
+
+
+def _filled(template: str, dtype: str, **more: str) -> str:
+    row = DTYPES[dtype]
+    words = {
+        "T": C_TYPES[dtype],
+        "S": dtype,
+        "U": f"uint{8 * row.bytes}_t",
+        "F": "" if dtype == "f64" else "f",
+        "BITS": str(8 * row.bytes),
+        "NEGATED": f"b == ({C_TYPES[dtype]})-1 ? ({C_TYPES[dtype]})-a :" if row.signed else "",
+        "NOTHING": f"b == ({C_TYPES[dtype]})-1 ? 0 :" if row.signed else "",
+        **more,
+    }
+    return string.Template(template).substitute(words)

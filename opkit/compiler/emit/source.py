@@ -1,0 +1,114 @@
+"""One translation unit for the kernels of a schedule.
+
+The program's steps are runs of kernels between calls of torch's operators. Each run is a segment, an exported function::
+
+    int64_t opkit_segment_<i>(void *const *buffers, const int64_t *sizes, struct opkit_runtime *runtime);
+
+    struct opkit_runtime {
+      void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+      int (*thread)(void);
+      int64_t threads;
+      int64_t error[3];
+    };
+
+``buffers`` points at the first element of each buffer and ``sizes`` holds the symbolic sizes, in the orders that
+:func:`source` was given. ``parallel`` is GOMP_parallel and ``thread`` omp_get_thread_num of the OpenMP that torch has
+loaded, so that a process has one pool of threads; where either is NULL, all runs in the calling thread. ``threads`` is how
+many may be used. A segment returns 0, or the code of what went wrong, which is then in ``error`` (zeros before; one
+``opkit_runtime`` for each call that runs at the same time) with two numbers:
+
+    1   an index that was read from memory is out of range: the index, the extent
+    2   there is no memory for scratch: the bytes, 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from opkit.compiler.emit import indices, prelude
+from opkit.compiler.emit.c import function, parallel
+from opkit.compiler.emit.types import TYPEDEFS
+from opkit.compiler.ir.index import Atom, Div, Mod, Size, product
+from opkit.compiler.ir.kernel import Kernel
+from opkit.compiler.ir.schedule import Launch
+
+# The pragma is written by a macro, so that it is only what "-fopenmp-simd" makes of it, and no OpenMP is linked.
+_SIMD = "#define SIMD(text) _Pragma(#text)"
+
+
+def source(launches: Sequence[Sequence[Launch]], buffers: Sequence[str], sizes: Sequence[str]) -> str:
+    """The unit: each distinct kernel once, and a function for each segment.
+
+    Args:
+        launches: the segments.
+        buffers: the program's buffers, in the order of the table of pointers.
+        sizes: its symbolic sizes, in the order of theirs.
+    """
+    names = _names(launch.kernel for segment in launches for launch in segment)
+    shared = {
+        launch.kernel for segment in launches for launch in segment if len(set(launch.buffers)) < len(launch.buffers)
+    }
+    code = [_kernel(kernel, name, kernel not in shared) for kernel, name in names.items()]
+    tables = ({name: i for i, name in enumerate(buffers)}, {name: i for i, name in enumerate(sizes)})
+    code += [_segment(number, segment, names, *tables) for number, segment in enumerate(launches)]
+    body = "\n\n".join(code)
+    return "\n".join([TYPEDEFS, _SIMD, prelude.RUNTIME, prelude.text(body), "", body, ""])
+
+
+def _names(kernels: Iterable[Kernel]) -> dict[Kernel, str]:
+    names: dict[Kernel, str] = {}
+    taken: set[str] = set()
+    for kernel in kernels:
+        if kernel not in names:
+            name = f"k_{kernel.name}"
+            names[kernel] = name if name not in taken else f"{name}_{len(names)}_"
+            taken.add(names[kernel])
+    return names
+
+
+def _kernel(kernel: Kernel, name: str, exclusive: bool) -> str:
+    """The function, and one that takes its arguments from a call."""
+    given = [f"call->buffers[{i}]" for i in range(len(kernel.arguments))]
+    given += [f"call->sizes[{i}]" for i in range(len(kernel.sizes))]
+    call = f"{name}({', '.join([*given, 'call->runtime', 'begin', 'end'])});"
+    origins = f"// {', '.join(kernel.origins)}\n" if kernel.origins else ""
+    return (
+        f"{origins}{function(kernel, name, exclusive)}\n"
+        f"static void {name}_range(const struct opkit_call *call, int64_t begin, int64_t end) {{ {call} }}"
+    )
+
+
+def _segment(
+    number: int,
+    segment: Sequence[Launch],
+    names: Mapping[Kernel, str],
+    buffers: Mapping[str, int],
+    sizes: Mapping[str, int],
+) -> str:
+    lines = [
+        f'__attribute__((visibility("default"))) int64_t opkit_segment_{number}'
+        "(void *const *buffers, const int64_t *sizes, struct opkit_runtime *runtime) {"
+    ]
+    for launch in segment:
+        lines.append(
+            f"  opkit_launch({_call(launch, names[launch.kernel], buffers, sizes)}, {max(1, launch.kernel.grain)});"
+        )
+        lines.append("  if (runtime->error[0]) return runtime->error[0];")
+    return "\n".join([*lines, "  return 0;", "}"])
+
+
+def _call(launch: Launch, name: str, buffers: Mapping[str, int], sizes: Mapping[str, int]) -> str:
+    pointers = _array("void *const", [f"buffers[{buffers[each]}]" for each in launch.buffers])
+    numbers = _array("const int64_t", [f"sizes[{sizes[each]}]" for each in launch.sizes])
+    places = dict(zip(launch.kernel.sizes, launch.sizes, strict=True))
+
+    def spell(atom: Atom) -> str:
+        assert isinstance(atom, Size | Div | Mod), atom
+        return f"sizes[{sizes[places[atom.name]]}]" if isinstance(atom, Size) else indices.divided(atom, spell)
+
+    count = indices.text(product(loop.axis.extent for loop in parallel(launch.kernel)[0]), spell)
+    return f"(struct opkit_call){{{name}_range, {pointers}, {numbers}, runtime, {count}, 1, 0}}"
+
+
+def _array(ctype: str, elements: Sequence[str]) -> str:
+    return f"({ctype}[]){{{', '.join(elements)}}}" if elements else "0"

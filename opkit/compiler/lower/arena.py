@@ -1,0 +1,81 @@
+"""Where buffers lie in the arena: two of them share memory if one is dead before the other is made.
+
+A buffer takes the smallest free piece that is large enough, else the arena grows. Sizes that are not numbers are compared
+as expressions: a piece is reused for exactly its own size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.ir.index import Index, index, product
+from opkit.compiler.ir.program import Buffer
+
+ALIGNMENT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Life:
+    """The steps from which to which, both included, a buffer is needed."""
+
+    buffer: str
+    first: int
+    last: int
+
+
+def places(lives: Sequence[Life], buffers: Mapping[str, Buffer]) -> tuple[dict[str, Index], Index]:
+    """The byte at which each buffer begins, and how many bytes there are in all."""
+    fixed = [life for life in lives if nbytes(buffers[life.buffer]).constant is not None]
+    found, end = _fixed(fixed, buffers)
+    symbolic = [life for life in lives if life.buffer not in found]
+    more, total = _symbolic(symbolic, buffers, index(end))
+    return found | more, total
+
+
+def nbytes(buffer: Buffer) -> Index:
+    """The bytes of a dense buffer, rounded up to the alignment."""
+    exact = product(buffer.shape) * DTYPES[buffer.dtype].bytes
+    return exact if exact.constant == 0 else (exact + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+
+
+def _fixed(lives: Sequence[Life], buffers: Mapping[str, Buffer]) -> tuple[dict[str, Index], int]:
+    """Largest first: each at the lowest place where no buffer that lives at the same time lies."""
+    sizes = {life.buffer: int(nbytes(buffers[life.buffer]).constant or 0) for life in lives}
+    placed: list[tuple[Life, int, int]] = []
+    found: dict[str, Index] = {}
+    for life in sorted(lives, key=lambda life: (-sizes[life.buffer], life.first)):
+        at = _lowest(sizes[life.buffer], [(b, e) for other, b, e in placed if _meet(life, other)])
+        placed.append((life, at, at + sizes[life.buffer]))
+        found[life.buffer] = index(at)
+    return found, max((end for _, _, end in placed), default=0)
+
+
+def _meet(a: Life, b: Life) -> bool:
+    return a.first <= b.last and b.first <= a.last
+
+
+def _lowest(length: int, taken: list[tuple[int, int]]) -> int:
+    at = 0
+    for begin, end in sorted(taken):
+        if begin - at >= length:
+            break
+        at = max(at, end)
+    return at
+
+
+def _symbolic(lives: Sequence[Life], buffers: Mapping[str, Buffer], end: Index) -> tuple[dict[str, Index], Index]:
+    found: dict[str, Index] = {}
+    free: dict[Index, list[tuple[int, Index]]] = {}  # by size: pieces, each with the step after which it is free
+    for life in sorted(lives, key=lambda life: life.first):
+        length = nbytes(buffers[life.buffer])
+        pieces = free.setdefault(length, [])
+        reusable = next((piece for piece in pieces if piece[0] < life.first), None)
+        if reusable is None:
+            found[life.buffer], end = end, end + length
+        else:
+            pieces.remove(reusable)
+            found[life.buffer] = reusable[1]
+        pieces.append((life.last, found[life.buffer]))
+    return found, end

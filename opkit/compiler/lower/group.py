@@ -1,0 +1,233 @@
+"""A group of steps that become one kernel: the space they share, where each stands in it, and what cannot join.
+
+The axes of the space are either *kept* or *reduced*. A reduction goes over all reduced axes; its results, and what is
+computed from them alone, have one value for each value of the kept axes ("a row"). Everything else has one for each
+point. A kernel passes over a row several times: a step that needs the result of a reduction is one *phase* later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.index import Axis, Index, Value, product
+from opkit.compiler.ir.program import Compute, roots
+from opkit.compiler.lower.domain import Extents, refined, runs, substitution
+
+MOST_MEMBERS = 96
+MOST_BUFFERS = 48
+FEW_ROWS = 4
+LONG_ROW = 1 << 14
+
+
+@dataclasses.dataclass
+class Member:
+    """A step in a group.
+
+    Attributes:
+        step: what is computed.
+        rows: whether it has one value a row, and not one a point. A reduction has not: it visits every point.
+        phase: how many reductions it has to wait for.
+        axes: its axes as indices over the group's space.
+        target: where it writes, over the group's space.
+    """
+
+    step: Compute
+    rows: bool
+    phase: int = 0
+    axes: dict[Axis, Index] = dataclasses.field(default_factory=dict)
+    target: tuple[Index, ...] = ()
+
+
+@dataclasses.dataclass
+class Group:
+    """Steps that become one kernel, in order.
+
+    Attributes:
+        space: the extents of the axes.
+        reduced: the positions of those that reductions go over.
+        members: by the buffer that they write.
+        loads: the buffers that are read from outside, or before they are written.
+        closed: whether nothing may join.
+    """
+
+    space: Extents = ()
+    reduced: frozenset[int] = frozenset()
+    members: dict[str, Member] = dataclasses.field(default_factory=dict)
+    loads: dict[str, None] = dataclasses.field(default_factory=dict)
+    closed: bool = False
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        return tuple(k for k in range(len(self.space)) if k not in self.reduced)
+
+    @property
+    def phases(self) -> int:
+        return 1 + max(member.phase for member in self.members.values())
+
+    def few_rows(self) -> bool:
+        """Whether the rows are too few to be shared out among threads, and long enough for that to matter."""
+        rows = product(self.space[k] for k in self.kept).constant
+        length = product(self.space[k] for k in self.reduced).constant
+        return rows is not None and rows <= FEW_ROWS and (length is None or length >= LONG_ROW)
+
+
+def start(step: Compute) -> Group:
+    """A group of one."""
+    group = Group(closed=_alone(step) is not None)
+    space = tuple(e for e in step.axes if e != 1)
+    members = [Member(step, rows=False)]
+    reduced = _reduced_of(members, space)
+    assert reduced is not None
+    placed = _place(members, space, reduced)
+    assert placed is not None
+    _settle(group, space, reduced, placed)
+    return group
+
+
+def join(group: Group, step: Compute) -> str | None:
+    """Add a step, or say why that cannot be. The group is left as it was if it cannot."""
+    reason = _alone(step) or ("it runs by itself" if group.closed else None) or _limits(group, step)
+    if reason is not None:
+        return reason
+    for rows in (False, True):
+        space = _space(group, step, rows)
+        if space is None:
+            continue
+        reason = _enter(group, step, rows, space)
+        if reason is None:
+            return None
+    return reason or "their loops differ"
+
+
+def _alone(step: Compute) -> str | None:
+    if step.update is not None:
+        return "a scatter runs by itself"
+    if step.reduction is not None and step.reduction.startswith("scan"):
+        return "a scan runs by itself"
+    if any(isinstance(leaf, Value) for at in step.target for leaf in at.leaves()):
+        return "it writes to places that are computed"
+    return None
+
+
+def _limits(group: Group, step: Compute) -> str | None:
+    if len(group.members) >= MOST_MEMBERS:
+        return f"the kernel has {MOST_MEMBERS} steps"
+    if len(group.loads) + len(group.members) >= MOST_BUFFERS * 2:
+        return "the kernel has too many buffers"
+    return "both write to it" if step.buffer in group.members else None
+
+
+def _space(group: Group, step: Compute, rows: bool) -> Extents | None:
+    """The group's space, refined so that the step's axes are products of its axes (of the kept ones, for ``rows``)."""
+    if not rows:
+        return refined(group.space, step.axes)
+    if not group.reduced or step.reduction is not None:
+        return None
+    kept = refined(tuple(group.space[k] for k in group.kept), step.axes)
+    if kept is None:
+        return None
+    # each kept axis is a product of neighbours in the refined list; reduced ones stay where they are
+    parts = runs([group.space[k] for k in group.kept], kept)
+    assert parts is not None
+    pieces = {k: [kept[p] for p in part] for k, part in zip(group.kept, parts, strict=True)}
+    return tuple(e for k, extent in enumerate(group.space) for e in pieces.get(k, [extent]))
+
+
+def _enter(group: Group, step: Compute, rows: bool, space: Extents) -> str | None:
+    members = [*group.members.values(), Member(step, rows)]
+    reduced = _reduced_of(members, space)
+    if reduced is None:
+        return "they reduce over other axes"
+    placed = _place(members, space, reduced)
+    if placed is None:
+        return "their loops differ"
+    new = placed[-1]
+    reason = _misaligned(group, new, {member.step.buffer: member for member in placed})
+    if reason is not None:
+        return reason
+    before = Group(space, reduced)
+    if new.phase and before.few_rows() and not rows:
+        return "the rows before it are too few to be shared out among threads"
+    _settle(group, space, reduced, placed)
+    return None
+
+
+def _settle(group: Group, space: Extents, reduced: frozenset[int], placed: list[Member]) -> None:
+    group.space, group.reduced = space, reduced
+    group.members = {member.step.buffer: member for member in placed}
+    for load in loads_of(placed[-1].step):
+        if load.data[0] not in group.members:
+            group.loads.setdefault(load.data[0])
+
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+
+
+def _reduced_of(members: Sequence[Member], space: Extents) -> frozenset[int] | None:
+    """The positions that reductions go over: the same for all of them, or None."""
+    found: set[frozenset[int]] = set()
+    for member in members:
+        if member.step.reduced:
+            placed = runs(member.step.axes, space)
+            if placed is None:
+                return None
+            found.add(frozenset(p for k in member.step.reduced for p in placed[k]))
+    if len(found) > 1:
+        return None
+    return next(iter(found), frozenset())
+
+
+def _place(members: Sequence[Member], space: Extents, reduced: frozenset[int] = frozenset()) -> list[Member] | None:
+    """The members in a space; None if the axes of one are not products of the space's."""
+    kept = [k for k in range(len(space)) if k not in reduced]
+    found = []
+    for member in members:
+        positions = kept if member.rows else list(range(len(space)))
+        placed = runs(member.step.axes, [space[k] for k in positions])
+        if placed is None:
+            return None
+        where = [[positions[p] for p in run] for run in placed]
+        axes = substitution(member.step.axes, where, space)
+        target = tuple(at.substitute(axes) for at in member.step.target)
+        found.append(dataclasses.replace(member, axes=axes, target=target))
+    return found
+
+
+def loads_of(step: Compute) -> list[Expr]:
+    """Every element that a step reads, also to compute where another one is."""
+    return list(dict.fromkeys(node for root in roots(step) for node in root.walk() if node.op == "load"))
+
+
+def _misaligned(group: Group, new: Member, members: dict[str, Member]) -> str | None:
+    """Why the step cannot take what it reads from the group; sets its phase if it can."""
+    for load in loads_of(new.step):
+        buffer, coordinates = load.data
+        if buffer not in members or buffer == new.step.buffer:
+            continue
+        made = members[buffer]
+        if load.args:
+            return f"it reads {buffer} where a mask allows it"
+        if tuple(c.substitute(new.axes) for c in coordinates) != made.target:
+            return f"it reads {buffer} at other places than those that are written"
+        new.phase = max(new.phase, made.phase + (_per_row(made) and not new.rows))
+    return _overwritten(group, new)
+
+
+def _per_row(member: Member) -> bool:
+    return member.rows or member.step.reduction is not None
+
+
+def _overwritten(group: Group, new: Member) -> str | None:
+    """Why the step must not overwrite what the group reads."""
+    buffer = new.step.buffer
+    if buffer not in group.loads:
+        return None
+    for member in (*group.members.values(), new):
+        for load in loads_of(member.step):
+            if load.data[0] == buffer:
+                places = tuple(c.substitute(member.axes) for c in load.data[1])
+                if places != new.target or member.phase or new.phase or _per_row(new) or load.args:
+                    return f"{buffer} is overwritten while other parts of it are read"
+    return None

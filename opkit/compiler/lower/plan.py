@@ -1,0 +1,84 @@
+"""From a program to what runs: steps are fused, groups become kernels, and buffers get their places."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from opkit.compiler.ir.index import Index
+from opkit.compiler.ir.kernel import Kernel
+from opkit.compiler.ir.program import Buffer, Extern, Item, Program, Strided, reads, writes
+from opkit.compiler.ir.schedule import Launch, Schedule
+from opkit.compiler.lower import arena
+from opkit.compiler.lower.fuse import Fused, fuse
+from opkit.compiler.lower.nest import nests
+
+
+def schedule(program: Program) -> Schedule:
+    """What runs for a program."""
+    return planned(program, fuse(program))
+
+
+def planned(program: Program, fused: Fused) -> Schedule:
+    """What runs for groups of steps."""
+    needed = _needed(program, fused)
+    buffers = dict(program.buffers)
+    steps: list[Launch | Extern] = []
+    shared: dict[Kernel, Kernel] = {}
+    for entry in fused.entries:
+        if isinstance(entry, Extern):
+            steps.append(entry)
+            continue
+        stored = {name for name in entry.members if name in needed}
+        if not stored:
+            continue
+        made = nests(entry, buffers, stored, program.sizes, f"k{len(shared)}")
+        buffers |= {buffer.name: buffer for buffer in made.buffers}
+        steps += [_shared(launch, shared) for launch in made.launches]
+    places, size = _places(program, buffers, steps)
+    used = {name for step in steps for name in _touched(step)} | set(program.buffers) & _outputs(program)
+    kept = {name: buffer for name, buffer in buffers.items() if name in used or buffer.role != "made"}
+    return Schedule(program, kept, tuple(steps), places, size, tuple(fused.refusals))
+
+
+def _needed(program: Program, fused: Fused) -> set[str]:
+    """The buffers that must be in memory: read by another entry, returned, or the caller's."""
+    needed = _outputs(program)
+    for entry in fused.entries:
+        if isinstance(entry, Extern):
+            needed |= {*reads(entry), *entry.mutated}
+        else:
+            needed |= set(entry.loads)
+    return needed | {name for name, buffer in program.buffers.items() if buffer.role != "made"}
+
+
+def _outputs(program: Program) -> set[str]:
+    return {output.buffer for output in program.outputs if isinstance(output, Strided | Item)}
+
+
+def _shared(launch: Launch, shared: dict[Kernel, Kernel]) -> Launch:
+    """The launch of a kernel that was made before, if it is the same one."""
+    plain = dataclasses.replace(launch.kernel, name="", origins=())
+    if plain not in shared:
+        shared[plain] = dataclasses.replace(launch.kernel, name=f"k{len(shared)}")
+    return dataclasses.replace(launch, kernel=shared[plain])
+
+
+def _touched(step: Launch | Extern) -> list[str]:
+    return list(step.buffers) if isinstance(step, Launch) else [*reads(step), *writes(step)]
+
+
+def _places(
+    program: Program, buffers: dict[str, Buffer], steps: Sequence[Launch | Extern]
+) -> tuple[dict[str, Index], Index]:
+    """Places for what kernels and calls with ``out`` make and nobody outside sees."""
+    made: dict[str, int] = {}
+    last: dict[str, int] = {}
+    allocated = {name for step in steps if isinstance(step, Extern) and not step.out for name in writes(step)}
+    for at, step in enumerate(steps):
+        for name in _touched(step):
+            made.setdefault(name, at)
+            last[name] = at
+    aside = _outputs(program) | allocated
+    inside = [name for name in made if buffers[name].role == "made" and name not in aside]
+    return arena.places([arena.Life(name, made[name], last[name]) for name in inside], buffers)

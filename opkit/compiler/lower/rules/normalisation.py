@@ -1,0 +1,323 @@
+"""Layer, group and batch normalisation, and their derivatives: means and squared differences, then elements.
+
+Formulas of the derivatives: Ioffe and Szegedy, "Batch normalization", section 3; Ba, Kiros and Hinton, "Layer
+normalization".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.ir.index import Index, index, product
+from opkit.compiler.lower import scalar as f
+from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.rules.creation import filled_like
+from opkit.compiler.lower.rules.reductions import count, moments
+from opkit.compiler.lower.scalar import Scalar
+from opkit.compiler.lower.tensors import Shape, Tensor
+
+TABLE = Table()
+Maybe = Tensor | None
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _inverse_deviation(b: Builder, squares: Tensor, number: Scalar, eps: Any) -> Tensor:
+    """1 / sqrt(variance + eps)"""
+    body = 1 / f.sqrt(element(squares, squares.shape) / number + eps)
+    return b.temporary(body.expr, squares.shape)
+
+
+def _as_result(b: Builder, x: Tensor, number: int) -> Tensor:
+    """A tensor as a result of the node: in its shape and type."""
+    kind = b.result(number)
+    found = x.reshaped(kind.shape)
+    return found if x.dtype == kind.dtype else b.elementwise(f.cast(element(found, kind.shape), kind.dtype).expr, kind)
+
+
+def _affine(x: Scalar, weight: Maybe, bias: Maybe, shape: Shape) -> Scalar:
+    scaled = x if weight is None else x * element(weight, shape, x.dtype)
+    return scaled if bias is None else scaled + element(bias, shape, x.dtype)
+
+
+def _summed(b: Builder, body: Scalar, shape: Shape, dims: Sequence[int], keep: bool = True) -> Tensor:
+    return b.reduce("sum", body, shape, dims, body.dtype, keep)
+
+
+def _sum_as_result(b: Builder, body: Scalar, shape: Shape, dims: Sequence[int], number: int) -> Tensor:
+    """A sum that is one of the node's results."""
+    kind = b.result(number)
+    return b.reduce("sum", body, shape, dims, kind.dtype).reshaped(kind.shape)
+
+
+def _input_gradient(
+    grad: Scalar, normal: Scalar, rstd: Scalar, sums: Sequence[Tensor], shape: Shape, number: Scalar
+) -> Scalar:
+    """Of normalisation over ``number`` elements, all of which decide the mean and the deviation.
+
+    ``sums`` are those of ``grad`` and of ``grad * normal`` over the same elements.
+    """
+    sum_grad, sum_grad_normal = (element(s, shape) for s in sums)
+    return rstd * (grad - (sum_grad + normal * sum_grad_normal) / number)
+
+
+# ---- layer -----------------------------------------------------------------------------------------------------------
+
+
+@TABLE.rule(*overloads("native_layer_norm"))
+def layer_norm(
+    b: Builder, x: Tensor, sizes: Sequence[Index], weight: Maybe, bias: Maybe, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    inner = DTYPES[x.dtype].compute
+    dims = range(len(x.shape) - len(sizes), len(x.shape))
+    average, squares = moments(b, x, dims, inner)
+    rstd = _inverse_deviation(b, squares, f.number(count(x.shape, dims), inner), eps)
+    normal = (element(x, x.shape, inner) - element(average, x.shape)) * element(rstd, x.shape)
+    body = f.cast(_affine(normal, weight, bias, x.shape), b.result(0).dtype)
+    found = b.elementwise(body.expr, b.result(0))
+    return found, _as_result(b, average, 1), _as_result(b, rstd, 2)
+
+
+@TABLE.rule(*overloads("native_layer_norm_backward"))
+def layer_norm_backward(
+    b: Builder,
+    grad: Tensor,
+    x: Tensor,
+    sizes: Sequence[Index],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    wanted: Sequence[bool],
+) -> tuple[Maybe, Maybe, Maybe]:
+    inner = DTYPES[x.dtype].compute
+    shape = x.shape
+    outer, dims = range(len(shape) - len(sizes)), range(len(shape) - len(sizes), len(shape))
+    g, inverse = element(grad, shape, inner), element(rstd, shape, inner)
+    normal = (element(x, shape, inner) - element(mean, shape, inner)) * inverse
+    gx = gw = gb = None
+    if wanted[0]:
+        scaled = _affine(g, weight, None, shape)
+        sums = (_summed(b, scaled, shape, dims), _summed(b, scaled * normal, shape, dims))
+        number = f.number(count(shape, dims), inner)
+        body = _input_gradient(scaled, normal, inverse, sums, shape, number)
+        gx = b.elementwise(f.cast(body, x.dtype).expr, b.result(0))
+    if wanted[1] and weight is not None:
+        gw = _sum_as_result(b, g * normal, shape, outer, 1)
+    if wanted[2] and bias is not None:
+        gb = _sum_as_result(b, g, shape, outer, 2)
+    return gx, gw, gb
+
+
+# ---- group -----------------------------------------------------------------------------------------------------------
+
+
+@TABLE.rule(*overloads("native_group_norm"))
+def group_norm(
+    b: Builder, x: Tensor, weight: Maybe, bias: Maybe, n: Index, channels: Index, inside: Index, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    inner = DTYPES[x.dtype].compute
+    grouped = x.reshaped(_grouped(n, channels, inside, groups))
+    average, squares = moments(b, grouped, [2, 3], inner)
+    rstd = _inverse_deviation(b, squares, f.number(count(grouped.shape, [2, 3]), inner), eps)
+    spread = [_over_elements(t, x, groups) for t in (average, rstd)]
+    normal = (element(x, x.shape, inner) - element(spread[0], x.shape)) * element(spread[1], x.shape)
+    body = _affine(normal, _per_channel(weight, x), _per_channel(bias, x), x.shape)
+    found = b.elementwise(f.cast(body, x.dtype).expr, b.result(0))
+    return found, _as_result(b, average, 1), _as_result(b, rstd, 2)
+
+
+def _grouped(n: Any, channels: Any, inside: Any, groups: int) -> list[Index]:
+    return [index(n), index(groups), index(channels) // groups, index(inside)]
+
+
+def _over_elements(statistic: Tensor, x: Tensor, groups: int) -> Tensor:
+    """A number for each group as a tensor that broadcasts to the elements."""
+    n, channels = x.shape[:2]
+    spread = statistic.reshaped([n, index(groups), index(1)]).expanded([n, index(groups), channels // groups])
+    return spread.reshaped([n, channels] + [index(1)] * (len(x.shape) - 2))
+
+
+def _per_channel(x: Maybe, like: Tensor) -> Maybe:
+    return None if x is None else x.reshaped([like.shape[1]] + [index(1)] * (len(like.shape) - 2))
+
+
+@TABLE.rule(*overloads("native_group_norm_backward"))
+def group_norm_backward(
+    b: Builder,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Maybe,
+    n: Index,
+    channels: Index,
+    inside: Index,
+    groups: int,
+    wanted: Sequence[bool],
+) -> tuple[Maybe, Maybe, Maybe]:
+    inner = DTYPES[x.dtype].compute
+    four = tuple(_grouped(n, channels, inside, groups))
+    of_group = [index(n), index(groups), index(1), index(1)]
+    g, own = element(grad.reshaped(four), four, inner), element(x.reshaped(four), four, inner)
+    inverse = element(rstd.reshaped(of_group), four, inner)
+    normal = (own - element(mean.reshaped(of_group), four, inner)) * inverse
+    gx = gw = gb = None
+    if wanted[0]:
+        scaled = g if weight is None else g * element(weight.reshaped([*four[1:3], index(1)]), four, inner)
+        sums = (_summed(b, scaled, four, [2, 3]), _summed(b, scaled * normal, four, [2, 3]))
+        number = f.number(product(four[2:]), inner)
+        body = _input_gradient(scaled, normal, inverse, sums, four, number)
+        gx = b.temporary(f.cast(body, x.dtype).expr, four).reshaped(x.shape)
+    if wanted[1]:
+        gw = _sum_as_result(b, g * normal, four, [0, 3], 1)
+    if wanted[2]:
+        gb = _sum_as_result(b, g, four, [0, 3], 2)
+    return gx, gw, gb
+
+
+# ---- batch -----------------------------------------------------------------------------------------------------------
+
+
+def _other_dims(x: Tensor) -> list[int]:
+    return [0, *range(2, len(x.shape))]
+
+
+def _batch_normal(b: Builder, x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
+    inner = DTYPES[x.dtype].compute
+    centre, inverse = (element(_channel(t, x), x.shape, inner) for t in (mean, rstd))
+    normal = (element(x, x.shape, inner) - centre) * inverse
+    body = _affine(normal, _per_channel(weight, x), _per_channel(bias, x), x.shape)
+    return b.elementwise(f.cast(body, x.dtype).expr, b.result(0))
+
+
+def _channel(x: Tensor, like: Tensor) -> Tensor:
+    found = _per_channel(x, like)
+    assert found is not None
+    return found
+
+
+def _frozen(
+    b: Builder, x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """With the running statistics: the result, and the inverse deviation."""
+    inner = DTYPES[x.dtype].compute
+    rstd = b.temporary((1 / f.sqrt(element(var, var.shape, inner) + eps)).expr, var.shape)
+    return _batch_normal(b, x, mean, rstd, weight, bias), rstd
+
+
+@TABLE.rule(*overloads("_native_batch_norm_legit_no_training"))
+def batch_norm_inference(
+    b: Builder, x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    found, _ = _frozen(b, x, weight, bias, mean, var, eps)
+    return found, filled_like(b, 0, 1), filled_like(b, 0, 2)
+
+
+def _trained(b: Builder, x: Tensor, weight: Maybe, bias: Maybe, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result, mean, sum of squared differences and inverse deviation of each channel."""
+    inner = DTYPES[x.dtype].compute
+    average, squares = (t.reshaped([x.shape[1]]) for t in moments(b, x, _other_dims(x), inner))
+    rstd = _inverse_deviation(b, squares, f.number(count(x.shape, _other_dims(x)), inner), eps)
+    return _batch_normal(b, x, average, rstd, weight, bias), average, squares, rstd
+
+
+def _running(b: Builder, old: Tensor, new: Scalar, momentum: float, number: int) -> Tensor:
+    inner = DTYPES[old.dtype].compute
+    body = f.cast(new, inner) * momentum + element(old, old.shape, inner) * (1 - momentum)
+    return b.elementwise(f.cast(body, old.dtype).expr, b.result(number))
+
+
+@TABLE.rule(*overloads("_native_batch_norm_legit_functional"))
+def batch_norm_functional(
+    b: Builder,
+    x: Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    mean: Tensor,
+    var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    if not training:
+        found, _ = _frozen(b, x, weight, bias, mean, var, eps)
+        return found, filled_like(b, 0, 1), filled_like(b, 0, 2), mean, var
+    found, average, squares, rstd = _trained(b, x, weight, bias, eps)
+    number = f.number(count(x.shape, _other_dims(x)), squares.dtype)
+    unbiased = element(squares, squares.shape) / (number - 1)
+    new_mean = _running(b, mean, element(average, average.shape), momentum, 3)
+    new_var = _running(b, var, unbiased, momentum, 4)
+    return found, _as_result(b, average, 1), _as_result(b, rstd, 2), new_mean, new_var
+
+
+@TABLE.rule(*overloads("_native_batch_norm_legit", "no_stats"))
+def batch_norm_no_stats(
+    b: Builder, x: Tensor, weight: Maybe, bias: Maybe, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    found, average, _, rstd = _trained(b, x, weight, bias, eps)
+    return found, _as_result(b, average, 1), _as_result(b, rstd, 2)
+
+
+@TABLE.rule(*overloads("native_batch_norm"))
+def batch_norm(
+    b: Builder,
+    x: Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    mean: Maybe,
+    var: Maybe,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if training and mean is None and var is None:
+        return batch_norm_no_stats(b, x, weight, bias, training, momentum, eps)
+    if training or mean is None or var is None:
+        raise NoRule("running statistics that are written to")
+    return batch_norm_inference(b, x, weight, bias, mean, var, momentum, eps)
+
+
+@TABLE.rule(*overloads("native_batch_norm_backward"))
+def batch_norm_backward(
+    b: Builder,
+    grad: Tensor,
+    x: Tensor,
+    weight: Maybe,
+    running_mean: Maybe,
+    running_var: Maybe,
+    save_mean: Maybe,
+    save_rstd: Maybe,
+    training: bool,
+    eps: float,
+    wanted: Sequence[bool],
+) -> tuple[Maybe, Maybe, Maybe]:
+    inner = DTYPES[x.dtype].compute
+    mean, rstd = (save_mean, save_rstd) if training else (running_mean, _running_rstd(b, running_var, eps))
+    assert mean is not None
+    assert rstd is not None
+    shape, dims = x.shape, _other_dims(x)
+    g, inverse = element(grad, shape, inner), element(_channel(rstd, x), shape, inner)
+    normal = (element(x, shape, inner) - element(_channel(mean, x), shape, inner)) * inverse
+    sums = (_summed(b, g, shape, dims), _summed(b, g * normal, shape, dims))
+    gx = gw = gb = None
+    if wanted[0]:
+        number = f.number(count(shape, dims), inner)
+        body = _input_gradient(g, normal, inverse, sums, shape, number) if training else g * inverse
+        gx = b.elementwise(f.cast(_affine(body, _per_channel(weight, x), None, shape), x.dtype).expr, b.result(0))
+    if wanted[1]:
+        gw = _as_result(b, sums[1], 1)
+    if wanted[2]:
+        gb = _as_result(b, sums[0], 2)
+    return gx, gw, gb
+
+
+def _running_rstd(b: Builder, var: Maybe, eps: float) -> Maybe:
+    if var is None:
+        return None
+    inner = DTYPES[var.dtype].compute
+    return b.temporary((1 / f.sqrt(element(var, var.shape, inner) + eps)).expr, var.shape)

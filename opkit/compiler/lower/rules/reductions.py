@@ -1,0 +1,307 @@
+"""Reductions and scans: sums, extremes and their places, variances, softmax, norms.
+
+The narrow floats accumulate in float32, integers in int64; where an operator does several things (a softmax is a
+maximum, a sum and a quotient) each is a step of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from opkit.compiler.ir.dtypes import DTYPES, is_float
+from opkit.compiler.ir.index import Index, index, product
+from opkit.compiler.lower import scalar as f
+from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.scalar import Scalar
+from opkit.compiler.lower.tensors import Shape, Tensor
+
+TABLE = Table()
+Dims = Sequence[int] | int | None
+
+
+# ---- dimensions and types --------------------------------------------------------------------------------------------
+
+
+def dims_of(x: Tensor, dims: Dims) -> list[int]:
+    """The dimensions that are meant, from 0; all of them for None or an empty list."""
+    if isinstance(dims, int):
+        dims = [dims]
+    rank = len(x.shape)
+    return sorted(d % rank for d in dims) if dims and rank else list(range(rank))
+
+
+def accumulator(dtype: str) -> str:
+    """The type in which a sum to a result of ``dtype`` is kept: int64 for integers."""
+    return "i64" if DTYPES[dtype].kind in ("int", "bool") else DTYPES[dtype].compute
+
+
+def count(shape: Shape, dims: Sequence[int]) -> Index:
+    """How many elements are brought together."""
+    return product([shape[d] for d in dims])
+
+
+def reduced(
+    b: Builder, reduction: str, x: Tensor, dims: Sequence[int], dtype: str, keep: bool = False, inner: str | None = None
+) -> Tensor:
+    """A reduction of a tensor's elements, as values of ``inner``; the result lies as the node's does, if it is the node's."""
+    inner = inner or DTYPES[dtype].compute
+    return b.reduce(reduction, element(x, x.shape, inner), x.shape, dims, dtype, keep, _strides(b, x, dims, keep))
+
+
+def _strides(b: Builder, x: Tensor, dims: Sequence[int], keep: bool) -> Shape | None:
+    kind = b.result()
+    rank = len(x.shape) if keep else len(x.shape) - len(dims)
+    return kind.strides if len(kind.shape) == rank else None
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+@TABLE.rule(*overloads("sum", "default", "dim_IntList"))
+def sum_(b: Builder, x: Tensor, dims: Dims = None, keepdim: bool = False, *, dtype: str | None = None) -> Tensor:
+    kind = b.result()
+    return reduced(b, "sum", x, dims_of(x, dims), kind.dtype, keepdim, accumulator(kind.dtype))
+
+
+@TABLE.rule(*overloads("prod", "default", "dim_int"))
+def prod(b: Builder, x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: str | None = None) -> Tensor:
+    kind = b.result()
+    return reduced(b, "prod", x, dims_of(x, dim), kind.dtype, keepdim, accumulator(kind.dtype))
+
+
+@TABLE.rule(*overloads("mean", "default", "dim"))
+def mean(b: Builder, x: Tensor, dims: Dims = None, keepdim: bool = False, *, dtype: str | None = None) -> Tensor:
+    kind = b.result()
+    gone = dims_of(x, dims)
+    inner = DTYPES[kind.dtype].compute
+    total = reduced(b, "sum", x, gone, inner, keepdim)
+    body = element(total, kind.shape) / f.number(count(x.shape, gone), inner)
+    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+
+
+@TABLE.rule(*overloads("cumsum"))
+def cumsum(b: Builder, x: Tensor, dim: int, *, dtype: str | None = None) -> Tensor:
+    return _scan(b, x, dim, "sum")
+
+
+@TABLE.rule(*overloads("cumprod"))
+def cumprod(b: Builder, x: Tensor, dim: int, *, dtype: str | None = None) -> Tensor:
+    return _scan(b, x, dim, "prod")
+
+
+def _scan(b: Builder, x: Tensor, dim: int, reduction: str) -> Tensor:
+    kind = b.result()
+    body = element(x, x.shape, accumulator(kind.dtype))
+    if not x.shape:
+        return b.elementwise(f.cast(body, kind.dtype).expr)
+    along = frozenset([dim % len(x.shape)])
+    return b.compute(b.like(), x.shape, body.expr, reduction=f"scan:{reduction}", reduced=along)
+
+
+# ---- extremes --------------------------------------------------------------------------------------------------------
+
+
+@TABLE.rule(*overloads("amax"))
+def amax(b: Builder, x: Tensor, dims: Dims = None, keepdim: bool = False) -> Tensor:
+    return reduced(b, "max", x, dims_of(x, dims), x.dtype, keepdim)
+
+
+@TABLE.rule(*overloads("amin"))
+def amin(b: Builder, x: Tensor, dims: Dims = None, keepdim: bool = False) -> Tensor:
+    return reduced(b, "min", x, dims_of(x, dims), x.dtype, keepdim)
+
+
+@TABLE.rule(*overloads("max"))
+def max_(b: Builder, x: Tensor) -> Tensor:
+    return amax(b, x)
+
+
+@TABLE.rule(*overloads("min"))
+def min_(b: Builder, x: Tensor) -> Tensor:
+    return amin(b, x)
+
+
+@TABLE.rule(*overloads("max", "dim"))
+def max_dim(b: Builder, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return amax(b, x, dim, keepdim), place(b, "argmax", x, dim, keepdim)
+
+
+@TABLE.rule(*overloads("min", "dim"))
+def min_dim(b: Builder, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return amin(b, x, dim, keepdim), place(b, "argmin", x, dim, keepdim)
+
+
+@TABLE.rule(*overloads("argmax"))
+def argmax(b: Builder, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return place(b, "argmax", x, dim, keepdim)
+
+
+@TABLE.rule(*overloads("argmin"))
+def argmin(b: Builder, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return place(b, "argmin", x, dim, keepdim)
+
+
+def place(b: Builder, reduction: str, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+    """Where the first extreme is along a dimension, or among all elements in row-major order."""
+    inner = "u8" if x.dtype == "b1" else DTYPES[x.dtype].compute
+    if dim is not None and x.shape:
+        return reduced(b, reduction, x, dims_of(x, dim), "i64", keepdim, inner)
+    whole = x.reshaped([product(x.shape)])
+    found = b.reduce(reduction, element(whole, whole.shape, inner), whole.shape, [0], "i64")
+    return found.reshaped([index(1)] * len(x.shape) if keepdim else [])
+
+
+@TABLE.rule(*overloads("any", "default", "dim", "dims"))
+def any_(b: Builder, x: Tensor, dims: Dims = None, keepdim: bool = False) -> Tensor:
+    return _truths(b, "any", x, dims, keepdim)
+
+
+@TABLE.rule(*overloads("all", "default", "dim", "dims"))
+def all_(b: Builder, x: Tensor, dims: Dims = None, keepdim: bool = False) -> Tensor:
+    return _truths(b, "all", x, dims, keepdim)
+
+
+def _truths(b: Builder, reduction: str, x: Tensor, dims: Dims, keepdim: bool) -> Tensor:
+    return reduced(b, reduction, x, dims_of(x, dims), b.result().dtype, keepdim, "b1")
+
+
+# ---- variances -------------------------------------------------------------------------------------------------------
+
+
+def moments(b: Builder, x: Tensor, dims: Sequence[int], inner: str) -> tuple[Tensor, Tensor]:
+    """The mean, and the sum of squared differences from it, with reduced dimensions of extent 1."""
+    total = b.reduce("sum", element(x, x.shape, inner), x.shape, dims, inner, keep=True)
+    average = b.temporary((element(total, total.shape) / _count(x, dims, inner)).expr, total.shape)
+    off = element(x, x.shape, inner) - element(average, x.shape)
+    return average, b.reduce("sum", off * off, x.shape, dims, inner, keep=True)
+
+
+def _count(x: Tensor, dims: Sequence[int], dtype: str) -> Scalar:
+    return f.number(count(x.shape, dims), dtype)
+
+
+def _variance(
+    b: Builder, x: Tensor, dims: Dims, correction: Any, number: int, square_root: bool
+) -> tuple[Tensor, Tensor]:
+    """The variance (result ``number``) and the mean in the type of the arithmetic, both with reduced dimensions kept."""
+    kind = b.result(number)
+    inner = DTYPES[kind.dtype].compute
+    gone = dims_of(x, dims)
+    average, squares = moments(b, x, gone, inner)
+    degrees = f.maximum(_count(x, gone, inner) - (1 if correction is None else correction), f.number(0, inner))
+    body = element(squares, squares.shape) / degrees
+    found = b.temporary(f.cast(f.sqrt(body) if square_root else body, kind.dtype).expr, squares.shape)
+    return found, average
+
+
+@TABLE.rule(*overloads("var", "correction"))
+def var(b: Builder, x: Tensor, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+    return _variance(b, x, dim, correction, 0, False)[0].reshaped(b.result().shape)
+
+
+@TABLE.rule(*overloads("std", "correction"))
+def std(b: Builder, x: Tensor, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+    return _variance(b, x, dim, correction, 0, True)[0].reshaped(b.result().shape)
+
+
+@TABLE.rule(*overloads("var_mean", "correction"))
+def var_mean(
+    b: Builder, x: Tensor, dim: Dims = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    found, average = _variance(b, x, dim, correction, 0, False)
+    kind = b.result(1)
+    narrowed = f.cast(element(average.reshaped(kind.shape), kind.shape), kind.dtype)
+    return found.reshaped(b.result(0).shape), b.elementwise(narrowed.expr, kind)
+
+
+@TABLE.rule(*overloads("linalg_vector_norm"))
+def vector_norm(
+    b: Builder, x: Tensor, order: Any = 2, dims: Dims = None, keepdim: bool = False, *, dtype: str | None = None
+) -> Tensor:
+    kind = b.result()
+    inner = DTYPES[kind.dtype].compute
+    gone = dims_of(x, dims)
+    size = f.absolute(element(x, x.shape, inner))
+    if order in (math.inf, -math.inf):
+        body, reduction = size, "max" if order > 0 else "min"
+    elif order in (0, 1, 2):
+        body, reduction = {0: f.cast(f.unequal(size, 0), inner), 1: size, 2: size * size}[order], "sum"
+    else:
+        body, reduction = f.power(size, order), "sum"
+    total = b.reduce(reduction, body, x.shape, gone, inner, keepdim)
+    found = element(total, kind.shape)
+    if order not in (0, 1, math.inf, -math.inf):
+        found = f.sqrt(found) if order == 2 else f.power(found, 1 / order)
+    return b.elementwise(f.cast(found, kind.dtype).expr, kind)
+
+
+# ---- softmax ---------------------------------------------------------------------------------------------------------
+
+
+def _greatest(b: Builder, x: Tensor, dims: Sequence[int], inner: str) -> Tensor:
+    return b.reduce("max", element(x, x.shape, inner), x.shape, dims, inner, keep=True)
+
+
+@TABLE.rule(*overloads("_softmax"), *overloads("_safe_softmax"))
+def softmax(b: Builder, x: Tensor, dim: int, half_to_float: Any = False) -> Tensor:
+    kind = b.result()
+    inner = DTYPES[kind.dtype].compute
+    dims = dims_of(x, dim)
+    greatest = _greatest(b, x, dims, inner)
+    raised = f.exp(element(x, x.shape, inner) - element(greatest, x.shape))
+    total = b.reduce("sum", raised, x.shape, dims, inner, keep=True)
+    body = raised / element(total, x.shape)
+    if "_safe_" in b.node.target:  # a row of -inf alone gives zeros
+        body = f.where(f.equal(element(greatest, x.shape), -math.inf), 0, body)
+    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+
+
+@TABLE.rule(*overloads("_log_softmax"))
+def log_softmax(b: Builder, x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
+    kind = b.result()
+    inner = DTYPES[kind.dtype].compute
+    dims = dims_of(x, dim)
+    greatest = _greatest(b, x, dims, inner)
+    shifted = element(x, x.shape, inner) - element(greatest, x.shape)
+    total = b.reduce("sum", f.exp(shifted), x.shape, dims, inner, keep=True)
+    return b.elementwise(f.cast(shifted - f.log(element(total, x.shape)), kind.dtype).expr, kind)
+
+
+@TABLE.rule(*overloads("logsumexp"))
+def logsumexp(b: Builder, x: Tensor, dims: Dims, keepdim: bool = False) -> Tensor:
+    kind = b.result()
+    inner = DTYPES[kind.dtype].compute
+    gone = dims_of(x, dims)
+    if not is_float(x.dtype) or any(x.shape[d] == 0 for d in gone):
+        raise NoRule("integers, or nothing, to bring together")
+    greatest = _greatest(b, x, gone, inner)
+    finite = f.where(
+        f.equal(f.absolute(element(greatest, greatest.shape)), math.inf), 0, element(greatest, greatest.shape)
+    )
+    shift = b.temporary(finite.expr, greatest.shape)
+    raised = f.exp(element(x, x.shape, inner) - element(shift, x.shape))
+    total = b.reduce("sum", raised, x.shape, gone, inner, keep=True)
+    found = f.log(element(total.reshaped(kind.shape), kind.shape)) + element(shift.reshaped(kind.shape), kind.shape)
+    return b.elementwise(f.cast(found, kind.dtype).expr, kind)
+
+
+@TABLE.rule(*overloads("_softmax_backward_data"))
+def softmax_backward(b: Builder, grad: Tensor, y: Tensor, dim: int, input_dtype: str) -> Tensor:
+    kind = b.result()
+    inner = DTYPES[kind.dtype].compute
+    weighted = element(grad, y.shape, inner) * element(y, y.shape, inner)
+    total = b.reduce("sum", weighted, y.shape, dims_of(y, dim), inner, keep=True)
+    body = weighted - element(y, y.shape, inner) * element(total, y.shape)
+    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+
+
+@TABLE.rule(*overloads("_log_softmax_backward_data"))
+def log_softmax_backward(b: Builder, grad: Tensor, y: Tensor, dim: int, input_dtype: str) -> Tensor:
+    kind = b.result()
+    inner = DTYPES[kind.dtype].compute
+    total = b.reduce("sum", element(grad, y.shape, inner), y.shape, dims_of(y, dim), inner, keep=True)
+    body = element(grad, y.shape, inner) - f.exp(element(y, y.shape, inner)) * element(total, y.shape)
+    return b.elementwise(f.cast(body, kind.dtype).expr, kind)

@@ -1,0 +1,203 @@
+"""What a group computes, as statements: for each phase what is done at each point, and then what is done once a row.
+
+Steps are not loops of their own here. A step's expression takes the place of what another step of the same phase would
+load from it; a value that a later phase needs is computed again if that is cheap, and else kept for the row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.ir.expr import Expr, cast, load, rewrite, var
+from opkit.compiler.ir.index import Index, axis, contiguous, flat, product
+from opkit.compiler.ir.kernel import Accumulator, Let, Scratch, Statement, Store, Update
+from opkit.compiler.ir.program import Buffer
+from opkit.compiler.lower.fuse import cost, lossless, with_values
+from opkit.compiler.lower.group import Group, Member
+
+AGAIN = 4  # a value that costs more than this, or reads more than two elements, is kept for a later phase
+MOST_KEPT = 1 << 16  # elements of a row that are kept; a longer row would leave the processor's cache
+
+
+@dataclasses.dataclass
+class Phase:
+    """One pass over the rows.
+
+    Attributes:
+        accumulators: of the reductions that the pass makes.
+        points: done at each point, in order.
+        rows: done once a row after the pass.
+    """
+
+    accumulators: list[Accumulator] = dataclasses.field(default_factory=list)
+    points: list[Statement] = dataclasses.field(default_factory=list)
+    rows: list[Statement] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Statements:
+    """A group as statements.
+
+    Attributes:
+        phases: in order.
+        scratch: what is kept of a row from one phase to a later one.
+        pointers: the buffers of the program, each with the name that it has in the kernel.
+        written: those of them that the kernel writes.
+    """
+
+    phases: list[Phase]
+    scratch: list[Scratch]
+    pointers: dict[str, str]
+    written: set[str]
+
+
+def statements(group: Group, buffers: Mapping[str, Buffer], stored: set[str], by_columns: bool) -> Statements:
+    """The statements of a group; ``stored`` are the buffers that something outside it reads.
+
+    ``by_columns``: many rows are computed at once, so that nothing can be kept of one.
+    """
+    return _Writer(group, buffers, stored, by_columns).write()
+
+
+class _Writer:
+    def __init__(self, group: Group, buffers: Mapping[str, Buffer], stored: set[str], by_columns: bool) -> None:
+        self.group, self.buffers, self.stored, self.by_columns = group, buffers, stored, by_columns
+        self.pointers: dict[str, str] = {}
+        self.written: set[str] = set()
+        self.names = {buffer: f"v{k}" for k, buffer in enumerate(group.members)}
+        self.kept: dict[str, Scratch] = {}
+        self.done: dict[tuple[str, int], Expr] = {}
+
+    def write(self) -> Statements:
+        phases = [Phase() for _ in range(self.group.phases)]
+        for number in reversed(range(len(phases))):  # a later phase decides what an earlier one keeps
+            self._phase(phases[number], number)
+        return Statements(phases, list(self.kept.values()), self.pointers, self.written)
+
+    def _phase(self, phase: Phase, number: int) -> None:
+        for name, member in self.group.members.items():
+            if member.phase != number:
+                continue
+            if member.step.reduction is not None:
+                self._reduction(phase, name, member)
+            elif member.rows:
+                self._row(phase, name, member)
+            else:
+                self._point(phase, name, member)
+
+    def _point(self, phase: Phase, name: str, member: Member) -> None:
+        if name in self.stored:
+            phase.points.append(self._store(name, member, self.value(name, member.phase)))
+        if name in self.kept:
+            kept = self.kept[name]
+            phase.points.append(Store(kept.name, self._in_row(), _wide(self.value(name, member.phase))))
+
+    def _reduction(self, phase: Phase, name: str, member: Member) -> None:
+        step, held = member.step, self.names[name]
+        assert step.reduction is not None
+        if step.reduction.startswith("scan:"):
+            return self._scan(phase, name, member)
+        at = self._position(member) if step.reduction.startswith("arg") else None
+        value = self._body(member, member.phase)
+        phase.accumulators.append(Accumulator(held, value.dtype, step.reduction))
+        phase.points.append(Update(held, step.reduction, value, at))
+        if name in self.stored:
+            phase.rows.append(self._store(name, member, self.value(name, member.phase)))
+        return None
+
+    def _scan(self, phase: Phase, name: str, member: Member) -> None:
+        held, reduction = self.names[name], str(member.step.reduction).removeprefix("scan:")
+        value = self._body(member, member.phase)
+        phase.accumulators.append(Accumulator(held, value.dtype, reduction))
+        phase.points += [Update(held, reduction, value), self._store(name, member, var(held, value.dtype))]
+
+    def _row(self, phase: Phase, name: str, member: Member) -> None:
+        body = self._body(member, member.phase)
+        phase.rows.append(Let(self.names[name], _wide(body)))
+        if name in self.stored:
+            phase.rows.append(self._store(name, member, self.value(name, member.phase)))
+
+    def _position(self, member: Member) -> Index:
+        """Where along the reduced axes of the step a point is."""
+        step = member.step
+        reduced = sorted(step.reduced)
+        extents = [step.axes[k] for k in reduced]
+        places = [member.axes.get(step.axis(k), axis(k, 1)) for k in reduced]
+        return flat(places, contiguous(extents))
+
+    def _store(self, name: str, member: Member, value: Expr) -> Store:
+        self.written.add(name)
+        at = flat(member.target, self.buffers[name].strides)
+        return Store(self._pointer(name), at, cast(value, self.buffers[name].dtype), member.step.update)
+
+    def _pointer(self, name: str) -> str:
+        return self.pointers.setdefault(name, f"p{len(self.pointers)}")
+
+    # ---- values ----------------------------------------------------------------------------------------------------
+
+    def value(self, name: str, phase: int) -> Expr:
+        """What a step of the group has computed, as a later one of that phase sees it."""
+        member = self.group.members[name]
+        dtype = self.buffers[name].dtype
+        if member.step.reduction is not None:
+            position = member.step.reduction.startswith("arg")
+            held = self.names[name]
+            return cast(var(f"{held}_at", "i64") if position else var(held, member.step.body.dtype), dtype)
+        if member.rows:
+            return cast(var(self.names[name], _wide(self._body(member, member.phase)).dtype), dtype)
+        if (name, phase) not in self.done:
+            self.done[name, phase] = self._at_point(name, member, phase)
+        return self.done[name, phase]
+
+    def _at_point(self, name: str, member: Member, phase: int) -> Expr:
+        body = self._body(member, phase)
+        if phase == member.phase or not self._dear(body):
+            return body
+        length = product(self.group.space[k] for k in self.group.reduced)
+        if name in self.stored and body.dtype == _wide(body).dtype:
+            return load(self._pointer(name), body.dtype, flat(member.target, self.buffers[name].strides))
+        if (length.constant or MOST_KEPT + 1) > MOST_KEPT or self.by_columns:
+            return body
+        wide = _wide(body).dtype
+        kept = self.kept.setdefault(name, Scratch(f"s{self.names[name]}", wide, length))
+        return cast(load(kept.name, wide, self._in_row()), body.dtype)
+
+    def _dear(self, body: Expr) -> bool:
+        return cost(body) > AGAIN or sum(node.op == "load" for node in body.walk()) > 2
+
+    def _in_row(self) -> Index:
+        """Where a point is in its row."""
+        reduced = sorted(self.group.reduced)
+        extents = [self.group.space[k] for k in reduced]
+        return flat([axis(k, self.group.space[k]) for k in reduced], contiguous(extents))
+
+    def _body(self, member: Member, phase: int) -> Expr:
+        """A step's expression over the group's space, with what it reads from the group in place."""
+        return self._resolved(member.step.body.substitute(member.axes), member, phase)
+
+    def _resolved(self, root: Expr, member: Member, phase: int) -> Expr:
+        def change(node: Expr) -> Expr:
+            node = with_values(node, lambda inner: self._resolved(inner, member, phase))
+            if node.op != "load":
+                return lossless(node)
+            buffer, coordinates = node.data
+            if buffer in self.group.members and buffer != member.step.buffer and not self._before(buffer, member):
+                return self.value(buffer, phase)
+            at = flat(coordinates, self.buffers[buffer].strides)
+            return load(self._pointer(buffer), node.dtype, at, mask=node.args[0] if node.args else None)
+
+        return rewrite(root, change)
+
+    def _before(self, buffer: str, member: Member) -> bool:
+        """Whether a step reads a buffer that the group overwrites later: it sees what was there."""
+        names = list(self.group.members)
+        return names.index(buffer) > names.index(member.step.buffer)
+
+
+def _wide(value: Expr) -> Expr:
+    """The value before it is rounded to a narrow float only to be passed on."""
+    if value.op == "cast" and not value.data and value.dtype in ("bf16", "f16"):
+        return value.args[0]
+    return cast(value, DTYPES[value.dtype].compute)

@@ -1,0 +1,55 @@
+"""The memory in which compiled graphs keep what lives no longer than a call: few large blocks that all graphs share.
+
+A call takes a block and gives it back, so that calls within calls and calls of several threads have one each.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+_LEAST = 1 << 12
+_GROWTH = 1.25  # sizes that creep up from call to call must not need new memory at each
+
+_lock = threading.Lock()
+_free: list[Arena] = []
+
+
+class Arena:
+    """A block of memory, aligned to 64 bytes.
+
+    Attributes:
+        memory: its bytes.
+        size: how many.
+    """
+
+    __slots__ = ("__weakref__", "memory", "size")
+
+    def __init__(self, size: int) -> None:
+        with torch.inference_mode(False):  # a block made within it could not be written to outside
+            self.memory = torch.empty(size, dtype=torch.uint8)
+        self.size = size
+
+
+def take(size: int) -> Arena:
+    """A block of at least ``size`` bytes that nobody else uses; one that is too small is replaced."""
+    with _lock:
+        for position in range(len(_free) - 1, -1, -1):
+            if _free[position].size >= size:
+                return _free.pop(position)
+        grown = int(size * _GROWTH) if _free else size
+        if _free:
+            _free.pop()
+    return Arena(max(grown, _LEAST))
+
+
+def give(arena: Arena) -> None:
+    """Hand a block back."""
+    _free.append(arena)
+
+
+def release() -> None:
+    """Free the blocks that nobody uses."""
+    with _lock:
+        _free.clear()

@@ -1,0 +1,183 @@
+"""A plan and its compiled segments as a function of tensors.
+
+What a call needs that its inputs do not decide is made once and kept: a frame, for each arena and each set of sizes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.ir.index import Index
+from opkit.compiler.ir.program import Strided
+from opkit.compiler.run import arena, calling, code, library, openmp
+from opkit.compiler.run.arena import Arena
+from opkit.compiler.run.library import Segments
+from opkit.compiler.run.plan import Plan, Segment
+from opkit.errors import CompileError
+
+_MOST_FRAMES = 16  # for one arena; sizes that are seen for the first time push out those seen first
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What a plan uses of torch: as the fields of ``opkit.compiler.capture.conversion.Captured``."""
+
+    constants: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    targets: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    opaques: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    computed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    resolved: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """The function for one arena and one set of sizes, and the state of segments, which lives as long."""
+
+    run: Callable[[list[Any]], list[Any]]
+    runtime: library.Runtime
+
+
+class Runner:
+    """A compiled graph: takes a list of its inputs, empties it, and returns the list of its outputs."""
+
+    def __init__(self, plan: Plan, surroundings: Surroundings, segments: Segments) -> None:
+        self._boxed_call = (
+            True  # torch hands over the only references to the inputs; of the object, for torch copies that
+        )
+        self.plan, self.surroundings, self.segments = plan, surroundings, segments
+        single = functools.partial(calling.single, targets=surroundings.targets)
+        self.code = code.write(plan, single, surroundings.resolved)
+        self._program = compile(self.code.text, f"<opkit {plan.name}>", "exec")
+        self._bind, self._bytes, self._values = _sizing(plan, surroundings.computed, self.code)
+        self._names = self._fixed_names()
+        self._frames: weakref.WeakKeyDictionary[Arena, dict[tuple[int, ...], Frame]] = weakref.WeakKeyDictionary()
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        sizes = self._bind(inputs)
+        block = arena.take(self._bytes(*sizes))
+        try:
+            frame = self._frame(block, sizes)
+            frame.runtime.threads = openmp.threads()
+            return frame.run(inputs)
+        finally:
+            arena.give(block)
+
+    def sizes(self, inputs: list[Any]) -> tuple[int, ...]:
+        """The plan's sizes, as these inputs have them."""
+        return self._bind(inputs)
+
+    # ---- frames ------------------------------------------------------------------------------------------------------
+
+    def _frame(self, block: Arena, sizes: tuple[int, ...]) -> Frame:
+        frames = self._frames.get(block)
+        if frames is None:
+            frames = self._frames.setdefault(block, {})
+        found = frames.get(sizes)
+        if found is None:
+            if len(frames) >= _MOST_FRAMES:
+                del frames[next(iter(frames))]
+            found = frames[sizes] = self._made(block, sizes)
+        return found
+
+    def _made(self, block: Arena, sizes: tuple[int, ...]) -> Frame:
+        values = dict(zip(self.plan.sizes, sizes, strict=True))
+        with torch.inference_mode(False), torch.no_grad():
+            views = {name: self._view(tensor, block, values) for name, tensor in self.code.views.items()}
+        pointers = (ctypes.c_void_p * max(1, len(self.plan.table)))(*self._addresses(block, values))
+        numbers = (ctypes.c_int64 * max(1, len(sizes)))(*sizes)
+        state = library.runtime()
+        names = {
+            **self._names,
+            **views,
+            **dict(zip(self.code.numbers, self._values(*sizes), strict=True)),
+            "pointers": pointers,
+            "buffers": ctypes.addressof(pointers),
+            "sizes": ctypes.addressof(numbers),
+            "runtime": ctypes.addressof(state),
+            "fail": functools.partial(_fail, state, self._origins(), self.plan.name),
+            "kept": (numbers, state, block.memory),
+        }
+        exec(self._program, names)
+        return Frame(names["run"], state)
+
+    def _fixed_names(self) -> dict[str, Any]:
+        """The names that are the same for all frames."""
+        given = self.surroundings
+        functions = {
+            name: calling.function(target, given.targets, out) for name, (target, out) in self.code.targets.items()
+        }
+        return {
+            **{row.torch: getattr(torch, row.torch) for row in DTYPES.values()},
+            **{f"segment{number}": function for number, function in enumerate(self.segments.functions)},
+            **functions,
+            **{name: given.opaques[text] for name, text in self.code.opaques.items()},
+            "as_strided": torch.as_strided,
+            "empty_strided": torch.empty_strided,
+            "fit": calling.fit,
+            "spread": calling.spread,
+        }
+
+    def _origins(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(step.origins for step in self.plan.steps if isinstance(step, Segment))
+
+    def _view(self, tensor: Strided, block: Arena, values: Mapping[str, int]) -> torch.Tensor:
+        shape, strides = (tuple(_value(each, values) for each in of) for of in (tensor.shape, tensor.strides))
+        offset = _value(tensor.offset, values)
+        constant = self.surroundings.constants.get(tensor.buffer)
+        if tensor.buffer not in self.plan.places and constant is not None:
+            return constant.as_strided(shape, strides, constant.storage_offset() + offset)
+        row = DTYPES[self.plan.buffers[tensor.buffer].dtype]
+        begin = _value(self.plan.places[tensor.buffer], values) // row.bytes
+        empty = torch.empty(0, dtype=getattr(torch, row.torch))
+        return empty.set_(block.memory.untyped_storage(), begin + offset, shape, strides)
+
+    def _addresses(self, block: Arena, values: Mapping[str, int]) -> list[int]:
+        """Where each buffer of the table lies that has a place or is a constant; the others are filled in by a call."""
+        begin = block.memory.data_ptr()
+        return [self._address(name, begin, values) for name in self.plan.table]
+
+    def _address(self, name: str, begin: int, values: Mapping[str, int]) -> int:
+        if name in self.plan.places:
+            return begin + _value(self.plan.places[name], values)
+        constant = self.surroundings.constants.get(name)
+        return 0 if constant is None else constant.data_ptr()
+
+
+def _fail(state: library.Runtime, origins: tuple[tuple[str, ...], ...], graph: str, segment: int) -> None:
+    library.raise_error(state, origins[segment], graph)
+
+
+def _value(at: Index, values: Mapping[str, int]) -> int:
+    constant = at.constant
+    return eval(code.spelled(at), {}, dict(values)) if constant is None else constant
+
+
+def _sizing(plan: Plan, computed: Mapping[str, str], written: code.Code) -> tuple[Callable[..., Any], ...]:
+    """Functions for the sizes of a call, the bytes of its arena, and the numbers that the program has names for."""
+    names: dict[str, Any] = {"math": __import__("math")}
+    try:
+        exec(code.binding(plan, computed), names)
+    except LookupError as error:
+        raise CompileError(f"{plan.name}: {error}") from error
+    given = ", ".join(plan.sizes)
+    size = eval(f"lambda {given}: {code.spelled(plan.arena)}", names)
+    values = eval(f"lambda {given}: ({''.join(f'{text}, ' for text in written.numbers.values())})", names)
+    return names["bind"], size, values
+
+
+def assemble(plan: Plan, surroundings: Surroundings, segments: Segments) -> Runner:
+    """The function that runs a plan.
+
+    Raises:
+        CompileError: a size is needed that no input tells.
+        AttributeError: the plan calls an operator that does not exist.
+    """
+    return Runner(plan, surroundings, segments)

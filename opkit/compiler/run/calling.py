@@ -1,0 +1,72 @@
+"""The functions that a compiled graph's program is written in: torch's operators by name, and what fits their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from opkit.compiler.capture import torch_private as private
+
+# The same functions by a shorter way than the dispatcher's generic one.
+_SHORT: dict[str, Callable[..., Any]] = {
+    "aten.mm.default": torch.mm,
+    "aten.bmm.default": torch.bmm,
+    "aten.addmm.default": torch.addmm,
+    "aten.baddbmm.default": torch.baddbmm,
+}
+
+
+def seed(out: torch.Tensor | None = None) -> torch.Tensor:
+    """A number drawn from torch's default generator, so that ``torch.manual_seed`` decides it."""
+    drawn = torch.empty((), dtype=torch.int64) if out is None else out
+    return drawn.random_()
+
+
+_OWN: dict[str, Callable[..., Any]] = {"opkit.seed": seed}
+
+
+def function(target: str, targets: Mapping[str, Callable[..., Any]], out: bool = False) -> Callable[..., Any]:
+    """What a target calls; with ``out``, its variant that takes the tensor for its result as ``out=``.
+
+    Raises:
+        AttributeError: there is no operator of that name, or it has no such variant.
+    """
+    short = _SHORT.get(target) or _OWN.get(target)
+    if short is not None:
+        return short
+    found = targets.get(target) or private.overload_named(target)
+    if out:
+        variant = private.out_variant(found)
+        if variant is None:
+            raise AttributeError(f"{target} has no variant with out=")
+        found = variant
+    return private.builtin(found) if private.is_overload(found) else found
+
+
+def single(target: str, targets: Mapping[str, Callable[..., Any]]) -> bool:
+    """Whether the result is one tensor, and not a tuple or list of them."""
+    if target in _SHORT or target in _OWN:
+        return True
+    found: Any = targets.get(target) or private.overload_named(target)
+    if not private.is_overload(found):
+        return False
+    returns = private.schema(found).returns
+    return len(returns) == 1 and str(returns[0].type) in ("Tensor", "int", "Optional[Tensor]")
+
+
+def spread(result: Any) -> tuple[Any, ...]:
+    """Results of any form as a tuple."""
+    return tuple(result) if isinstance(result, list | tuple) else (result,)
+
+
+def fit(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with the strides that the graph was captured with, neither conjugated nor negated when it is read."""
+    if tensor.stride() == strides and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    if tuple(tensor.shape) != shape:
+        raise RuntimeError(
+            f"an operator gave the sizes {tuple(tensor.shape)} where its fake implementation gives {shape}"
+        )
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype).copy_(tensor)

@@ -1,0 +1,116 @@
+"""What is left of a Schedule once its kernels are C: steps, buffers, and where they lie. All that a call needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from opkit.compiler.ir.index import Index, Size
+from opkit.compiler.ir.program import Buffer, Extern, Item, Strided
+from opkit.compiler.ir.schedule import Launch, Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive launches of kernels: one call of the function ``opkit_segment_<number>``.
+
+    Attributes:
+        number: of the function.
+        buffers: those that its kernels are given, each once.
+        origins: what each launch computes, for people.
+    """
+
+    number: int
+    buffers: tuple[str, ...]
+    origins: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a graph runs.
+
+    Attributes:
+        name: the graph's.
+        inputs, outputs: as those of a Program.
+        buffers: by name.
+        steps: in order.
+        places, arena: as those of a Schedule.
+        table: the buffers in the order of the table of pointers that segments are given.
+        sizes: the names of the sizes in the order of the table of sizes.
+    """
+
+    name: str
+    inputs: tuple[str | Index, ...]
+    buffers: dict[str, Buffer]
+    steps: tuple[Segment | Extern, ...]
+    outputs: tuple[Any, ...]
+    places: dict[str, Index]
+    arena: Index
+    table: tuple[str, ...]
+    sizes: tuple[str, ...]
+
+
+def plan(schedule: Schedule) -> tuple[Plan, list[list[Launch]]]:
+    """The plan of a schedule, and the launches of each of its segments."""
+    steps, launches = _steps(schedule)
+    used = dict.fromkeys(name for step in steps if isinstance(step, Segment) for name in step.buffers)
+    program = schedule.program
+    buffers = {**program.buffers, **schedule.buffers}
+    made = Plan(
+        program.name, program.inputs, buffers, tuple(steps), program.outputs, schedule.places, schedule.arena,
+        tuple(used), (),
+    )  # fmt: skip
+    names = dict.fromkeys(n for segment in launches for launch in segment for n in launch.sizes)
+    names |= dict.fromkeys(leaf.name for at in indices(made) for leaf in at.leaves() if isinstance(leaf, Size))
+    return dataclasses.replace(made, sizes=tuple(sorted(names))), launches
+
+
+def _steps(schedule: Schedule) -> tuple[list[Segment | Extern], list[list[Launch]]]:
+    steps: list[Segment | Extern] = []
+    launches: list[list[Launch]] = []
+    for step in schedule.steps:
+        if isinstance(step, Extern):
+            steps.append(step)
+            continue
+        if not steps or isinstance(steps[-1], Extern):
+            launches.append([])
+            steps.append(Segment(len(launches) - 1, ()))
+        launches[-1].append(step)
+        steps[-1] = _segment(len(launches) - 1, launches[-1])
+    return steps, launches
+
+
+def _segment(number: int, launches: list[Launch]) -> Segment:
+    names = dict.fromkeys(name for launch in launches for name in launch.buffers)
+    return Segment(number, tuple(names), tuple("; ".join(launch.kernel.origins) for launch in launches))
+
+
+def indices(of: Any) -> Iterator[Index]:
+    """Every index in a plan, or in a part of one."""
+    if isinstance(of, Index):
+        yield of
+    elif isinstance(of, dict):
+        yield from (found for each in of.values() for found in indices(each))
+    elif isinstance(of, list | tuple):
+        yield from (found for each in of for found in indices(each))
+    elif isinstance(of, Plan | Buffer | Extern | Strided):
+        yield from indices([getattr(of, field.name) for field in dataclasses.fields(of)])
+
+
+def tensors(of: Any) -> Iterator[Strided | Item]:
+    """Every tensor among arguments, and every tensor whose number is one."""
+    if isinstance(of, Strided | Item):
+        yield of
+    elif isinstance(of, dict):
+        yield from (found for each in of.values() for found in tensors(each))
+    elif isinstance(of, list | tuple):
+        yield from (found for each in of for found in tensors(each))
+
+
+def mentioned(step: Segment | Extern) -> list[str]:
+    """The buffers that a step touches, each once."""
+    if isinstance(step, Segment):
+        return list(step.buffers)
+    given = [each.buffer for each in tensors((step.args, step.kwargs))]
+    return list(dict.fromkeys([*given, *(name for name in step.outputs if isinstance(name, str)), *step.mutated]))
