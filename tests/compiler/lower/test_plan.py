@@ -1,13 +1,11 @@
 """What the planner makes of programs, run as C: the same numbers as eager, in few kernels."""
 
-import numpy as np
-import pytest
 import torch
-from tests.compiler import graphs, native
 
 from opkit.compiler.ir.program import Strided
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
+from tests.compiler import graphs, native
 
 _TORCH = {"<u2": torch.bfloat16}
 

@@ -13,8 +13,10 @@ from opkit.compiler.lower.rules import (
     losses,
     normalisation,
     pointwise,
+    pooling,
     products,
     reductions,
+    resampling,
     scatters,
     views,
 )
@@ -31,6 +33,8 @@ _SUBJECTS = (
     indexing,
     scatters,
     losses,
+    pooling,
+    resampling,
     lists,
 )
 

@@ -52,7 +52,7 @@ def constant_pad_nd(b: Builder, x: Tensor, pad: Sizes, value: Any = 0) -> Tensor
     rank = len(shape)
     before = [index(pad[2 * (rank - 1 - k)]) if 2 * (rank - k) <= len(pad) else ZERO for k in range(rank)]
     axes = [a - p for a, p in zip(formal(shape), before, strict=True)]
-    inside = _within(axes, x.shape, shape)
+    inside = within(axes, x.shape, shape)
     fill = number(value, x.dtype).expr
     return b.compute(b.like(), shape, x.at(axes) if inside is None else chosen(inside, x.at(axes, inside), fill))
 
@@ -93,9 +93,9 @@ def diagonal_scatter(b: Builder, x: Tensor, part: Tensor, offset: int = 0, dim1:
     axes = formal(x.shape)
     row, column = axes[dim1] - max(-offset, 0), axes[dim2] - max(offset, 0)
     rest = [a for k, a in enumerate(axes) if k not in (dim1, dim2)]
-    within = _within([row], part.shape[-1:])
+    inside = within([row], part.shape[-1:])
     on = op("eq", position(row), position(column))
-    mask = on if within is None else op("and", on, within)
+    mask = on if inside is None else op("and", on, inside)
     return b.elementwise(chosen(mask, _as(part.at([*rest, row], mask), x.dtype), x.at(axes)))
 
 
@@ -114,7 +114,7 @@ def _replaced(b: Builder, x: Tensor, part: Tensor, dim: int, begin: Index, step:
     axes = formal(x.shape)
     off = axes[dim] - begin
     there = [off // step if k == dim else a for k, a in enumerate(axes)]
-    mask = None if part.shape[dim] == x.shape[dim] else _within([there[dim]], [part.shape[dim]])
+    mask = None if part.shape[dim] == x.shape[dim] else within([there[dim]], [part.shape[dim]])
     if step != 1:
         met = op("eq", position(off % step), const(0, "i64"))
         mask = met if mask is None else op("and", mask, met)
@@ -122,7 +122,7 @@ def _replaced(b: Builder, x: Tensor, part: Tensor, dim: int, begin: Index, step:
     return b.elementwise(body if mask is None else chosen(mask, body, x.at(axes)))
 
 
-def _within(at: Sequence[Index], extents: Sequence[Index], whole: Sequence[Index] | None = None) -> Expr | None:
+def within(at: Sequence[Index], extents: Sequence[Index], whole: Sequence[Index] | None = None) -> Expr | None:
     """Whether coordinates lie within extents; None where they always do: one that is ``whole`` does."""
     conditions: list[Expr] = []
     for k, (a, n) in enumerate(zip(at, extents, strict=True)):

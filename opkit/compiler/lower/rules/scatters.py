@@ -15,7 +15,6 @@ from opkit.compiler.ir.index import ZERO, Index
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.context import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
-from opkit.compiler.lower.rules import assembly
 from opkit.compiler.lower.rules.indexing import place, replaced, selection, with_dimension
 from opkit.compiler.lower.rules.pointwise import Operand
 from opkit.compiler.lower.scalar import Scalar
@@ -63,7 +62,7 @@ def _combining(op: str | None, dtype: str) -> str | None:
     return logic[op] if op is not None and dtype == "b1" else op
 
 
-def _neutral(op: str, dtype: str) -> int | float:
+def neutral(op: str, dtype: str) -> int | float:
     """What an element combined with it leaves as it is."""
     if op in ("add", "mul"):
         return int(op == "mul")
@@ -79,7 +78,7 @@ def _neutral(op: str, dtype: str) -> int | float:
 def _start(reduce: str, include_self: bool, dtype: str) -> Any:
     if reduce not in _OPS:
         raise NoRule(f"scattering with {reduce}")
-    return None if include_self else _neutral(_OPS[reduce], dtype)
+    return None if include_self else neutral(_OPS[reduce], dtype)
 
 
 # ---- an index for each element ---------------------------------------------------------------------------------------
@@ -207,21 +206,3 @@ def _masked_put(b: Builder, x: Tensor, dim: int, mask: Tensor, source: Tensor, a
 
 def _sum(x: Scalar, y: Scalar) -> Scalar:
     return x | y if x.dtype == "b1" else x + y
-
-
-# ---- derivatives of views --------------------------------------------------------------------------------------------
-
-
-@TABLE.rule(*overloads("select_backward"))
-def select_backward(b: Builder, grad: Tensor, shape: Any, dim: int, position: Any) -> Tensor:
-    return assembly.select_scatter(b, zeros(b), grad, dim, position)
-
-
-@TABLE.rule(*overloads("slice_backward"))
-def slice_backward(b: Builder, grad: Tensor, shape: Any, dim: int, start: Any, end: Any, step: int) -> Tensor:
-    return assembly.slice_scatter(b, zeros(b), grad, dim, start, end, step)
-
-
-@TABLE.rule(*overloads("diagonal_backward"))
-def diagonal_backward(b: Builder, grad: Tensor, shape: Any, offset: int, dim1: int, dim2: int) -> Tensor:
-    return views.diagonal_scatter(b, zeros(b), grad, offset, dim1, dim2)

@@ -1,0 +1,240 @@
+"""Pooling over windows of the last dimensions: one reduction each, whose axes are the result's and then the window's.
+
+What lies in the padding is not read. Derivatives of means go over the windows that hold an element; those of maxima are
+scatters. Where a window holds several NaN, the index is that of the first, and of the last in eager.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from opkit.compiler.ir import expr
+from opkit.compiler.ir.dtypes import DTYPES, is_float
+from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.index import ZERO, Index, IndexLike, contiguous, index, product
+from opkit.compiler.lower import scalar as f
+from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.rules.assembly import within
+from opkit.compiler.lower.rules.indexing import place
+from opkit.compiler.lower.rules.scatters import neutral, scattered, zeros
+from opkit.compiler.lower.scalar import Scalar
+from opkit.compiler.lower.tensors import Shape, Tensor, formal
+
+TABLE = Table()
+Sizes = Sequence[IndexLike]
+
+
+class Windows:
+    """Windows over the last dimensions of a tensor, of which each has a size, a step, a padding and a dilation."""
+
+    def __init__(self, rank: int, size: Any, step: Any = (), padding: Any = 0, dilation: Any = 1) -> None:
+        self.rank = rank
+        self.size = _each(size, rank)
+        self.step = _each(step, rank) if step not in ([], (), None) else self.size
+        self.padding = _each(padding, rank)
+        self.dilation = _each(dilation, rank)
+
+    @property
+    def count(self) -> Index:
+        return product(self.size)
+
+    def begins(self, at: Sequence[Index]) -> list[Index]:
+        """Where the window of a result starts, in the padding where that is negative."""
+        return [a * s - p for a, s, p in zip(at[-self.rank :], self.step, self.padding, strict=True)]
+
+    def read(self, shape: Shape) -> tuple[Shape, list[Index]]:
+        """Axes for a result of ``shape`` and its windows, and where in the pooled tensor an element of them is."""
+        axes = (*shape, *self.size)
+        at = formal(axes)
+        begins, steps = self.begins(at[: len(shape)]), at[len(shape) :]
+        moved = [s + a * d for s, a, d in zip(begins, steps, self.dilation, strict=True)]
+        return axes, [*at[: len(shape) - self.rank], *moved]
+
+
+def _each(given: Any, rank: int) -> tuple[Index, ...]:
+    """One number for each dimension."""
+    numbers = list(given) if isinstance(given, list | tuple) else [given]
+    return tuple(map(index, numbers * rank if len(numbers) == 1 else numbers))
+
+
+def _read(x: Tensor, at: Sequence[Index], dtype: str, outside: Any) -> Scalar:
+    """An element as ``dtype``; ``outside`` where the coordinates are not in the tensor."""
+    there = within(at, x.shape)
+    found = f.cast(Scalar(x.at(at, there)), dtype)
+    return found if there is None else f.where(Scalar(there), found, outside)
+
+
+# ---- maxima ----------------------------------------------------------------------------------------------------------
+
+
+def _maxima(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
+    """The greatest of each window, and its row-major position in the dimensions that are pooled."""
+    kind, indices = b.result(0), b.result(1)
+    inner = DTYPES[x.dtype].compute
+    axes, at = windows.read(kind.shape)
+    body = _read(x, at, inner, neutral("max", inner))
+    dims = range(len(kind.shape), len(axes))
+    values = b.reduce("max", body, axes, dims, kind.dtype, strides=kind.strides)
+    found = b.reduce("argmax", body, axes, dims, "i64", strides=indices.strides)
+    return values, b.elementwise(_linear(windows, Scalar(found.at(formal(kind.shape))), x, kind.shape).expr, indices)
+
+
+def _linear(windows: Windows, found: Scalar, x: Tensor, shape: Shape) -> Scalar:
+    """The position in the tensor of a position in a window; of a window of -inf, the first that is in the tensor."""
+    begins = [Scalar(expr.position(at)) for at in windows.begins(formal(shape))]
+    steps = [f.apply("floordiv", found, step) for step in contiguous(windows.size)]
+    offsets = [f.apply("rem", i, n) if k else i for k, (i, n) in enumerate(zip(steps, windows.size, strict=True))]
+    at = [
+        f.maximum(begin + i * step, 0) if pad != 0 else begin + i * step
+        for begin, i, step, pad in zip(begins, offsets, windows.dilation, windows.padding, strict=True)
+    ]
+    strides = contiguous(x.shape[-windows.rank :])
+    return functools.reduce(lambda a, z: a + z, [a * stride for a, stride in zip(at, strides, strict=True)])
+
+
+def _max_pool(rank: int) -> Any:
+    def rule(b: Builder, x: Tensor, size: Any, step: Any = (), padding: Any = 0, dilation: Any = 1, *rest: Any) -> Any:
+        return _maxima(b, x, Windows(rank, size, step, padding, dilation))
+
+    return rule
+
+
+def _max_pool_backward(rank: int) -> Any:
+    def rule(b: Builder, grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+        indices = rest[-1]
+        sizes = x.shape[-rank:]
+        axes = formal(grad.shape)
+        at = place(Scalar(indices.at(axes)), product(sizes))
+        found = [at // step for step in contiguous(sizes)]
+        target = [a % n if k else a for k, (a, n) in enumerate(zip(found, sizes, strict=True))]
+        return scattered(b, zeros(b), grad.shape, [*axes[:-rank], *target], element(grad, grad.shape), "add")
+
+    return rule
+
+
+# ---- means -----------------------------------------------------------------------------------------------------------
+
+
+class Means:
+    """What the sum of a window is divided by."""
+
+    def __init__(self, windows: Windows, sizes: Shape, ceil: bool, with_padding: bool, divisor: Any) -> None:
+        self.windows, self.sizes = windows, sizes
+        self.ceil, self.with_padding, self.divisor = ceil, with_padding, divisor
+
+    def over(self, x: Scalar, at: Sequence[Index]) -> Scalar:
+        """The mean whose sum is ``x``, of the window for the result at coordinates."""
+        if self.divisor is not None:
+            return x / self.divisor
+        padded = any(p != 0 for p in self.windows.padding)
+        if not self.ceil and (self.with_padding or not padded):
+            return x / self.windows.count
+        extents = [self._extent(k, begin) for k, begin in enumerate(self.windows.begins(at))]
+        return x / f.cast(functools.reduce(lambda a, z: a * z, extents), x.dtype)
+
+    def _extent(self, k: int, begin: Index) -> Scalar:
+        """How many elements of a window count along a dimension."""
+        pad, size = self.windows.padding[k], self.sizes[k]
+        start = Scalar(expr.position(begin))
+        end = f.minimum(start + self.windows.size[k], size + pad)
+        return end - start if self.with_padding else f.minimum(end, size) - f.maximum(start, 0)
+
+
+def _means(
+    x: Tensor, rank: int, size: Any, step: Any = (), padding: Any = 0, ceil: bool = False, *rest: Any, **kept: Any
+) -> Means:
+    """The windows of an operator that takes means, whose last two arguments, if given, are as in ``Means``."""
+    if not is_float(x.dtype):
+        raise NoRule("means of integers")
+    with_padding, divisor = [*rest, *(True, None)[len(rest) :]]
+    windows = Windows(rank, size, step, padding)
+    with_padding = kept.get("count_include_pad", with_padding)
+    return Means(windows, x.shape[-rank:], ceil, with_padding, kept.get("divisor_override", divisor))
+
+
+def _averaged(b: Builder, x: Tensor, means: Means) -> Tensor:
+    kind = b.result()
+    inner = DTYPES[kind.dtype].compute
+    axes, at = means.windows.read(kind.shape)
+    dims = range(len(kind.shape), len(axes))
+    total = b.reduce("sum", _read(x, at, inner, 0), axes, dims, inner, strides=kind.strides)
+    mean = means.over(element(total, kind.shape), formal(kind.shape))
+    return b.elementwise(f.cast(mean, kind.dtype).expr, kind)
+
+
+def _avg_pool(rank: int) -> Any:
+    return lambda b, x, *rest, **kept: _averaged(b, x, _means(x, rank, *rest, **kept))
+
+
+def _avg_pool_backward(rank: int) -> Any:
+    def rule(b: Builder, grad: Tensor, x: Tensor, *rest: Any, **kept: Any) -> Tensor:
+        return _spread(b, grad, _means(x, rank, *rest, **kept))
+
+    return rule
+
+
+def _spread(b: Builder, grad: Tensor, means: Means) -> Tensor:
+    """For each element the sum over the windows that hold it: along each dimension the last one, and those before."""
+    kind, windows = b.result(), means.windows
+    inner = DTYPES[kind.dtype].compute
+    overlaps = [(n + s - 1) // s for n, s in zip(windows.size, windows.step, strict=True)]
+    axes = (*kind.shape, *overlaps)
+    at, earlier = formal(axes)[: len(kind.shape)], formal(axes)[len(kind.shape) :]
+    outer = at[: len(at) - windows.rank]
+    own = [a + p for a, p in zip(at[len(outer) :], windows.padding, strict=True)]
+    window = [a // s - j for a, s, j in zip(own, windows.step, earlier, strict=True)]
+    offset = [a % s + j * s for a, s, j in zip(own, windows.step, earlier, strict=True)]
+    there = within([*window, *offset], [*grad.shape[len(outer) :], *windows.size])
+    body = means.over(_masked(grad, [*outer, *window], there, inner), [*outer, *window])
+    body = body if there is None else f.where(Scalar(there), body, 0)
+    if all(n == 1 for n in overlaps):
+        return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+    return b.reduce("sum", body, axes, range(len(at), len(axes)), kind.dtype, strides=kind.strides)
+
+
+def _masked(x: Tensor, at: Sequence[Index], mask: Expr | None, dtype: str) -> Scalar:
+    return f.cast(Scalar(x.at(at, mask)), dtype)
+
+
+# ---- windows that the sizes of the result decide ---------------------------------------------------------------------
+
+
+def _dividing(sizes: Shape, results: Sizes) -> Windows:
+    """The windows into which dimensions fall apart."""
+    if any(n == 0 or n % index(m) != ZERO for n, m in zip(sizes, results, strict=True)):
+        raise NoRule("windows of different sizes")
+    return Windows(len(sizes), [n // index(m) for n, m in zip(sizes, results, strict=True)])
+
+
+def _adaptive_avg_pool(rank: int) -> Any:
+    def rule(b: Builder, x: Tensor, sizes: Any) -> Tensor:
+        windows = _dividing(x.shape[-rank:], b.result().shape[-rank:])
+        return _averaged(b, x, Means(windows, x.shape[-rank:], False, True, None))
+
+    return rule
+
+
+def _adaptive_avg_pool_backward(rank: int) -> Any:
+    def rule(b: Builder, grad: Tensor, x: Tensor) -> Tensor:
+        windows = _dividing(x.shape[-rank:], grad.shape[-rank:])
+        return _spread(b, grad, Means(windows, x.shape[-rank:], False, True, None))
+
+    return rule
+
+
+def _adaptive_max_pool(rank: int) -> Any:
+    return lambda b, x, sizes: _maxima(b, x, _dividing(x.shape[-rank:], b.result(0).shape[-rank:]))
+
+
+for _rank in (2, 3):
+    TABLE.rule(*overloads(f"max_pool{_rank}d_with_indices"))(_max_pool(_rank))
+    TABLE.rule(*overloads(f"max_pool{_rank}d_with_indices_backward"))(_max_pool_backward(_rank))
+    TABLE.rule(*overloads(f"avg_pool{_rank}d"))(_avg_pool(_rank))
+    TABLE.rule(*overloads(f"avg_pool{_rank}d_backward"))(_avg_pool_backward(_rank))
+    TABLE.rule(*overloads(f"_adaptive_avg_pool{_rank}d"))(_adaptive_avg_pool(_rank))
+    TABLE.rule(*overloads(f"_adaptive_avg_pool{_rank}d_backward"))(_adaptive_avg_pool_backward(_rank))
+    TABLE.rule(*overloads(f"adaptive_max_pool{_rank}d"))(_adaptive_max_pool(_rank))
+    TABLE.rule(*overloads(f"adaptive_max_pool{_rank}d_backward"))(_max_pool_backward(_rank))
