@@ -27,10 +27,12 @@ from opkit.compiler.ir.graph import Node
 from opkit.compiler.ir.schedule import Launch, Schedule
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
+from opkit.compiler.lower.target import Target
 from opkit.compiler.run import arena, library
 from opkit.compiler.run.assemble import Runner, Surroundings, assemble
 from opkit.compiler.run.plan import plan
 from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, ToolchainError
+from opkit.kernels import isa
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -134,7 +136,7 @@ class _Stages:
 
 def _compiled(module: fx.GraphModule, name: str, stages: _Stages) -> Boxed:
     captured = stages.run("capture", conversion.capture, module, name)
-    program = stages.run("lower", lower, captured.graph)
+    program = stages.run("lower", lower, captured.graph, Target.of(frozenset(isa.cpu_features())))
     scheduled = stages.run("fuse and plan", schedule, program)
     planned, launches = stages.run("plan", plan, scheduled)
     text = stages.run("emit", source, launches, planned.table, planned.sizes)

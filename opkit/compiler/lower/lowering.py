@@ -13,15 +13,19 @@ from opkit.compiler.lower.context import Builder, reads_buffer
 from opkit.compiler.lower.passes import tidied
 from opkit.compiler.lower.registry import NoRule
 from opkit.compiler.lower.rules import ALIASING, EXTERNS, RULES
+from opkit.compiler.lower.target import PLAIN, Target
 from opkit.compiler.lower.tensors import Stored, Tensor, whole
 
 
-def lower(graph: Graph, tidy: bool = True) -> Program:
+def lower(graph: Graph, target: Target = PLAIN, tidy: bool = True) -> Program:
     """The program that computes a graph.
 
-    ``tidy`` removes what is computed twice or for nobody.
+    Args:
+        graph: what is computed.
+        target: what the machine does well.
+        tidy: remove what is computed twice or for nobody.
     """
-    builder = Builder(graph, graph.nodes[0] if graph.nodes else Node("nothing", "", (), {}, None))
+    builder = Builder(graph, graph.nodes[0] if graph.nodes else Node("nothing", "", (), {}, None), target)
     inputs: list[str | Index] = []
     for node in graph.nodes:
         builder.node = node

@@ -5,28 +5,38 @@ from __future__ import annotations
 from opkit.compiler.lower.registry import Table
 from opkit.compiler.lower.rules import (
     activations,
+    arithmetic,
     assembly,
     creation,
     externs,
+    indexing,
     lists,
+    losses,
     normalisation,
     pointwise,
+    products,
     reductions,
+    scatters,
     views,
 )
 
 RULES = Table()
-for _table in (
-    pointwise.TABLE,
-    activations.TABLE,
-    creation.TABLE,
-    views.TABLE,
-    assembly.TABLE,
-    reductions.TABLE,
-    normalisation.TABLE,
-    lists.TABLE,
+for _module in (
+    pointwise,
+    arithmetic,
+    activations,
+    creation,
+    views,
+    assembly,
+    reductions,
+    normalisation,
+    indexing,
+    products,
+    scatters,
+    losses,
+    lists,
 ):
-    RULES.update(_table)
+    RULES.update(_module.TABLE)
 
 EXTERNS = externs.EXTERNS
 ALIASING = frozenset([*views.ALIASING, *externs.ALIASING])
