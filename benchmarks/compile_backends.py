@@ -42,6 +42,15 @@ def backend(name: str) -> Any:
         raise RuntimeError(f"torch has no backend {name!r}, and opkit's cannot be imported: {error}") from error
 
 
+def strict(name: str) -> Any:
+    """The same, but for opkit's one that fails where it would otherwise run a graph eagerly."""
+    return (
+        functools.partial(import_module(_BUILT_IN).opkit_backend, options={"strict": True})
+        if name == "opkit"
+        else backend(name)
+    )
+
+
 def missing(name: str) -> str | None:
     """Why there is no backend of this name, or None where there is."""
     try:

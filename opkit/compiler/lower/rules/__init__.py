@@ -20,8 +20,7 @@ from opkit.compiler.lower.rules import (
     views,
 )
 
-RULES = Table()
-for _module in (
+_SUBJECTS = (
     pointwise,
     arithmetic,
     activations,
@@ -35,8 +34,11 @@ for _module in (
     scatters,
     losses,
     lists,
-):
-    RULES.update(_module.TABLE)
+)
+
+RULES = Table()
+for _subject in _SUBJECTS:
+    RULES.update(_subject.TABLE)
 
 EXTERNS = externs.EXTERNS
 ALIASING = frozenset([*views.ALIASING, *externs.ALIASING])

@@ -1,0 +1,100 @@
+"""Random programs, compiled, give what eager torch gives; thousands of them: benchmarks/fuzz_compile.py."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from random_compare import EagerError, mismatch
+from random_graphs import Input, Program, arguments
+from random_lines import programs
+
+few = settings(
+    max_examples=25,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiled():
+    """``compiled(f)``: ``f`` with opkit's backend, which fails where it would otherwise run a graph eagerly."""
+    backend = pytest.importorskip("opkit.compiler.backend", reason="opkit's backend cannot be imported")
+    return lambda function: torch.compile(function, backend=backend.opkit_backend, options={"strict": True})
+
+
+def unlike(program, compile_, grad=False):
+    """What is not as in eager; programs that eager refuses are left out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return mismatch(program, compile_, grad)
+        except EagerError:
+            assume(False)
+
+
+@few
+@given(program=programs())
+def test_results_are_as_in_eager(compiled, program):
+    assert not (wrong := unlike(program, compiled)), f"{wrong}\n{program.script('opkit')}"
+
+
+@few
+@given(program=programs(gradients=True))
+def test_gradients_are_as_in_eager(compiled, program):
+    assert not (wrong := unlike(program, compiled, grad=True)), f"{wrong}\n{program.script('opkit')}"
+
+
+SMALL = Program(
+    (Input((3, 5), "F32", "transposed"), Input((5,), "BF16")), ("v0 = (t0 + t1).sum(dim=0)", "t0.add_(1)"), ("v0", "t0")
+)
+
+
+def test_a_program_is_text_that_runs():
+    scope = {}
+    exec(SMALL.script("eager"), scope)
+    expected = SMALL.function()(*arguments(SMALL))
+    assert all(map(torch.equal, scope["f"](*arguments(SMALL)), expected))
+    assert [t.stride() for t in scope["args"]] == [t.stride() for t in arguments(SMALL)]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda results: (results[0] * 1.1, results[1]), "beyond"),
+        (lambda results: (results[0].double(), results[1]), "float64"),
+        (lambda results: (results[0], results[1].clone()), "share memory"),
+        (lambda results: (results[0].fill_(float("nan")), results[1]), "not finite"),
+        (lambda results: (results[0], results[1].add_(1)), "beyond"),
+    ],
+    ids=["wrong", "wide", "copied", "NaN", "written"],
+)
+def test_a_wrong_compiler_is_found(spoil, said):
+    assert said in mismatch(SMALL, lambda function: lambda *args: spoil(function(*args)))
+
+
+def test_a_right_compiler_may_round_otherwise():
+    exact = SMALL.function(exact=True)
+
+    def fused(t0, t1):
+        rounded = exact(t0.clone().double(), t1.double())[0].to(torch.float32)
+        return rounded, SMALL.function()(t0, t1)[1]
+
+    assert mismatch(SMALL, lambda function: fused) is None
