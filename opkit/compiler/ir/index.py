@@ -140,15 +140,14 @@ class Index:
         return index(other) - self
 
     def __mul__(self, other: IndexLike) -> Index:
-        if isinstance(other, int):
-            return Index({m: c * other for m, c in self.terms.items()}) if other else ZERO
-        for one, many in ((self, other), (other, self)):
-            constant = one.constant
-            if constant is not None:
-                return many if constant == 1 else many * constant
+        many, one = (self, index(other)) if self.constant is None else (index(other), self)
+        if (constant := one.constant) is not None:
+            return (
+                many if constant == 1 else Index({m: c * constant for m, c in many.terms.items()}) if constant else ZERO
+            )
         terms: dict[Monomial, int] = {}
         for a, x in self.terms.items():
-            for b, y in other.terms.items():
+            for b, y in index(other).terms.items():
                 monomial = _product(a, b)
                 terms[monomial] = terms.get(monomial, 0) + x * y
         return Index({m: c for m, c in terms.items() if c})
@@ -197,12 +196,8 @@ class Index:
 
     def substitute(self, axes: Mapping[Any, IndexLike]) -> Index:
         """The index with others for axes (and for sizes and values that the mapping names), resolved as far as it goes."""
-        total: dict[Monomial, int] = {}
-        for monomial, c in self.terms.items():
-            replaced = [_replaced(atom, axes) for atom in monomial]
-            for m, x in functools.reduce(lambda a, b: a * b, replaced, index(c)).terms.items():
-                total[m] = total.get(m, 0) + x
-        return Index({m: x for m, x in total.items() if x})
+        parts = ((index(c), *(_replaced(atom, axes) for atom in m)) for m, c in self.terms.items())
+        return sum((functools.reduce(lambda a, b: a * b, part) for part in parts), ZERO)
 
 
 ZERO = Index({})
@@ -262,10 +257,7 @@ def contiguous(shape: Iterable[IndexLike]) -> tuple[Index, ...]:
 
 @functools.lru_cache(4096)
 def _contiguous(shape: tuple[IndexLike, ...]) -> tuple[Index, ...]:
-    strides = [index(1)]
-    for extent in reversed(shape):
-        strides.append(strides[-1] * index(extent))
-    return tuple(reversed(strides[:-1]))
+    return tuple(product(shape[k + 1 :]) for k in range(len(shape)))
 
 
 # ---- normal form -----------------------------------------------------------------------------------------------------
@@ -302,8 +294,7 @@ def _divided(a: Index, b: Index) -> tuple[Index, Index]:
         return quotient, rest
     shared = math.gcd(*rest.terms.values(), *b.terms.values())
     if shared > 1:
-        small_rest, small_b = _over(rest, shared), _over(b, shared)
-        q, r = _divided(small_rest, small_b)
+        q, r = _divided(*(Index({m: c // shared for m, c in x.terms.items()}) for x in (rest, b)))
         return quotient + q, r * shared
     (inner,) = rest.atoms() if list(rest.terms.values()) == [1] and len(next(iter(rest.terms))) == 1 else (None,)
     if isinstance(inner, Div) and b.constant is not None:  # (x // p) // q is x // (p * q)
@@ -345,10 +336,6 @@ def _without(monomial: Monomial, divisor: Monomial) -> Monomial | None:
             return None
         left.remove(atom)
     return tuple(left)
-
-
-def _over(a: Index, factor: int) -> Index:
-    return Index({m: c // factor for m, c in a.terms.items()})
 
 
 # ---- what is known of its value --------------------------------------------------------------------------------------

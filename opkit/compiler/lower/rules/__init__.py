@@ -5,6 +5,7 @@ from __future__ import annotations
 from opkit.compiler.lower.registry import Table
 from opkit.compiler.lower.rules import (
     activations,
+    arithmetic,
     assembly,
     creation,
     externs,
@@ -23,14 +24,15 @@ from opkit.compiler.lower.rules import (
 
 _SUBJECTS = (
     pointwise,
+    arithmetic,
     activations,
     creation,
     views,
     assembly,
     reductions,
     normalisation,
-    products,
     indexing,
+    products,
     scatters,
     losses,
     pooling,

@@ -7,10 +7,11 @@ from typing import Any
 
 from opkit.compiler.lower.context import Builder
 from opkit.compiler.lower.registry import Rule, Table
-from opkit.compiler.lower.rules import pointwise
+from opkit.compiler.lower.rules import arithmetic, pointwise
 from opkit.compiler.lower.tensors import Tensor
 
 TABLE = Table()
+_ONE = {**pointwise.TABLE, **arithmetic.TABLE}
 
 # The overloads of _foreach_<name>, and those of aten.<name> that each of the tensors goes through.
 _OVERLOADS = {"Scalar": "Scalar", "List": "Tensor", "Tensor": "Tensor", "ScalarList": "Scalar"}
@@ -55,7 +56,7 @@ def _item(argument: Any, k: int) -> Any:
 
 def _register(name: str, overload: str, target: str) -> None:
     keywords = ("value",) if name.startswith("addc") else ()
-    TABLE.rule(f"aten._foreach_{name}.{overload}")(_for_each(pointwise.TABLE[target], keywords))
+    TABLE.rule(f"aten._foreach_{name}.{overload}")(_for_each(_ONE[target], keywords))
 
 
 for _name in _UNARY:

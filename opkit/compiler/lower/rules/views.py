@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-from opkit.compiler.ir.index import ZERO, Index, contiguous, flat, index, is_nonnegative, product
+from opkit.compiler.ir.expr import Expr, const, op, position
+from opkit.compiler.ir.index import ZERO, Index, contiguous, flat, index, is_below, is_nonnegative, product
 from opkit.compiler.lower.context import Builder
 from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.tensors import Stored, Tensor, formal
@@ -96,10 +98,10 @@ def narrow(b: Builder, x: Tensor, dim: int, start: Any, length: Any) -> Tensor:
 
 
 @_view(*overloads("select", "int"))
-def select(b: Builder, x: Tensor, dim: int, position: Any) -> Tensor:
+def select(b: Builder, x: Tensor, dim: int, at: Any) -> Tensor:
     dim %= len(x.shape)
     axes = list(formal(b.result().shape))
-    axes.insert(dim, from_end(position, x.shape[dim]))
+    axes.insert(dim, from_end(at, x.shape[dim]))
     return x.mapped(b.result().shape, axes)
 
 
@@ -197,6 +199,19 @@ def clamped(at: Any, extent: Index) -> Index:
     if is_nonnegative(-found):
         return ZERO
     raise NoRule(f"whether {found} is in a dimension of {extent} is not known")
+
+
+def inside(at: Sequence[Index], extents: Sequence[Index], whole: Sequence[Index] | None = None) -> Expr | None:
+    """Whether coordinates lie within extents; None where they always do: one that is ``whole`` does."""
+    conditions: list[Expr] = []
+    for k, (a, n) in enumerate(zip(at, extents, strict=True)):
+        if whole is not None and whole[k] == n and a == formal(whole)[k]:
+            continue
+        if not is_nonnegative(a):
+            conditions.append(op("le", const(0, "i64"), position(a)))
+        if not is_below(a, n):
+            conditions.append(op("lt", position(a), position(n)))
+    return functools.reduce(lambda x, y: op("and", x, y), conditions) if conditions else None
 
 
 # ---- elements that move ----------------------------------------------------------------------------------------------

@@ -1,0 +1,182 @@
+"""Pointwise operators with arguments that are no operands: scaled sums, division modes, powers, choices, limits, casts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from opkit.compiler.ir.dtypes import is_float
+from opkit.compiler.lower import scalar as f
+from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.rules.pointwise import (
+    TENSOR_OR_NUMBER,
+    Formula,
+    Operand,
+    clamped_above,
+    clamped_below,
+    computed,
+    floor_divided,
+    operand,
+    reciprocal,
+    truncated,
+)
+from opkit.compiler.lower.scalar import Scalar
+from opkit.compiler.lower.tensors import Tensor
+
+TABLE = Table()
+
+
+@TABLE.rule(*overloads("add", *TENSOR_OR_NUMBER))
+def add(b: Builder, x: Operand, y: Operand, alpha: Any = 1) -> Tensor:
+    return computed(b, lambda x, y: x | y if x.dtype == "b1" else x + _scaled(y, alpha), x, y)
+
+
+@TABLE.rule(*overloads("sub", *TENSOR_OR_NUMBER))
+def sub(b: Builder, x: Operand, y: Operand, alpha: Any = 1) -> Tensor:
+    return computed(b, lambda x, y: x - _scaled(y, alpha), x, y)
+
+
+@TABLE.rule(*overloads("rsub", *TENSOR_OR_NUMBER))
+def rsub(b: Builder, x: Operand, y: Operand, alpha: Any = 1) -> Tensor:
+    return computed(b, lambda x, y: y - _scaled(x, alpha), x, y)
+
+
+def _scaled(x: Scalar, alpha: Any) -> Scalar:
+    return x if not isinstance(alpha, Tensor) and alpha == 1 else x * _number(alpha)
+
+
+def _number(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        raise NoRule("a number that is read from memory")
+    return x
+
+
+@TABLE.rule(*overloads("div", "Tensor", "Scalar", "Tensor_mode", "Scalar_mode"))
+@TABLE.rule(*overloads("true_divide", *TENSOR_OR_NUMBER))
+def div(b: Builder, x: Operand, y: Operand, rounding_mode: str | None = None) -> Tensor:
+    formulas: dict[str | None, Formula] = {None: lambda x, y: x / y, "floor": floor_divided, "trunc": truncated}
+    return computed(b, formulas[rounding_mode], x, y)
+
+
+@TABLE.rule(*overloads("pow", "Tensor_Scalar"))
+def pow_number(b: Builder, x: Tensor, exponent: Any) -> Tensor:
+    special = _POWERS.get(exponent) if isinstance(exponent, int | float) else None
+    if special is not None and (is_float(b.result().dtype) or exponent in (0, 1, 2, 3)):
+        return computed(b, special, x)
+    return computed(b, f.power, x, exponent)
+
+
+# What ATen computes for these exponents.
+_POWERS: dict[float, Formula] = {
+    0: lambda x: f.number(1, x),
+    1: lambda x: x,
+    2: lambda x: x * x,
+    3: lambda x: x * x * x,
+    0.5: f.sqrt,
+    -0.5: lambda x: 1 / f.sqrt(x),
+    -1: reciprocal,
+    -2: lambda x: 1 / (x * x),
+}
+
+
+@TABLE.rule(*overloads("pow", "Tensor_Tensor", "Scalar"))
+def pow_(b: Builder, x: Operand, exponent: Tensor) -> Tensor:
+    return computed(b, f.power, x, exponent)
+
+
+@TABLE.rule(*overloads("where", "self", "ScalarSelf", "ScalarOther", "Scalar"))
+def where(b: Builder, condition: Tensor, yes: Operand, no: Operand) -> Tensor:
+    kind = b.result()
+    chosen = f.truth(element(condition, kind.shape))
+    body = f.where(chosen, operand(yes, kind, kind.dtype), operand(no, kind, kind.dtype))
+    return b.elementwise(body.expr, kind)
+
+
+@TABLE.rule(*overloads("masked_fill", *TENSOR_OR_NUMBER))
+def masked_fill(b: Builder, x: Tensor, mask: Tensor, value: Operand) -> Tensor:
+    return where(b, mask, value, x)
+
+
+@TABLE.rule(*overloads("clamp", "default", "Tensor"))
+def clamp(b: Builder, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
+    operands = [bound for bound in (low, high) if bound is not None]
+    if any(isinstance(bound, float) and math.isnan(bound) for bound in operands):
+        return computed(b, lambda x: f.number(math.nan, x), x)
+
+    def formula(x: Scalar, *bounds: Scalar) -> Scalar:
+        given = iter(bounds)
+        at_least = x if low is None else _limited(clamped_below, f.maximum, low)(x, next(given))
+        return at_least if high is None else _limited(clamped_above, f.minimum, high)(at_least, next(given))
+
+    return computed(b, formula, x, *operands)
+
+
+def _limited(plain: Formula, with_nan: Formula, bound: Any) -> Formula:
+    """Bounds that are read may be NaN, which then is the result."""
+    return with_nan if isinstance(bound, Tensor) else plain
+
+
+@TABLE.rule(*overloads("clamp_min", "default", "Tensor"))
+def clamp_min(b: Builder, x: Tensor, low: Any) -> Tensor:
+    return clamp(b, x, low)
+
+
+@TABLE.rule(*overloads("clamp_max", "default", "Tensor"))
+def clamp_max(b: Builder, x: Tensor, high: Any) -> Tensor:
+    return clamp(b, x, None, high)
+
+
+@TABLE.rule(*overloads("lerp", *TENSOR_OR_NUMBER))
+def lerp(b: Builder, start: Tensor, end: Tensor, weight: Operand) -> Tensor:
+    def formula(a: Scalar, z: Scalar, w: Scalar) -> Scalar:
+        return f.where(f.absolute(w) < 0.5, a + w * (z - a), z - (z - a) * (1 - w))
+
+    return computed(b, formula, start, end, weight)
+
+
+@TABLE.rule(*overloads("addcmul"))
+def addcmul(b: Builder, x: Tensor, y: Tensor, z: Tensor, *, value: Any = 1) -> Tensor:
+    return computed(b, lambda x, y, z: x + _scaled(y, value) * z, x, y, z)
+
+
+@TABLE.rule(*overloads("addcdiv"))
+def addcdiv(b: Builder, x: Tensor, y: Tensor, z: Tensor, *, value: Any = 1) -> Tensor:
+    return computed(b, lambda x, y, z: x + _scaled(y, value) / z, x, y, z)
+
+
+@TABLE.rule(*overloads("nan_to_num"))
+def nan_to_num(b: Builder, x: Tensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Tensor:
+    if not is_float(x.dtype):
+        return computed(b, lambda x: x, x)
+    limit = _LARGEST[x.dtype]
+    highest, least = limit if posinf is None else posinf, -limit if neginf is None else neginf
+
+    def formula(x: Scalar) -> Scalar:
+        finite = f.where(f.equal(x, math.inf), highest, f.where(f.equal(x, -math.inf), least, x))
+        return f.where(f.is_nan(x), 0.0 if nan is None else nan, finite)
+
+    return computed(b, formula, x)
+
+
+_LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": 3.4028234663852886e38, "f64": 1.7976931348623157e308}
+
+
+@TABLE.rule(*overloads("round", "decimals"))
+def round_to(b: Builder, x: Tensor, *, decimals: int = 0) -> Tensor:
+    raise NoRule("rounding to decimals")
+
+
+@TABLE.rule("prims.convert_element_type.default")
+def convert(b: Builder, x: Tensor, dtype: str) -> Tensor:
+    return _converted(b, x)
+
+
+@TABLE.rule(*overloads("_to_copy"), *overloads("to", "dtype"))
+def to_copy(b: Builder, x: Tensor, *rest: Any, **kept: Any) -> Tensor:
+    return _converted(b, x)
+
+
+def _converted(b: Builder, x: Tensor) -> Tensor:
+    kind = b.result()
+    return b.elementwise(f.cast(element(x, kind.shape), kind.dtype, asked=True).expr, kind)
