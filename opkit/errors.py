@@ -133,6 +133,10 @@ class ArgumentError(OpkitError, ValueError):
     """A function or a command was given a value that it cannot use."""
 
 
+class CompilerError(OpkitError, RuntimeError):
+    """A fault of the built-in compiler: what one of its stages made is not well formed. The message names the place."""
+
+
 class DemoError(OpkitError, RuntimeError):
     """``opkit demo`` has no text to train on, or what it is there to show did not hold."""
 

@@ -21,16 +21,19 @@ from opkit.compiler import logs
 from opkit.compiler.capture import conversion, reproduction
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
-from opkit.compiler.emit.flags import FLAGS
+from opkit.compiler.emit.flags import flags
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.graph import Node
 from opkit.compiler.ir.schedule import Launch, Schedule
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
+from opkit.compiler.lower.target import Target
 from opkit.compiler.run import arena, library
 from opkit.compiler.run.assemble import Runner, Surroundings, assemble
 from opkit.compiler.run.plan import plan
 from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, ToolchainError
+from opkit.kernels import isa
+from opkit.op.core import inlining
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -88,8 +91,12 @@ def opkit_backend(
         decompositions={},  # the compiler has rules for composite operators, and tracing fewer nodes takes less time
         keep_inference_input_mutations=True,
     )
-    with private.no_donated_buffers():
-        return make(module, example_inputs)
+    token = inlining.set(chosen.inline)
+    try:
+        with private.no_donated_buffers():
+            return make(module, example_inputs)
+    finally:
+        inlining.reset(token)
 
 
 _options = options
@@ -134,11 +141,11 @@ class _Stages:
 
 def _compiled(module: fx.GraphModule, name: str, stages: _Stages) -> Boxed:
     captured = stages.run("capture", conversion.capture, module, name)
-    program = stages.run("lower", lower, captured.graph)
+    program = stages.run("lower", lower, captured.graph, Target.of(frozenset(isa.cpu_features())))
     scheduled = stages.run("fuse and plan", schedule, program)
     planned, launches = stages.run("plan", plan, scheduled)
     text = stages.run("emit", source, launches, planned.table, planned.sizes)
-    segments = stages.run("build", library.load, text, len(launches), f"torch.compile: {name}", FLAGS)
+    segments = stages.run("build", library.load, text, len(launches), f"torch.compile: {name}", flags())
     runner = stages.run("assemble", assemble, planned, _surroundings(captured), segments)
     _log(name, scheduled, text, runner)
     return _checked(runner, module)

@@ -6,12 +6,12 @@ import functools
 import logging
 
 from opkit import config
-from opkit.compiler.capture.torch_private import RECOMPILES_LOGGER
+from opkit.compiler.capture import torch_private as private
 
 _NAMES = {
     "fusion": "opkit.compiler.fusion",
     "output_code": "opkit.compiler.output_code",
-    "recompiles": RECOMPILES_LOGGER,  # Dynamo compiles again, and knows why
+    "recompiles": private.RECOMPILES_LOGGER,  # Dynamo compiles again, and knows why
 }
 
 compiler = logging.getLogger("opkit.compiler")
@@ -22,6 +22,8 @@ output_code = logging.getLogger(_NAMES["output_code"])
 @functools.cache
 def set_up() -> None:
     """Send the topics that the settings name to the terminal, once."""
+    if "recompiles" in config.get().log:
+        private.log_recompiles()
     for topic in sorted(config.get().log):
         logger = logging.getLogger(_NAMES[topic])
         handler = logging.StreamHandler()

@@ -8,6 +8,7 @@ what the author touches is ``operator.CustomOp``.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,9 @@ from opkit.op.rules.autograd import DerivedRule, GivenRule, MissingRule, Rule, m
 from opkit.op.rules.vmap import FoldRecord
 from opkit.op.selection import KernelTable, call_device
 from opkit.op.signature import Signature
+
+inlining: contextvars.ContextVar[bool | None] = contextvars.ContextVar("opkit_inlining", default=None)
+"""While a compiler traces: whether it is to see through all operators, or none; None: each as it was defined."""
 
 
 @dataclasses.dataclass
@@ -175,8 +179,9 @@ class Operator:
         """Whether the compiler is to see the reference in place of the operator."""
         if self.only_effects:  # the effect is of the run, and a compiler would have it once, while it traces
             return False
-        if self.inline is not None:
-            return self.inline and self.transparent(args, kwargs)
+        wanted = inlining.get() if inlining.get() is not None else self.inline
+        if wanted is not None:
+            return wanted and self.transparent(args, kwargs)
         return not self.kernels.serves(self.device(args, kwargs)) and self.transparent(args, kwargs)
 
     def rule(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Rule:

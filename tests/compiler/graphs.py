@@ -15,10 +15,12 @@ from opkit.compiler.lower.lowering import lower
 
 
 def graph_of(function, *args, decompositions=None):
-    """The graph of ATen's operators that a function of tensors runs."""
-    given = [a.clone() for a in args]
-    traced = make_fx(function, decomposition_table=decompositions or {})(*given)
-    traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(*[a.clone() for a in args])
+    """The graph of ATen's operators that a function of tensors runs, without writes but those to its arguments."""
+    traced = make_fx(function, decomposition_table=decompositions or {})(*(a.clone() for a in args))
+    if any(
+        str(node.target).split(".")[-2:][0].endswith("_") for node in traced.graph.nodes if node.op == "call_function"
+    ):
+        traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(*(a.clone() for a in args))
     traced.graph.eliminate_dead_code()
     nodes, constants = [], {}
     for node in traced.graph.nodes:
@@ -75,10 +77,14 @@ def computes(program: Program) -> list[Compute]:
     return [s for s in program.steps if isinstance(s, Compute)]
 
 
-def interpreted(function, *args, program=None, **options):
+def interpreted(function, *args, **options):
     """What the lowered function gives, by the interpreter; tensors among the arguments that it writes to are changed."""
     graph, constants = graph_of(function, *args, **options)
-    program = program or lower(graph)
+    return run_graph(graph, lower(graph), constants, args)
+
+
+def run_graph(graph, program, constants, args):
+    """A graph's results by its program."""
     arrays = [to_numpy(a) for a in args]
     found = interpreter.run(program, arrays, call=call, constants={k: to_numpy(v) for k, v in constants.items()})
     for given, array in zip(args, arrays, strict=True):
@@ -130,12 +136,24 @@ def check(function, *args, lowered=True, exact=False, **tolerances):
     expected = function(*copies)
     expected = expected if isinstance(expected, list | tuple) else [expected]
     given = [a.clone() for a in args]
-    graph, _ = graph_of(function, *args)
+    graph, constants = graph_of(function, *args)
     program = lower(graph)
     assert not (lowered and externs(program)), (externs(program), str(graph))
-    found = interpreted(function, *given)
+    found = run_graph(graph, program, constants, given)
     for x, y in zip([*found, *given], [*expected, *copies], strict=True):
         same(x, y, exact, **tolerances)
+
+
+def gradients(function):
+    """The function's gradients with regard to all of its arguments."""
+
+    def both(*args):
+        args = [a.detach().requires_grad_() for a in args]
+        y = function(*args)
+        weights = torch.arange(y.numel()).reshape(y.shape).to(y.dtype) / y.numel()
+        return (y.detach(), *torch.autograd.grad((y * weights).sum(), args))
+
+    return both
 
 
 def same(x, y, exact=False, **tolerances):

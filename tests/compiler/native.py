@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from opkit.compiler.emit.flags import FLAGS
+from opkit.compiler.emit.flags import flags
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.schedule import Launch, Schedule
 
@@ -57,7 +57,7 @@ def _library(text):
     place = Path(tempfile.gettempdir()) / f"opkit-test-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     place.mkdir(exist_ok=True)
     (place / "unit.c").write_text(text)
-    command = ["gcc", *FLAGS, "-march=native", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unused", "-Wno-unknown-pragmas"]
+    command = ["gcc", *flags(), "-march=native", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unused", "-Wno-unknown-pragmas"]
     subprocess.run([*command, str(place / "unit.c"), "-o", str(place / "unit.so")], check=True)
     library = ctypes.CDLL(str(place / "unit.so"))
     library.opkit_segment_0.restype = ctypes.c_int64

@@ -101,11 +101,16 @@ class _Conversion:
     def _input(self, number: int, node: fx.Node) -> Node:
         value = node.meta.get("val")
         result = self._result(value, node)
-        if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
-            self.resolved.add(number)
+        if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg() or node.name.startswith("tangents")):
+            self.resolved.add(number)  # what autograd hands to a backward may be so, however it was traced
+            self._refuse_writes(node)
         if isinstance(result, Index):
             self.replaced[node] = result
         return Node(node.name, "input", (), {}, result)
+
+    def _refuse_writes(self, node: fx.Node) -> None:
+        if any(user.target is torch.ops.aten.copy_.default and user.args[0] is node for user in node.users):
+            raise Unsupported(f"{node.name} is written to, and conjugated or negated only when it is read")
 
     def _held(self, node: fx.Node) -> list[Node]:
         """A constant tensor; a module (a branch of a condition, say) is an argument that only torch understands."""

@@ -37,7 +37,7 @@ class Sizes:
             found = self._known[asked] = self._converted(private.replaced(number), number)
         return found
 
-    def _converted(self, expression: sympy.Expr, number: Any) -> Index:
+    def _converted(self, expression: Any, number: Any) -> Index:
         if isinstance(expression, sympy.Symbol):
             return self._symbol(expression, number)
         if isinstance(expression, sympy.Integer):

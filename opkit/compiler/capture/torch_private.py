@@ -15,6 +15,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._functorch import config as _functorch_config
 from torch._functorch import partitioners as _partitioners
+from torch._logging._internal import log_state as _log_state
 from torch.utils import _python_dispatch
 from torch.utils._sympy import functions as _sympy_functions
 from torch.utils._sympy.printers import PythonPrinter as _PythonPrinter
@@ -25,6 +26,11 @@ is_wrapper_subclass: Callable[[Any], bool] = _python_dispatch.is_traceable_wrapp
 
 RECOMPILES_LOGGER = "torch._dynamo.guards.__recompiles"
 """The name of the logger to which Dynamo says, at level DEBUG, why it compiles a function again."""
+
+
+def log_recompiles() -> None:
+    """Have Dynamo write to it."""
+    _log_state.enable_artifact("recompiles")
 
 
 @contextlib.contextmanager

@@ -106,7 +106,8 @@ class Scope:
     def _keep(self, node: Expr, once: dict[Key, str]) -> None:
         """Give a name to what has none."""
         if node not in self.spelled and node.op not in _TRIVIAL:
-            self.spelled[node] = self.writer.name(variable_type(node.dtype), once[node])
+            text = once[node]
+            self.spelled[node] = text if text.isidentifier() else self.writer.name(variable_type(node.dtype), text)
 
     def _index(self, at: Index, once: dict[Key, str]) -> str:
         return indices.text(at, lambda atom: self._atom(atom, once))
@@ -199,7 +200,7 @@ def _scalar(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
 
 _TEXTS: dict[str, Callable[[Scope, Expr, list[str], list[str]], str]] = {
     "const": lambda scope, node, args, at: number(node.data, node.dtype),
-    "index": lambda scope, node, args, at: f"({at[0]})",
+    "index": lambda scope, node, args, at: at[0] if at[0].isidentifier() else f"({at[0]})",
     "load": _load,
     "var": _var,
     "random": lambda scope, node, args, at: f"opk_random_{node.dtype}({args[0]}, {at[0]})",

@@ -8,26 +8,27 @@ from opkit.compiler.emit import functions
 from opkit.compiler.emit.types import C_TYPES, NARROW
 from opkit.compiler.ir.dtypes import DTYPES, is_float
 
-# {a} {b} {c} are the arguments, {t} the C type of the result, {s} the arguments' type, {f} the suffix of C's functions.
-# An op without a row here is an elementary function: ``functions`` computes it.
+# {a} {b} {c} are the arguments, {w} narrows an integer to the result's type, {s} is the arguments' type,
+# {f} the suffix of C's functions.
+# An op without a row here is an elementary function: ``functions`` computes it, or else C's library.
 SPELLED: dict[str, dict[str, str]] = {
     "where": dict.fromkeys("bifc", "({a} ? {b} : {c})"),
-    "add": {"b": "({a} | {b})", "i": "({t})({a} + {b})", "f": "({a} + {b})", "c": "({a} + {b})"},
-    "sub": {"i": "({t})({a} - {b})", "f": "({a} - {b})", "c": "({a} - {b})"},
-    "mul": {"b": "({a} & {b})", "i": "({t})({a} * {b})", "f": "({a} * {b})", "c": "({a} * {b})"},
+    "add": {"b": "({a} | {b})", "i": "{w}({a} + {b})", "f": "({a} + {b})", "c": "({a} + {b})"},
+    "sub": {"i": "{w}({a} - {b})", "f": "({a} - {b})", "c": "({a} - {b})"},
+    "mul": {"b": "({a} & {b})", "i": "{w}({a} * {b})", "f": "({a} * {b})", "c": "({a} * {b})"},
     "div": {"i": "opk_div_{s}({a}, {b})", "f": "({a} / {b})"},
     "floordiv": {"i": "opk_floordiv_{s}({a}, {b})"},
     "rem": {"i": "opk_rem_{s}({a}, {b})", "f": "opk_rem_{s}({a}, {b})"},
     "fmod": {"i": "opk_fmod_{s}({a}, {b})", "f": "__builtin_fmod{f}({a}, {b})"},
-    "neg": {"i": "({t})(-{a})", "f": "(-{a})", "c": "(-{a})"},
+    "neg": {"i": "{w}(-{a})", "f": "(-{a})", "c": "(-{a})"},
     "abs": {"i": "opk_abs_{s}({a})", "f": "__builtin_fabs{f}({a})"},
     "min": {"b": "({a} & {b})", "i": "opk_min_{s}({a}, {b})", "f": "opk_min_{s}({a}, {b})"},
     "max": {"b": "({a} | {b})", "i": "opk_max_{s}({a}, {b})", "f": "opk_max_{s}({a}, {b})"},
     "pow": {"i": "opk_pow_{s}({a}, {b})"},
-    "and": {"b": "({a} & {b})", "i": "({t})({a} & {b})"},
-    "or": {"b": "({a} | {b})", "i": "({t})({a} | {b})"},
-    "xor": {"b": "({a} ^ {b})", "i": "({t})({a} ^ {b})"},
-    "not": {"b": "(!{a})", "i": "({t})(~{a})"},
+    "and": {"b": "({a} & {b})", "i": "{w}({a} & {b})"},
+    "or": {"b": "({a} | {b})", "i": "{w}({a} | {b})"},
+    "xor": {"b": "({a} ^ {b})", "i": "{w}({a} ^ {b})"},
+    "not": {"b": "(!{a})", "i": "{w}(~{a})"},
     "shl": {"i": "opk_shl_{s}({a}, {b})"},
     "shr": {"i": "opk_shr_{s}({a}, {b})"},
     "lt": dict.fromkeys("bif", "({a} < {b})"),
@@ -51,11 +52,13 @@ def apply(op: str, dtype: str, texts: Sequence[str], result: str) -> str:
     if dtype in NARROW and op != "where":
         inside = apply(op, "f32", [convert(text, dtype, "f32") for text in texts], "b1" if result == "b1" else "f32")
         return inside if result == "b1" else convert(inside, "f32", result)
+    suffix = "" if dtype == "f64" else "f"
     row = SPELLED.get(op, {}).get(DTYPES[dtype].kind[0])
     if row is None:
-        return f"opk_{functions.SPELLED[op, dtype]}({', '.join(texts)})"
-    named = dict(zip("abc", texts, strict=False))
-    return row.format(**named, t=C_TYPES[result], s=dtype, f="" if dtype == "f64" else "f")
+        own = functions.SPELLED.get((op, dtype))
+        return f"{f'__builtin_{op}{suffix}' if own is None else f'opk_{own}'}({', '.join(texts)})"
+    narrowing = f"({C_TYPES[result]})" if DTYPES[result].bytes < 4 else ""  # C computes in int at least
+    return row.format(**dict(zip("abc", texts, strict=False)), w=narrowing, s=dtype, f=suffix)
 
 
 def convert(text: str, source: str, target: str) -> str:

@@ -33,8 +33,8 @@ _REAL = {
     "max": "$T opk_max_$S($T a, $T b) { return (a > b) | (a != a) ? a : b; }",
     "rem": "$T opk_rem_$S($T a, $T b) { const $T r = __builtin_fmod$F(a, b); "
     "return (r != 0) & ((r < 0) != (b < 0)) ? r + b : r; }",
-    "whole": "uint64_t opk_whole_$S($T a) { return a < ($T)0x1p63 ? (uint64_t)(int64_t)a "
-    ": (uint64_t)(int64_t)(a - ($T)0x1p63) ^ 0x8000000000000000UL; }",
+    "whole": "uint64_t opk_whole_$S($T a) { return a >= ($T)0x1p63 ? "
+    "(uint64_t)(int64_t)(a - ($T)0x1p63) ^ 0x8000000000000000UL : (uint64_t)(int64_t)a; }",
 }
 _BITS = "$T opk_bits_${R}_$S($V a) { $T b; __builtin_memcpy(&b, &a, sizeof b); return b; }"
 _ATOMIC = (

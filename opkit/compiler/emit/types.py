@@ -45,7 +45,7 @@ def number(value: bool | int | float, dtype: str) -> str:
     """A constant.
 
     >>> number(1.5, "f32"), number(-0.0, "f64"), number(-3, "i32"), number(1.0, "bf16")
-    ('0x1.8p+0f', '(-0x0.0p+0)', '(-3)', '0x3f80u')
+    ('0x1.8000000000000p+0f', '(-0x0.0p+0)', '(-3)', '0x3f80u')
     """
     if dtype in NARROW:
         return f"0x{bits(float(value), dtype):x}u"

@@ -142,6 +142,10 @@ class Index:
     def __mul__(self, other: IndexLike) -> Index:
         if isinstance(other, int):
             return Index({m: c * other for m, c in self.terms.items()}) if other else ZERO
+        for one, many in ((self, other), (other, self)):
+            constant = one.constant
+            if constant is not None:
+                return many if constant == 1 else many * constant
         terms: dict[Monomial, int] = {}
         for a, x in self.terms.items():
             for b, y in other.terms.items():
@@ -193,10 +197,12 @@ class Index:
 
     def substitute(self, axes: Mapping[Any, IndexLike]) -> Index:
         """The index with others for axes (and for sizes and values that the mapping names), resolved as far as it goes."""
-        total = ZERO
+        total: dict[Monomial, int] = {}
         for monomial, c in self.terms.items():
-            total = total + functools.reduce(lambda a, atom: a * _replaced(atom, axes), monomial, index(c))
-        return total
+            replaced = [_replaced(atom, axes) for atom in monomial]
+            for m, x in functools.reduce(lambda a, b: a * b, replaced, index(c)).terms.items():
+                total[m] = total.get(m, 0) + x
+        return Index({m: x for m, x in total.items() if x})
 
 
 ZERO = Index({})
@@ -216,6 +222,7 @@ def _constant(value: int) -> Index:
     return Index({(): int(value)} if value else {})
 
 
+@functools.lru_cache(4096)
 def axis(number: int, extent: IndexLike) -> Index:
     """The loop variable ``a<number>``, which runs from 0 to below ``extent``; 0 itself where that is 1."""
     return ZERO if extent == 1 else Index({(Axis(number, index(extent)),): 1})
@@ -250,8 +257,13 @@ def contiguous(shape: Iterable[IndexLike]) -> tuple[Index, ...]:
     >>> contiguous([2, 3, 4])
     (12, 4, 1)
     """
+    return _contiguous(tuple(shape))
+
+
+@functools.lru_cache(4096)
+def _contiguous(shape: tuple[IndexLike, ...]) -> tuple[Index, ...]:
     strides = [index(1)]
-    for extent in reversed(list(shape)):
+    for extent in reversed(shape):
         strides.append(strides[-1] * index(extent))
     return tuple(reversed(strides[:-1]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from opkit.compiler.ir.index import Index, contiguous, index
 from opkit.compiler.ir.program import Buffer, Compute, Extern, Item, Program, Step, Strided
 from opkit.compiler.lower.registry import NoRule
 from opkit.compiler.lower.scalar import Scalar, cast
+from opkit.compiler.lower.target import PLAIN, Target
 from opkit.compiler.lower.tensors import Lazy, Shape, Stored, Tensor, formal, is_dense, lazy, whole
 
 _LAZY_NODES = 24  # an expression of constants and positions of more nodes than this is computed once, not in every use
@@ -25,11 +27,13 @@ class Builder:
     Attributes:
         graph: what is lowered.
         node: the node whose rule runs.
+        target: what the machine does well.
         values: the results of the nodes before it, by name.
     """
 
     graph: Graph
     node: Node
+    target: Target = PLAIN
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     buffers: dict[str, Buffer] = dataclasses.field(default_factory=dict)
     steps: list[Step] = dataclasses.field(default_factory=list)
@@ -92,7 +96,16 @@ class Builder:
         kind = kind or self.result()
         if _is_lazy(body):
             return lazy(body, kind.shape)
-        return self.compute(self.made(body.dtype, kind.shape, kind.strides), kind.shape, body)
+        return self.compute(self.made(body.dtype, kind.shape, self._layout(body, kind)), kind.shape, body)
+
+    def _layout(self, body: Expr, kind: TensorType) -> Shape:
+        """The strides of an image that is computed from images: theirs, where lowering has chosen them."""
+        if len(kind.shape) != 4 or not self.target.channels_last:
+            return kind.strides
+        loads = [node.data for node in body.walk() if node.op == "load"]
+        read = [self.buffers[name] for name, at in loads if at == formal(kind.shape)]
+        made = (b.strides for b in read if b.role == "made" and b.shape == kind.shape and b.strides != kind.strides)
+        return next(made, kind.strides)
 
     def temporary(self, body: Expr, shape: Sequence[Index]) -> Tensor:
         """A tensor between the steps of one rule."""
@@ -127,12 +140,33 @@ class Builder:
         results = tuple(whole(b) if isinstance(b, Buffer) else b for b in outputs)
         return results if isinstance(self.node.result, tuple) else results[0] if results else None
 
+    def call(
+        self,
+        target: str,
+        args: Sequence[Any],
+        outputs: Sequence[Buffer | None],
+        kwargs: dict[str, Any] | None = None,
+        out: bool = False,
+    ) -> list[Any]:
+        """Calls an operator of torch on these arguments, tensors among them, with its results in these buffers."""
+        given = tuple(self.argument(a) for a in args)
+        named = {key: self.argument(a) for key, a in (kwargs or {}).items()}
+        names = tuple(None if b is None else b.name for b in outputs)
+        self.steps.append(Extern(target, given, named, names, out=out, origin=self.origin))
+        return [None if b is None else whole(b) for b in outputs]
+
+    def argument(self, value: Any) -> Any:
+        """A value as an extern call takes it."""
+        if isinstance(value, Tensor):
+            return self.strided(value)
+        return [self.argument(v) for v in value] if isinstance(value, list) else value
+
     def _extern_outputs(self) -> list[Buffer | Index | None]:
         result = self.node.result
         kinds = result if isinstance(result, tuple) else (result,)
-        return [self._allocated(kind) if isinstance(kind, TensorType) else kind for kind in kinds]
+        return [self.allocated(kind) if isinstance(kind, TensorType) else kind for kind in kinds]
 
-    def _allocated(self, kind: TensorType) -> Buffer:
+    def allocated(self, kind: TensorType) -> Buffer:
         """What torch allocates: strides as they are, gaps and all."""
         return self._added(Buffer(self._name(self.node.name), kind.dtype, kind.shape, kind.strides))
 
@@ -155,7 +189,7 @@ class Builder:
         strided = self.strided(found)
         return Item(strided.buffer) if name in self.numbers else strided
 
-    @property
+    @functools.cached_property
     def numbers(self) -> set[str]:
         """The nodes whose result is a Python number that a tensor of no dimensions stands for."""
         return {node.name for node in self.graph.nodes if node.target == "aten._local_scalar_dense.default"}

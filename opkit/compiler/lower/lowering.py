@@ -13,15 +13,19 @@ from opkit.compiler.lower.context import Builder, reads_buffer
 from opkit.compiler.lower.passes import tidied
 from opkit.compiler.lower.registry import NoRule
 from opkit.compiler.lower.rules import ALIASING, EXTERNS, RULES
+from opkit.compiler.lower.target import PLAIN, Target
 from opkit.compiler.lower.tensors import Stored, Tensor, whole
 
 
-def lower(graph: Graph, tidy: bool = True) -> Program:
+def lower(graph: Graph, target: Target = PLAIN, tidy: bool = True) -> Program:
     """The program that computes a graph.
 
-    ``tidy`` removes what is computed twice or for nobody.
+    Args:
+        graph: what is computed.
+        target: what the machine does well.
+        tidy: remove what is computed twice or for nobody.
     """
-    builder = Builder(graph, graph.nodes[0] if graph.nodes else Node("nothing", "", (), {}, None))
+    builder = Builder(graph, graph.nodes[0] if graph.nodes else Node("nothing", "", (), {}, None), target)
     inputs: list[str | Index] = []
     for node in graph.nodes:
         builder.node = node
@@ -51,14 +55,20 @@ def _lowered(b: Builder, node: Node) -> Any:
     mutated = _mutated(b, node)
     for buffer in mutated:
         _kept_before_write(b, buffer)
-    steps, buffers = len(b.steps), dict(b.buffers)
+    steps, buffers = len(b.steps), len(b.buffers)
     try:
         return _checked(node, _by_rule(b, node))
     except NoRule as why:
-        del b.steps[steps:]
-        b.buffers = buffers
+        _forget(b, steps, buffers)
         aliases = node.target in ALIASING
         return b.extern(str(why), mutated=frozenset(mutated), aliases=aliases, **EXTERNS.get(node.target, {}))
+
+
+def _forget(b: Builder, steps: int, buffers: int) -> None:
+    """Takes back what a rule made before it found that it does not apply."""
+    for name in list(b.buffers)[buffers:]:
+        del b.buffers[name]
+    del b.steps[steps:]
 
 
 def _by_rule(b: Builder, node: Node) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opkit.compiler.ir.expr import Expr, make, rewrite
@@ -45,7 +45,7 @@ def without_repeats(program: Program) -> Program:
     steps: list[Step] = []
     for found in program.steps:
         step = renamed(found, same)
-        key = _key(program, step, fixed)
+        key = _key(program, step, fixed, written)
         if key is not None and isinstance(step, Compute) and seen.setdefault(key, step.buffer) != step.buffer:
             same[step.buffer] = seen[key]
         else:
@@ -53,26 +53,20 @@ def without_repeats(program: Program) -> Program:
     return dataclasses.replace(program, steps=tuple(steps))
 
 
-def _key(program: Program, step: Step, fixed: set[str]) -> Any:
+def _key(program: Program, step: Step, fixed: set[str], written: Mapping[str, int]) -> Any:
     """What computes that can be made one have in common; None for a step that must stay."""
     if not isinstance(step, Compute) or step.update is not None or step.buffer in fixed:
         return None
-    if any(name in fixed for name in reads(step) if program.buffers[name].role == "made"):
-        return None
-    if any(name in fixed and _is_written(program, name) for name in reads(step)):
-        return None
+    if any(written[name] > (program.buffers[name].role == "made") for name in reads(step)):
+        return None  # what it reads changes while the program runs
     buffer = program.buffers[step.buffer]
     kind = (buffer.dtype, buffer.shape, buffer.strides)
     return kind, step.axes, step.target, step.body, step.reduction, step.reduced
 
 
-def _is_written(program: Program, name: str) -> bool:
-    return any(name in writes(step) for step in program.steps)
-
-
 def renamed(step: Step, names: dict[str, str]) -> Step:
     """A step that reads other buffers."""
-    if not names:
+    if not any(name in names for name in reads(step)):
         return step
     if isinstance(step, Extern):
         args, kwargs = _renamed_argument(step.args, names), _renamed_argument(step.kwargs, names)

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import Expr, cast, load, rewrite, var
-from opkit.compiler.ir.index import Index, axis, contiguous, flat, product
+from opkit.compiler.ir.index import Index, Value, axis, contiguous, flat, product
+from opkit.compiler.ir.index import value as computed
 from opkit.compiler.ir.kernel import Accumulator, Let, Scratch, Statement, Store, Update
 from opkit.compiler.ir.program import Buffer
 from opkit.compiler.lower.fuse import cost, lossless, with_values
@@ -129,7 +130,7 @@ class _Writer:
 
     def _store(self, name: str, member: Member, value: Expr) -> Store:
         self.written.add(name)
-        at = flat(member.target, self.buffers[name].strides)
+        at = flat([self._resolved_index(c, member) for c in member.target], self.buffers[name].strides)
         return Store(self._pointer(name), at, cast(value, self.buffers[name].dtype), member.step.update)
 
     def _pointer(self, name: str) -> str:
@@ -189,6 +190,12 @@ class _Writer:
             return load(self._pointer(buffer), node.dtype, at, mask=node.args[0] if node.args else None)
 
         return rewrite(root, change)
+
+    def _resolved_index(self, at: Index, member: Member) -> Index:
+        leaves = {leaf for leaf in at.leaves() if isinstance(leaf, Value)}
+        return (
+            at.substitute({v: computed(self._resolved(v.expr, member, member.phase)) for v in leaves}) if leaves else at
+        )
 
     def _before(self, buffer: str, member: Member) -> bool:
         """Whether a step reads a buffer that the group overwrites later: it sees what was there."""

@@ -8,6 +8,7 @@ result needs it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from opkit.compiler.ir.expr import Expr, load
@@ -49,10 +50,11 @@ class Tensor:
 
     def at(self, coordinates: Sequence[IndexLike], mask: Expr | None = None) -> Expr:
         """The element at coordinates; where ``mask`` is false, memory is not read."""
-        moved = substitution(self.shape, coordinates)
+        same = tuple(coordinates) == formal(self.shape)
+        moved = {} if same else substitution(self.shape, coordinates)
         if isinstance(self.source, Lazy):
-            return self.source.body.substitute(moved)
-        there = [c.substitute(moved) for c in self.source.coordinates]
+            return self.source.body if same else self.source.body.substitute(moved)
+        there = self.source.coordinates if same else [c.substitute(moved) for c in self.source.coordinates]
         return load(self.source.buffer.name, self.dtype, *there, mask=mask)
 
     def mapped(self, shape: Sequence[IndexLike], coordinates: Sequence[IndexLike], copied: bool = False) -> Tensor:
@@ -81,6 +83,9 @@ class Tensor:
         """The tensor as torch describes one, if its map is affine with strides that torch can have."""
         if isinstance(self.source, Lazy):
             return None
+        buffer = self.source.buffer
+        if self.shape == buffer.shape and self.source.coordinates == formal(buffer.shape):
+            return Strided(buffer.name, self.shape, buffer.strides, ZERO)
         rest = flat(self.source.coordinates, self.source.buffer.strides)
         strides: list[Index] = []
         for k, stride in enumerate(contiguous(self.shape)):
@@ -104,6 +109,11 @@ def lazy(body: Expr, shape: Sequence[IndexLike]) -> Tensor:
 
 def formal(shape: Sequence[IndexLike]) -> tuple[Index, ...]:
     """The axes of a shape: number k runs along dimension k; 0 where the extent is 1."""
+    return _formal(tuple(shape))
+
+
+@functools.lru_cache(4096)
+def _formal(shape: tuple[IndexLike, ...]) -> tuple[Index, ...]:
     return tuple(axis(k, extent) for k, extent in enumerate(shape))
 
 
@@ -143,6 +153,7 @@ def is_dense(shape: Shape, strides: Shape) -> bool:
 # ---- reshaping -------------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(4096)
 def _reshape(old: Shape, new: Shape) -> list[Index]:
     """Coordinates in the old shape over the axes of the new one, group by group of dimensions that hold as much."""
     if any(n == 0 for n in (*old, *new)):

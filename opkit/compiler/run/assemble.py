@@ -122,7 +122,6 @@ class Runner:
             "as_strided": torch.as_strided,
             "empty_strided": torch.empty_strided,
             "fit": calling.fit,
-            "resolve": calling.resolve,
             "spread": calling.spread,
         }
 

@@ -61,17 +61,12 @@ def spread(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, list | tuple) else (result,)
 
 
-def resolve(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its values in memory as they are, neither conjugated nor negated when they are read."""
-    return tensor.resolve_conj().resolve_neg()
-
-
 def fit(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """What an operator returned, with the strides that its fake implementation promised, and no lazy conjugate."""
+    """A tensor with the strides that the graph was captured with, neither conjugated nor negated when it is read."""
     if tensor.stride() == strides and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     if tuple(tensor.shape) != shape:
         raise RuntimeError(
-            f"an operator returned the sizes {tuple(tensor.shape)} where its fake implementation gave {shape}"
+            f"an operator gave the sizes {tuple(tensor.shape)} where its fake implementation gives {shape}"
         )
     return torch.empty_strided(shape, strides, dtype=tensor.dtype).copy_(tensor)

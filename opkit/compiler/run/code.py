@@ -143,7 +143,7 @@ class _Writer:
         buffers = [each for each in plan.inputs if isinstance(each, str)]
         for number, each in enumerate(plan.inputs):
             if isinstance(each, str) and number in self.resolved and each in held:
-                self._line(f"{self._variable(each)} = resolve({self._variable(each)})")
+                self._fit(each)
         self.made |= set(buffers)
         for each in buffers:
             self._point(each)
@@ -201,14 +201,17 @@ class _Writer:
 
     def _receive(self, buffer: str, name: str) -> None:
         """A result, in its buffer if that has a place, else with the strides that are expected of it."""
-        about = self.plan.buffers[buffer]
         if self._is_kept(buffer):
             self._line(f"{self._whole(buffer)}.copy_({name})")
             self._line(f"del {name}")
             return
-        self._line(f"{name} = fit({name}, {self._numbers(about.shape)}, {self._numbers(about.strides)})")
+        self._fit(buffer)
         self.made.add(buffer)
         self._point(buffer)
+
+    def _fit(self, buffer: str) -> None:
+        name, about = self._variable(buffer), self.plan.buffers[buffer]
+        self._line(f"{name} = fit({name}, {self._numbers(about.shape)}, {self._numbers(about.strides)})")
 
     def _outputs(self) -> tuple[Any, ...]:
         for each in tensors(self.plan.outputs):

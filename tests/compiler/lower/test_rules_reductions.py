@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.compiler.graphs import check
+from tests.compiler.graphs import check, gradients
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
@@ -76,7 +76,9 @@ def test_one_number(name):
     check(functions[name] if name != "amax" else lambda x: x.amax(), torch.tensor(1.5))
 
 
-@pytest.mark.parametrize("name", ["sum", "mean", "amax", "max and place", "argmax", "argmin", "softmax", "logsumexp", "any"])
+@pytest.mark.parametrize(
+    "name", ["sum", "mean", "amax", "max and place", "argmax", "argmin", "softmax", "logsumexp", "any"]
+)
 def test_not_finite(name):
     x = torch.randn(3, 4, 5)
     x[0, 1, 2], x[1, 2, 3], x[2, 3, 4] = float("nan"), float("inf"), -float("inf")
@@ -94,18 +96,6 @@ def test_a_row_of_nan_has_its_first_as_greatest():
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------
-
-
-def gradients(function):
-    """The function's gradients with regard to all of its arguments."""
-
-    def both(*args):
-        args = [a.detach().requires_grad_() for a in args]
-        y = function(*args)
-        weights = torch.arange(y.numel()).reshape(y.shape).to(y.dtype) / y.numel()
-        return (y.detach(), *torch.autograd.grad((y * weights).sum(), args))
-
-    return both
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

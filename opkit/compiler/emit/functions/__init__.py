@@ -20,13 +20,15 @@ from opkit.compiler.emit.functions import (
     inverse,
     logarithm,
     narrow,
+    power,
     random,
     rounding,
+    trigonometric,
 )
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.ops import OPS
 
-_MODULES = (bits, rounding, narrow, exponential, logarithm, inverse, hyperbolic, error, random)
+_MODULES = (bits, rounding, narrow, exponential, logarithm, inverse, hyperbolic, trigonometric, error, power, random)
 _TEXT = {name: body for module in _MODULES for name, body in module.TEXT.items()}
 _CALL = re.compile(r"\bopk_(\w+)")
 _PREAMBLE = "#define OPK_INLINE static inline __attribute__((always_inline))\n"
@@ -55,6 +57,6 @@ def _visit(name: str, order: dict[str, None]) -> None:
     if name in order:
         return
     for called in _CALL.findall(_TEXT[name]):
-        if called != name:
+        if called != name and called in _TEXT:
             _visit(called, order)
     order[name] = None

@@ -34,15 +34,15 @@ OPK_INLINE float opk_exp_f32(float x) {
 }
 """
 
-# exp(x) 2**k, for |k| <= 2
-_EXP_TIMES_F64 = """
-OPK_INLINE double opk_exp_times_f64(double x, long long k) {
+# exp(x) 2**k for -2 <= k <= 200, or exp of a sum; of |x| < 712 alone if it is to be finite.
+_EXP_WITH_F64 = """
+OPK_INLINE double opk_$name(double x, $more) {
     const double shifted = opk_fma_f64(x, 0x1.71547652b82fep+0, 0x1.8p+52);
     const double n = shifted - 0x1.8p+52;
-    const double r = opk_fma_f64(n, -0x1.a39ef35793c76p-33, opk_fma_f64(n, -0x1.62e42feep-1, x));
+    const double r = opk_fma_f64(n, -0x1.a39ef35793c76p-33, opk_fma_f64(n, -0x1.62e42feep-1, x))$low;
     const double r2 = r * r, r4 = r2 * r2, r8 = r4 * r4;
     const double e = opk_fma_f64($q, r2, r);
-    const unsigned long long whole = opk_bits_f64(shifted) - 0x4338000000000000ull + 2046 + (unsigned long long)k;
+    const unsigned long long whole = opk_bits_f64(shifted) - 0x4338000000000000ull + 2046$k;
     const unsigned long long half = whole >> 1;
     const double scale = opk_from_bits_f64(half << 52);
     const double finite = opk_fma_f64(scale, e, scale) * opk_from_bits_f64((whole - half) << 52);
@@ -85,7 +85,10 @@ OPK_INLINE double opk_expm1_f64(double x) {
 
 TEXT = {
     "exp_f32": fill(_EXP_F32, "f32", **_Q),
-    "exp_times_f64": fill(_EXP_TIMES_F64, "f64", **_P),
+    "exp_times_f64": fill(
+        _EXP_WITH_F64, "f64", name="exp_times_f64", more="long long k", low="", k=" + (unsigned long long)k", **_P
+    ),
+    "exp_sum_f64": fill(_EXP_WITH_F64, "f64", name="exp_sum_f64", more="double low", low=" + low", k="", **_P),
     "exp_f64": fill(_EXP_F64, "f64"),
     "expm1_f32": fill(_EXPM1_F32, "f32", **_Q),
     "expm1_f64": fill(_EXPM1_F64, "f64", **_P),

@@ -22,7 +22,7 @@ _ASIN = (
 # The angle of (b, a), or of (-b, a) if left, for a and b that are not negative.
 _ANGLE = """
 OPK_INLINE double opk_angle_f64(double a, double b, int left) {
-    const int low = a < 0x1.a827999fcef32p-2 * b, high = a > 0x1.3504f333f9de6p+1 * b;
+    const int low = a <= 0x1.a827999fcef32p-2 * b, high = a > 0x1.3504f333f9de6p+1 * b;
     const double up = low ? a : high ? -b : a - b, down = low ? b : high ? a : a + b;
     const double ratio = down == 0.0 ? 0.0 : up / down, t = left ? -ratio : ratio;
     const double edge = left ? 0x1.921fb54442d18p+1 : 0.0, edge_rest = left ? 0x1.1a62633145c07p-53 : 0.0;

@@ -22,6 +22,7 @@ Formula = Callable[..., Scalar]
 _SQRT1_2 = math.sqrt(0.5)
 _TANH_SCALE = math.sqrt(2 / math.pi)
 _TANH_CUBIC = 0.044715
+_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
 
 def _limited(x: Scalar, low: Any, high: Any) -> Scalar:
@@ -190,6 +191,8 @@ _FORMULAS: dict[str, Formula] = {
     "hardshrink": hardshrink,
     "threshold": threshold,
     "logit": logit,
+    "celu": lambda x, alpha=1: elu(x, alpha, 1, 1 / alpha),
+    "selu": lambda x: elu(x, _SELU_ALPHA, _SELU_SCALE),
     "relu6": lambda x: _limited(x, 0, 6),
     "threshold_backward": threshold_backward,
     "silu_backward": silu_backward,

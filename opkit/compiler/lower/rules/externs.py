@@ -10,15 +10,7 @@ _OUT: dict[str, Any] = {"out": True}
 _PLAIN: dict[str, Any] = {}
 
 EXTERNS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys([f"aten.{name}.default" for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot")], _OUT),
-    **dict.fromkeys([f"aten.{name}.default" for name in ("convolution", "convolution_backward")], _PLAIN),
-    **dict.fromkeys(
-        [
-            f"aten._scaled_dot_product_{name}.default"
-            for name in ("flash_attention_for_cpu", "flash_attention_for_cpu_backward")
-        ],
-        _PLAIN,
-    ),
+    **dict.fromkeys([f"aten.{name}.default" for name in ("addmv", "mv", "dot")], _OUT),
     **dict.fromkeys([*overloads("sort", "default", "stable"), *overloads("topk")], _PLAIN),
     **dict.fromkeys([*overloads("_local_scalar_dense"), *overloads("_fft_c2c"), *overloads("_fft_r2c")], _PLAIN),
     **dict.fromkeys([*overloads("_fft_c2r"), *overloads("randperm")], _PLAIN),

@@ -1,17 +1,13 @@
-"""Views, and copies that only move elements: maps of indices, never steps (but for what is put together of several)."""
+"""Views, and copies that only move elements: maps of indices, never steps."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-from opkit.compiler.ir.expr import Expr, const, op, position
-from opkit.compiler.ir.expr import where as chosen
-from opkit.compiler.ir.index import ZERO, Index, contiguous, flat, index, is_below, is_nonnegative, product
+from opkit.compiler.ir.index import ZERO, Index, contiguous, flat, index, is_nonnegative, product
 from opkit.compiler.lower.context import Builder
 from opkit.compiler.lower.registry import NoRule, Table, overloads
-from opkit.compiler.lower.scalar import Scalar, cast, number
 from opkit.compiler.lower.tensors import Stored, Tensor, formal
 
 TABLE = Table()
@@ -90,7 +86,7 @@ def expand(b: Builder, x: Tensor, shape: Sizes, *, implicit: bool = False) -> Te
 
 @_view(*overloads("slice", "Tensor"))
 def slice_(b: Builder, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tensor:
-    begin = _clamped(0 if start is None else start, x.shape[dim])
+    begin = clamped(0 if start is None else start, x.shape[dim])
     return _along(x, dim, b.result().shape[dim], lambda at: at * step + begin)
 
 
@@ -103,7 +99,7 @@ def narrow(b: Builder, x: Tensor, dim: int, start: Any, length: Any) -> Tensor:
 def select(b: Builder, x: Tensor, dim: int, position: Any) -> Tensor:
     dim %= len(x.shape)
     axes = list(formal(b.result().shape))
-    axes.insert(dim, _from_end(position, x.shape[dim]))
+    axes.insert(dim, from_end(position, x.shape[dim]))
     return x.mapped(b.result().shape, axes)
 
 
@@ -175,7 +171,7 @@ def _along(x: Tensor, dim: int, length: Index, move: Any) -> Tensor:
     return x.mapped(shape, [move(a) if k == dim else a for k, a in enumerate(formal(shape))])
 
 
-def _from_end(at: Any, extent: Index) -> Index:
+def from_end(at: Any, extent: Index) -> Index:
     """A position, which counts from the end where it is negative."""
     at = _whole(at)
     if at.constant is not None:
@@ -191,9 +187,9 @@ def _whole(at: Any) -> Index:
     return index(at)
 
 
-def _clamped(at: Any, extent: Index) -> Index:
+def clamped(at: Any, extent: Index) -> Index:
     """Where a slice begins, within the dimension."""
-    found = _from_end(at, extent)
+    found = from_end(at, extent)
     if is_nonnegative(extent - found):
         return found if is_nonnegative(found) else ZERO
     if is_nonnegative(found - extent):
@@ -234,108 +230,6 @@ def repeat(b: Builder, x: Tensor, repeats: Sizes) -> Tensor:
     if any(n == 0 for n in shape):
         return x.mapped(shape, [ZERO] * len(x.shape), copied=True)
     return x.mapped(shape, [ZERO if n == 1 else a % n for a, n in zip(axes, x.shape, strict=True)], copied=True)
-
-
-@TABLE.rule(*overloads("cat"), *overloads("concat"))
-def cat(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    buffer = b.like()
-    dim = dim % len(buffer.shape)
-    begin = ZERO
-    found: Tensor | None = None
-    for x in tensors:
-        if len(x.shape) != len(buffer.shape):  # torch lets an empty tensor of one dimension through
-            continue
-        target = [a + begin if k == dim else a for k, a in enumerate(formal(x.shape))]
-        found = b.compute(buffer, x.shape, _as(x.at(formal(x.shape)), buffer.dtype), target)
-        begin = begin + x.shape[dim]
-    if found is None:
-        raise NoRule("nothing to put together")
-    return found
-
-
-@TABLE.rule(*overloads("stack"))
-def stack(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    dim %= len(b.result().shape)
-    shape = tensors[0].shape
-    return cat(b, [x.reshaped([*shape[:dim], index(1), *shape[dim:]]) for x in tensors], dim)
-
-
-@TABLE.rule(*overloads("constant_pad_nd"))
-def constant_pad_nd(b: Builder, x: Tensor, pad: Sizes, value: Any = 0) -> Tensor:
-    shape = b.result().shape
-    before = [
-        index(pad[2 * (len(shape) - 1 - k)]) if 2 * (len(shape) - k) <= len(pad) else ZERO for k in range(len(shape))
-    ]
-    axes = [a - p for a, p in zip(formal(shape), before, strict=True)]
-    inside = _inside(axes, x.shape)
-    fill = number(value, x.dtype).expr
-    if inside is None:
-        return b.compute(b.like(), shape, x.at(axes))
-    return b.compute(b.like(), shape, chosen(inside, x.at(axes, inside), fill))
-
-
-@TABLE.rule(*overloads("slice_scatter"))
-def slice_scatter(
-    b: Builder, x: Tensor, part: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
-) -> Tensor:
-    dim %= len(x.shape)
-    begin = _clamped(0 if start is None else start, x.shape[dim])
-    if step == 1:
-        return _replaced(b, x, part.expanded(_with(x.shape, dim, part.shape[dim])), dim, begin)
-    buffer = b.like()
-    b.compute(buffer, x.shape, x.at(formal(x.shape)))
-    target = [a * step + begin if k == dim else a for k, a in enumerate(formal(part.shape))]
-    return b.compute(buffer, part.shape, _as(part.at(formal(part.shape)), x.dtype), target)
-
-
-@TABLE.rule(*overloads("select_scatter"))
-def select_scatter(b: Builder, x: Tensor, part: Tensor, dim: int, position: Any) -> Tensor:
-    dim %= len(x.shape)
-    shape = _with(x.shape, dim, index(1))
-    return _replaced(b, x, part.reshaped(shape), dim, _from_end(position, x.shape[dim]))
-
-
-@TABLE.rule(*overloads("diagonal_scatter"))
-def diagonal_scatter(b: Builder, x: Tensor, part: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
-    rank = len(x.shape)
-    dim1, dim2 = dim1 % rank, dim2 % rank
-    buffer = b.like()
-    b.compute(buffer, x.shape, x.at(formal(x.shape)))
-    *rest, along = formal(part.shape)
-    at = iter(rest)
-    moved = {dim1: along + max(-offset, 0), dim2: along + max(offset, 0)}
-    target = [moved[k] if k in moved else next(at) for k in range(rank)]
-    return b.compute(buffer, part.shape, _as(part.at(formal(part.shape)), x.dtype), target)
-
-
-def _replaced(b: Builder, x: Tensor, part: Tensor, dim: int, begin: Index) -> Tensor:
-    """``x`` with ``part`` in place of what a dimension holds from ``begin`` on."""
-    axes = formal(x.shape)
-    there = [a - begin if k == dim else a for k, a in enumerate(axes)]
-    within = _inside([there[dim]], [part.shape[dim]], [x.shape[dim]])
-    body = _as(part.at(there, within), x.dtype)
-    return b.elementwise(body if within is None else chosen(within, body, x.at(axes)))
-
-
-def _inside(at: Sequence[Index], extents: Sequence[Index], whole: Sequence[Index] | None = None) -> Expr | None:
-    """Whether coordinates lie within extents; None where they always do."""
-    conditions: list[Expr] = []
-    for k, (a, n) in enumerate(zip(at, extents, strict=True)):
-        if whole is not None and whole[k] == n:
-            continue
-        if not is_nonnegative(a):
-            conditions.append(op("le", const(0, "i64"), position(a)))
-        if not is_below(a, n):
-            conditions.append(op("lt", position(a), position(n)))
-    return functools.reduce(lambda x, y: op("and", x, y), conditions) if conditions else None
-
-
-def _with(shape: Sequence[Index], dim: int, extent: Index) -> tuple[Index, ...]:
-    return (*shape[:dim], extent, *shape[dim + 1 :])
-
-
-def _as(x: Expr, dtype: str) -> Expr:
-    return cast(Scalar(x), dtype).expr
 
 
 ALIASING = frozenset(_VIEWS)

@@ -1,0 +1,74 @@
+"""pow.
+
+Method: exp(y log |x|), the sign after from whether y is odd. In f32 in f64; in f64 log |x| and the product are sums of two
+doubles: log as in ``logarithm``, with the first three terms of the series of atanh, the quotient and the products exact to
+about 2**-68.
+"""
+
+from __future__ import annotations
+
+from opkit.compiler.emit.functions.templates import estrin, fill
+
+# The series 2 atanh(s) = 2 s + s z (2/3 + z (2/5 + z tail(z))), z = s**2.
+_TAIL = (
+    "0x1.2492492492497p-2 0x1.c71c71c71532cp-3 0x1.745d175523788p-3 0x1.3b13a517ff464p-3 0x1.1115a33120cbfp-3 "
+    "0x1.e01f208df3eefp-4 0x1.d9cd2d49a39e8p-4"
+)
+
+_LOG_PAIR = """
+OPK_INLINE double opk_log_pair_f64(double a, double *low) {
+    const double normal = a < 0x1p-1022 ? a * 0x1p+52 : a;
+    const unsigned long long bits = opk_bits_f64(normal);
+    const unsigned long long k2048 = (bits - 0x3fe6a09e667f3bcdull + 0x8000000000000000ull) >> 52;
+    const double k = opk_from_bits_f64(0x4330000000000000ull + k2048) - (0x1p+52 + 2048.0) - (a < 0x1p-1022 ? 52.0 : 0.0);
+    const double f = opk_from_bits_f64(bits - (k2048 << 52) + 0x8000000000000000ull) - 1.0;
+    const double d = 2.0 + f, d_low = (2.0 - d) + f, s = f / d, p = s * d;
+    const double s_low = (((f - p) - opk_product_error(s, d, p)) - s * d_low) / d;
+    const double z = s * s, z_low = opk_product_error(s, s, z) + 2.0 * s * s_low, z2 = z * z, z4 = z2 * z2;
+    const double tail = z * $tail;
+    const double v = 0x1.999999999999ap-2 + tail;
+    const double v_low = ((0x1.999999999999ap-2 - v) + tail) - 0x1.999999999999ap-56;
+    const double w = z * v, w_low = opk_product_error(z, v, w) + (z * v_low + z_low * v);
+    const double r = 0x1.5555555555555p-1 + w;
+    const double r_low = ((0x1.5555555555555p-1 - r) + w) + (w_low + 0x1.5555555555555p-55);
+    const double q = z * r, q_low = opk_product_error(z, r, q) + (z * r_low + z_low * r);
+    const double t = s * q, t_low = opk_product_error(s, q, t) + (s * q_low + s_low * q);
+    const double m = 2.0 * s + t, m_low = opk_sum_error(2.0 * s, t, m) + (2.0 * s_low + t_low);
+    const double whole = k * 0x1.62e42feep-1, sum = whole + m;
+    const double rest = opk_sum_error(whole, m, sum) + (m_low + k * 0x1.a39ef35793c76p-33);
+    const double high = sum + rest;
+    *low = (sum - high) + rest;
+    return high;
+}
+"""
+
+# With the log of |x| as log + log_low. Nothing that comes of the rest counts where the product is infinite.
+_POW = """
+OPK_INLINE double opk_$name(double x, double y) {
+    const double a = __builtin_fabs(x);
+    $log
+    const double edge = a == 0.0 ? -__builtin_inf() : a < __builtin_inf() ? log : a;
+    const double product = y * edge;
+    const double rest = opk_product_error(y, edge, product) + y * log_low;
+    const double one = y != y ? y : 0.0, power = a == 1.0 ? one : product;
+    const double size = opk_exp_sum_f64(power, (__builtin_fabs(product) < 1000.0) & (a != 1.0) ? rest : 0.0);
+    const double whole = opk_trunc_f64(y), half = 0.5 * whole;
+    const double odd = opk_trunc_f64(half) != half ? -1.0 : 1.0;
+    const double sign = __builtin_copysign(1.0, x) < 0.0 ? odd : 1.0;
+    const double refused = (x < 0.0) & (a < __builtin_inf()) ? __builtin_nan("") : size;
+    const double result = whole == y ? size * sign : refused;
+    const double known = y != y ? y : result;
+    return (x == 1.0) | (y == 0.0) ? 1.0 : known;
+}
+"""
+
+_POW_F32 = "OPK_INLINE float opk_pow_f32(float x, float y) { return (float)opk_pow_wide(x, y); }"
+
+TEXT = {
+    "log_pair_f64": fill(_LOG_PAIR, "f64", tail=estrin("f64", "z", _TAIL)),
+    "pow_f64": fill(
+        _POW, "f64", name="pow_f64", log="double log_low;\n    const double log = opk_log_pair_f64(a, &log_low);"
+    ),
+    "pow_wide": fill(_POW, "f64", name="pow_wide", log="const double log = opk_log_f64(a), log_low = 0.0;"),
+    "pow_f32": fill(_POW_F32, "f32"),
+}

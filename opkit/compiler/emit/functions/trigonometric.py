@@ -1,0 +1,208 @@
+"""sin, cos and tan, for arguments of any size with no branch.
+
+Method: the argument in turns, x / 2 pi, less its whole part, after Payne and Hanek: x is multiplied by pieces of 1 / 2 pi,
+each product is exact, and what it holds of whole turns is dropped before they are added. Pieces whose product with x is
+a whole number are left out, so which are used depends on the exponent of x. f32: products of 24 and 26 bits in f64, one
+of five ranges of exponents by comparison. f64: products with their errors, pieces from a table with a row for 32 exponents.
+Then sin and cos of at most an eighth of a turn by minimax polynomials, exchanged and negated by the quadrant.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from opkit.compiler.emit.functions.templates import estrin, fill, horner
+
+_SIN32 = "-0x1.555546p-3 0x1.11075cp-7 -0x1.994cd2p-13"
+_COS32 = "0x1.55554ap-5 -0x1.6c0c94p-10 0x1.9a03acp-16"
+_SIN64 = (
+    "-0x1.5555555555549p-3 0x1.111111110f899p-7 -0x1.a01a019c13194p-13 0x1.71de357793ba7p-19 -0x1.ae5e654405a7dp-26 "
+    "0x1.5d9286ab1a1e8p-33"
+)
+_COS64 = (
+    "0x1.555555555554ep-5 -0x1.6c16c16c154dfp-10 0x1.a01a019cfa1e5p-16 -0x1.27e4f837cec82p-22 0x1.1eea07b836435p-29 "
+    "-0x1.8fbb9d597602bp-37"
+)
+
+_BITS = 1300  # of 1 / 2 pi: the largest exponent, and the precision of a reduced argument beside the nearest multiple
+_STARTS = (0, 48, 70, 92, 114)  # exponents from which f32 takes the next pieces
+
+
+@functools.cache
+def _turns() -> int:
+    """2**_BITS / 2 pi, with pi after Machin: 16 atan(1/5) - 4 atan(1/239)."""
+    one = 1 << _BITS + 32
+
+    def arctangent(n: int) -> int:
+        return sum((-1) ** k * (one // n ** (2 * k + 1)) // (2 * k + 1) for k in range(_BITS // 4))
+
+    pi = 16 * arctangent(5) - 4 * arctangent(239)
+    return (one * one // (2 * pi)) >> 32
+
+
+def _pieces(shift: int, whole: int, sizes: tuple[int, ...]) -> list[str]:
+    """2**shift / 2 pi, modulo 2**whole, as doubles with so many bits each."""
+    scaled = (_turns() << shift) % (1 << _BITS + whole)
+    pieces, top = [], scaled.bit_length()
+    for size in sizes:
+        top -= size
+        pieces.append(math.ldexp(scaled >> top, top - _BITS).hex())
+        scaled &= (1 << top) - 1
+    return pieces
+
+
+def _chosen(piece: int) -> str:
+    """The expression for one of the pieces, by the size of a."""
+    rows = [_pieces(0, 23 - start, (26, 26, 53)) for start in _STARTS]
+    *chosen, last = [row[piece] for row in rows]
+    return "".join(f"a < 0x1p+{end} ? {c} : " for c, end in zip(chosen, _STARTS[1:], strict=True)) + last
+
+
+# The angle that is left, at most pi / 4, in f64; quarter: the lowest bits of the number of quarter turns.
+_REDUCED32 = """
+OPK_INLINE double opk_reduced_f32(double x, unsigned long long *quarter) {
+    const double a = __builtin_fabs(x);
+    const double c1 = $c1;
+    const double c2 = $c2;
+    const double c3 = $c3;
+    const double p1 = x * c1, p2 = x * c2;
+    const double t = (p1 - opk_round_f64(p1)) + (p2 - opk_round_f64(p2));
+    const double shifted = opk_fma_f64(t, 4.0, 0x1.8p+52);
+    const double rest = opk_fma_f64(x, c3, opk_fma_f64(shifted - 0x1.8p+52, -0.25, t));
+    *quarter = opk_bits_f64(shifted);
+    return rest * 0x1.921fb54442d18p+2;
+}
+"""
+
+_QUARTER32 = """
+OPK_INLINE float opk_quarter_f32(float x, unsigned more) {
+    unsigned long long wide;
+    const float r = (float)opk_reduced_f32(x, &wide), s = r * r;
+    const unsigned quarter = (unsigned)wide + more;
+    const float sine = opk_fma_f32(r * s, $sin, r);
+    const float cosine = opk_fma_f32(s * s, $cos, opk_fma_f32(s, -0.5f, 1.0f));
+    return opk_from_bits_f32(opk_bits_f32(quarter & 1u ? cosine : sine) ^ (quarter & 2u) << 30);
+}
+"""
+
+_SIN_F32 = """
+OPK_INLINE float opk_sin_f32(float x) {
+    const float y = opk_quarter_f32(x, 0);
+    return x == 0.0f ? x : y;
+}
+"""
+
+_COS_F32 = "OPK_INLINE float opk_cos_f32(float x) { return opk_quarter_f32(x, 1); }"
+
+_TAN_F32 = """
+OPK_INLINE float opk_tan_f32(float x) {
+    unsigned long long quarter;
+    const double r = opk_reduced_f32(x, &quarter), s = r * r, s2 = s * s, s4 = s2 * s2;
+    const double sine = opk_fma_f64(r * s, $sin, r);
+    const double cosine = opk_fma_f64(s2, $cos, opk_fma_f64(s, -0.5, 1.0));
+    const double up = quarter & 1 ? -cosine : sine, down = quarter & 1 ? sine : cosine;
+    return x == 0.0f ? x : (float)(up / down);
+}
+"""
+
+# The sum of the parts in two doubles: terms are added from the largest, and every error is kept but those of the last.
+_REDUCED64 = """
+OPK_INLINE double opk_reduced_f64(double x, double *low, unsigned long long *quarter) {
+    const unsigned long long biased = opk_bits_f64(x) >> 52 & 0x7ff;
+    const unsigned long long row = biased < 1023 ? 0 : (biased - 1023) >> 5;
+    const double y = x * opk_from_bits_f64((1023 - 32 * row) << 52);
+    const double c1 = opk_turns[4 * row], c2 = opk_turns[4 * row + 1], c3 = opk_turns[4 * row + 2];
+    const double p1 = y * c1, p2 = y * c2, p3 = y * c3;
+    const double e1 = opk_product_error(y, c1, p1), e2 = opk_product_error(y, c2, p2);
+    const double e3 = opk_fma_f64(y, opk_turns[4 * row + 3], opk_product_error(y, c3, p3));
+    const double f1 = p1 - opk_round_f64(p1), g1 = e1 - opk_round_f64(e1), f2 = p2 - opk_round_f64(p2);
+    const double s1 = f1 + g1, s2 = s1 + f2, u = e2 + p3;
+    const double v1 = opk_sum_error(f1, g1, s1), v2 = opk_sum_error(s1, f2, s2), v3 = opk_sum_error(e2, p3, u);
+    const double shifted = opk_fma_f64(s2, 4.0, 0x1.8p+52), h = opk_fma_f64(shifted - 0x1.8p+52, -0.25, s2);
+    const double t = h + u, w = opk_sum_error(h, u, t), v = v1 + v2, c = w + v;
+    const double high = t + c, rest = opk_sum_error(v1, v2, v) + opk_sum_error(w, v, c);
+    const double tail = opk_sum_error(t, c, high) + ((v3 + rest) + e3);
+    const double r = high * 0x1.921fb54442d18p+2;
+    const double error = opk_product_error(high, 0x1.921fb54442d18p+2, r);
+    *low = opk_fma_f64(high, 0x1.1a62633145c07p-52, error) + tail * 0x1.921fb54442d18p+2;
+    *quarter = opk_bits_f64(shifted);
+    return r;
+}
+"""
+
+_SINE64 = """
+OPK_INLINE double opk_sine_f64(double r, double low, double *rest) {
+    const double s = r * r, s2 = s * s, s4 = s2 * s2;
+    const double small = opk_fma_f64(r * s, $sin, low * opk_fma_f64(s, -0.5, 1.0)), sum = r + small;
+    *rest = (r - sum) + small;
+    return sum;
+}
+"""
+
+_COSINE64 = """
+OPK_INLINE double opk_cosine_f64(double r, double low, double *rest) {
+    const double s = r * r, s2 = s * s, s4 = s2 * s2, half = 0.5 * s, w = 1.0 - half;
+    const double s_low = 0.5 * opk_product_error(r, r, s);
+    const double small = (((1.0 - w) - half) - s_low) + opk_fma_f64(s2, $cos, -r * low), sum = w + small;
+    *rest = (w - sum) + small;
+    return sum;
+}
+"""
+
+_QUARTER64 = """
+OPK_INLINE double opk_quarter_f64(double x, unsigned long long more) {
+    double low, rest;
+    unsigned long long quarter;
+    const double r = opk_reduced_f64(x, &low, &quarter);
+    const double sine = opk_sine_f64(r, low, &rest), cosine = opk_cosine_f64(r, low, &rest);
+    quarter += more;
+    return opk_from_bits_f64(opk_bits_f64(quarter & 1 ? cosine : sine) ^ (quarter & 2) << 62);
+}
+"""
+
+_SIN_F64 = """
+OPK_INLINE double opk_sin_f64(double x) {
+    const double y = opk_quarter_f64(x, 0);
+    return __builtin_fabs(x) < 0x1p-30 ? x : y;
+}
+"""
+
+_COS_F64 = "OPK_INLINE double opk_cos_f64(double x) { return opk_quarter_f64(x, 1); }"
+
+_TAN_F64 = """
+OPK_INLINE double opk_tan_f64(double x) {
+    double low, sine_rest, cosine_rest;
+    unsigned long long quarter;
+    const double r = opk_reduced_f64(x, &low, &quarter);
+    const double sine = opk_sine_f64(r, low, &sine_rest), cosine = opk_cosine_f64(r, low, &cosine_rest);
+    const double up = quarter & 1 ? -cosine : sine, down = quarter & 1 ? sine : cosine;
+    const double up_rest = quarter & 1 ? -cosine_rest : sine_rest, down_rest = quarter & 1 ? sine_rest : cosine_rest;
+    const double q = up / down, p = q * down;
+    const double left = ((up - p) - opk_product_error(q, down, p)) + (up_rest - q * down_rest);
+    return __builtin_fabs(x) < 0x1p-30 ? x : q + left / down;
+}
+"""
+
+
+def _table() -> str:
+    rows = [_pieces(32 * row, 52 if row > 1 else 60, (53, 53, 53, 53)) for row in range(32)]
+    numbers = ",\n    ".join(", ".join(row) for row in rows)
+    return f"static const double opk_turns[128] = {{\n    {numbers},\n}};\n"
+
+
+TEXT = {
+    "turns": _table(),
+    "reduced_f32": fill(_REDUCED32, "f32", c1=_chosen(0), c2=_chosen(1), c3=_chosen(2)),
+    "quarter_f32": fill(_QUARTER32, "f32", sin=horner("f32", "s", _SIN32), cos=horner("f32", "s", _COS32)),
+    "sin_f32": fill(_SIN_F32, "f32"),
+    "cos_f32": fill(_COS_F32, "f32"),
+    "tan_f32": fill(_TAN_F32, "f32", sin=estrin("f64", "s", _SIN64), cos=estrin("f64", "s", _COS64)),
+    "reduced_f64": fill(_REDUCED64, "f64"),
+    "sine_f64": fill(_SINE64, "f64", sin=estrin("f64", "s", _SIN64)),
+    "cosine_f64": fill(_COSINE64, "f64", cos=estrin("f64", "s", _COS64)),
+    "quarter_f64": fill(_QUARTER64, "f64"),
+    "sin_f64": fill(_SIN_F64, "f64"),
+    "cos_f64": fill(_COS_F64, "f64"),
+    "tan_f64": fill(_TAN_F64, "f64"),
+}

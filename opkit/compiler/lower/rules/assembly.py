@@ -1,0 +1,139 @@
+"""Tensors put together of others: cat, stack, padding, a part replaced, and the derivatives of views."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from opkit.compiler.ir.expr import Expr, const, op, position
+from opkit.compiler.ir.expr import where as chosen
+from opkit.compiler.ir.index import ZERO, Index, index, is_below, is_nonnegative
+from opkit.compiler.lower.context import Builder
+from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.rules.views import clamped, from_end
+from opkit.compiler.lower.scalar import Scalar, cast, number
+from opkit.compiler.lower.tensors import Tensor, formal, lazy
+
+TABLE = Table()
+Sizes = Sequence[Index | int]
+
+
+# ---- one after the other ---------------------------------------------------------------------------------------------
+
+
+@TABLE.rule(*overloads("cat"), *overloads("concat"))
+def cat(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    buffer = b.like()
+    dim = dim % len(buffer.shape)
+    begin = ZERO
+    found: Tensor | None = None
+    for x in tensors:
+        if len(x.shape) != len(buffer.shape):  # torch lets an empty tensor of one dimension through
+            continue
+        target = [a + begin if k == dim else a for k, a in enumerate(formal(x.shape))]
+        found = b.compute(buffer, x.shape, _as(x.at(formal(x.shape)), buffer.dtype), target)
+        begin = begin + x.shape[dim]
+    if found is None:
+        raise NoRule("nothing to put together")
+    return found
+
+
+@TABLE.rule(*overloads("stack"))
+def stack(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    dim %= len(b.result().shape)
+    shape = tensors[0].shape
+    return cat(b, [x.reshaped([*shape[:dim], index(1), *shape[dim:]]) for x in tensors], dim)
+
+
+@TABLE.rule(*overloads("constant_pad_nd"))
+def constant_pad_nd(b: Builder, x: Tensor, pad: Sizes, value: Any = 0) -> Tensor:
+    shape = b.result().shape
+    rank = len(shape)
+    before = [index(pad[2 * (rank - 1 - k)]) if 2 * (rank - k) <= len(pad) else ZERO for k in range(rank)]
+    axes = [a - p for a, p in zip(formal(shape), before, strict=True)]
+    inside = _within(axes, x.shape, shape)
+    fill = number(value, x.dtype).expr
+    return b.compute(b.like(), shape, x.at(axes) if inside is None else chosen(inside, x.at(axes, inside), fill))
+
+
+# ---- a part replaced -------------------------------------------------------------------------------------------------
+
+
+@TABLE.rule(*overloads("slice_scatter"))
+def slice_scatter(
+    b: Builder, x: Tensor, part: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Tensor:
+    dim %= len(x.shape)
+    begin = clamped(0 if start is None else start, x.shape[dim])
+    return _replaced(b, x, part, dim, begin, step)
+
+
+@TABLE.rule(*overloads("slice_backward"))
+def slice_backward(b: Builder, grad: Tensor, sizes: Sizes, dim: int, start: Any, end: Any, step: int) -> Tensor:
+    return slice_scatter(b, _zeros(b), grad, dim, start, end, step)
+
+
+@TABLE.rule(*overloads("select_scatter"))
+def select_scatter(b: Builder, x: Tensor, part: Tensor, dim: int, position: Any) -> Tensor:
+    dim %= len(x.shape)
+    one = (*x.shape[:dim], index(1), *x.shape[dim + 1 :])
+    return _replaced(b, x, part.reshaped(one), dim, from_end(position, x.shape[dim]), 1)
+
+
+@TABLE.rule(*overloads("select_backward"))
+def select_backward(b: Builder, grad: Tensor, sizes: Sizes, dim: int, position: Any) -> Tensor:
+    return select_scatter(b, _zeros(b), grad, dim, position)
+
+
+@TABLE.rule(*overloads("diagonal_scatter"))
+def diagonal_scatter(b: Builder, x: Tensor, part: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    rank = len(x.shape)
+    dim1, dim2 = dim1 % rank, dim2 % rank
+    axes = formal(x.shape)
+    row, column = axes[dim1] - max(-offset, 0), axes[dim2] - max(offset, 0)
+    rest = [a for k, a in enumerate(axes) if k not in (dim1, dim2)]
+    within = _within([row], part.shape[-1:])
+    on = op("eq", position(row), position(column))
+    mask = on if within is None else op("and", on, within)
+    return b.elementwise(chosen(mask, _as(part.at([*rest, row], mask), x.dtype), x.at(axes)))
+
+
+@TABLE.rule(*overloads("diagonal_backward"))
+def diagonal_backward(b: Builder, grad: Tensor, sizes: Sizes, offset: int, dim1: int, dim2: int) -> Tensor:
+    return diagonal_scatter(b, _zeros(b), grad, offset, dim1, dim2)
+
+
+def _zeros(b: Builder) -> Tensor:
+    kind = b.result()
+    return lazy(number(0, kind.dtype).expr, kind.shape)
+
+
+def _replaced(b: Builder, x: Tensor, part: Tensor, dim: int, begin: Index, step: int) -> Tensor:
+    """``x`` with ``part`` in place of every ``step``-th element of a dimension from ``begin`` on."""
+    axes = formal(x.shape)
+    off = axes[dim] - begin
+    there = [off // step if k == dim else a for k, a in enumerate(axes)]
+    mask = None if part.shape[dim] == x.shape[dim] else _within([there[dim]], [part.shape[dim]])
+    if step != 1:
+        met = op("eq", position(off % step), const(0, "i64"))
+        mask = met if mask is None else op("and", mask, met)
+    body = _as(part.at(there, mask), x.dtype)
+    return b.elementwise(body if mask is None else chosen(mask, body, x.at(axes)))
+
+
+def _within(at: Sequence[Index], extents: Sequence[Index], whole: Sequence[Index] | None = None) -> Expr | None:
+    """Whether coordinates lie within extents; None where they always do: one that is ``whole`` does."""
+    conditions: list[Expr] = []
+    for k, (a, n) in enumerate(zip(at, extents, strict=True)):
+        if whole is not None and whole[k] == n and a == formal(whole)[k]:
+            continue
+        if not is_nonnegative(a):
+            conditions.append(op("le", const(0, "i64"), position(a)))
+        if not is_below(a, n):
+            conditions.append(op("lt", position(a), position(n)))
+    return functools.reduce(lambda x, y: op("and", x, y), conditions) if conditions else None
+
+
+def _as(x: Expr, dtype: str) -> Expr:
+    return cast(Scalar(x), dtype).expr

@@ -1,0 +1,232 @@
+"""Losses and their derivatives: a formula for each element, then the sum of all or their mean.
+
+``binary_cross_entropy`` gives NaN for what is not a probability, where eager raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from opkit.compiler.ir import expr
+from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.ir.graph import TensorType
+from opkit.compiler.ir.index import ZERO, Index, index, product
+from opkit.compiler.lower import scalar as f
+from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.registry import Table, overloads
+from opkit.compiler.lower.rules.indexing import place, read
+from opkit.compiler.lower.scalar import Scalar
+from opkit.compiler.lower.tensors import Shape, Tensor, broadcast, formal
+
+TABLE = Table()
+Formula = Callable[..., Scalar]
+_NONE, _MEAN = 0, 1  # ATen's numbers for reductions; 2 is the sum
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
+
+
+def total(b: Builder, body: Scalar, shape: Shape) -> Scalar:
+    """The sum of ``body`` over all of a shape, in the type that ``body`` has."""
+    if not shape:
+        return body
+    return Scalar(b.reduce("sum", body, shape, range(len(shape)), body.dtype).at(()))
+
+
+def reduced(b: Builder, body: Scalar, shape: Shape, reduction: int) -> Tensor:
+    """The loss: ``body`` for each element, their mean, or their sum."""
+    if reduction != _NONE:
+        body = total(b, body, shape)
+    if reduction == _MEAN:
+        body = body / product(shape)
+    return _rounded(b, body, b.result())
+
+
+def _rounded(b: Builder, body: Scalar, kind: TensorType) -> Tensor:
+    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+
+
+def _share(shape: Shape, reduction: int, times: float = 1.0) -> Callable[[Scalar], Scalar]:
+    """Multiplies by ``times``, and for a mean by 1 / the number of elements."""
+    count = product(shape)
+    if reduction != _MEAN:
+        return lambda x: x if times == 1 else x * times
+    if count.constant is None:
+        return lambda x: x * (times / f.number(count, x))
+    return lambda x: x * (times / max(count.constant or 0, 1))
+
+
+# ---- of an element and its target ------------------------------------------------------------------------------------
+
+
+def mse(x: Scalar, y: Scalar) -> Scalar:
+    return (x - y) * (x - y)
+
+
+def smooth_l1(x: Scalar, y: Scalar, beta: float = 1.0) -> Scalar:
+    z = f.absolute(x - y)
+    return f.where(z < beta, 0.5 * z * z / beta, z - 0.5 * beta)
+
+
+def huber(x: Scalar, y: Scalar, delta: float = 1.0) -> Scalar:
+    z = f.absolute(x - y)
+    return f.where(z < delta, 0.5 * z * z, delta * (z - 0.5 * delta))
+
+
+def soft_margin(x: Scalar, y: Scalar) -> Scalar:
+    return f.log(f.exp(-x * y) + 1)
+
+
+def cross_entropy(x: Scalar, y: Scalar, weight: Scalar | None = None) -> Scalar:
+    loss = (y - 1) * f.maximum(f.log1p(-x), -100) - y * f.maximum(f.log(x), -100)
+    return loss if weight is None else loss * weight
+
+
+def cross_entropy_of_logits(x: Scalar, y: Scalar, weight: Scalar | None, positive: Scalar | None) -> Scalar:
+    log_sigmoid = f.minimum(x, 0) - f.log1p(f.exp(-f.absolute(x)))
+    kept = log_sigmoid if positive is None else ((positive - 1) * y + 1) * log_sigmoid
+    loss = (1 - y) * x - kept
+    return loss if weight is None else loss * weight
+
+
+def mse_slope(grad: Scalar, x: Scalar, y: Scalar) -> Scalar:
+    return 2 * (x - y) * grad
+
+
+def smooth_l1_slope(grad: Scalar, x: Scalar, y: Scalar, beta: float = 1.0) -> Scalar:
+    d = x - y
+    return f.where(d <= -beta, -grad, f.where(d >= beta, grad, d * grad / beta))
+
+
+def huber_slope(grad: Scalar, x: Scalar, y: Scalar, delta: float = 1.0) -> Scalar:
+    d = x - y
+    return f.where(d <= -delta, -grad * delta, f.where(d >= delta, grad * delta, d * grad))
+
+
+def soft_margin_slope(grad: Scalar, x: Scalar, y: Scalar) -> Scalar:
+    z = f.exp(-y * x)
+    return -y * z * grad / (z + 1)
+
+
+def cross_entropy_slope(grad: Scalar, x: Scalar, y: Scalar, weight: Scalar | None = None) -> Scalar:
+    slope = grad * (x - y) / f.maximum((1 - x) * x, 1e-12)
+    return slope if weight is None else slope * weight
+
+
+# The formula, and how many tensors, which may be None, the operator takes before its reduction.
+_LOSSES: dict[str, tuple[Formula, int]] = {
+    "mse_loss": (mse, 2),
+    "smooth_l1_loss": (smooth_l1, 2),
+    "huber_loss": (huber, 2),
+    "soft_margin_loss": (soft_margin, 2),
+    "binary_cross_entropy": (cross_entropy, 3),
+    "binary_cross_entropy_with_logits": (cross_entropy_of_logits, 4),
+}
+_SLOPES: dict[str, tuple[Formula, int]] = {
+    "mse_loss_backward": (mse_slope, 3),
+    "smooth_l1_loss_backward": (smooth_l1_slope, 3),
+    "huber_loss_backward": (huber_slope, 3),
+    "soft_margin_loss_backward": (soft_margin_slope, 3),
+    "binary_cross_entropy_backward": (cross_entropy_slope, 4),
+}
+
+
+def _operands(args: Sequence[Any], count: int) -> tuple[list[Tensor | None], int, Sequence[Any]]:
+    """An operator's tensors, its reduction (the mean where it is left out), and its other arguments."""
+    tensors = [*args[:count], *[None] * (count - len(args))]
+    return tensors, args[count] if len(args) > count else _MEAN, args[count + 1 :]
+
+
+def _elements(tensors: Sequence[Tensor | None], shape: Shape, dtype: str) -> list[Scalar | None]:
+    inner = DTYPES[dtype].compute
+    return [None if t is None else element(t, shape, inner) for t in tensors]
+
+
+def _loss(formula: Formula, count: int) -> Any:
+    def rule(b: Builder, *args: Any, **kept: Any) -> Tensor:
+        tensors, reduction, rest = _operands(args, count)
+        reduction = kept.pop("reduction", reduction)
+        shape = broadcast(*(t.shape for t in tensors if t is not None))
+        body = formula(*_elements(tensors, shape, b.result().dtype), *rest, **kept)
+        return reduced(b, body, shape, reduction)
+
+    return rule
+
+
+def _slope(formula: Formula, count: int) -> Any:
+    def rule(b: Builder, *args: Any, **kept: Any) -> Tensor:
+        tensors, reduction, rest = _operands(args, count)
+        kind = b.result()
+        share = _share(kind.shape, kept.pop("reduction", reduction))
+        body = formula(*_elements(tensors, kind.shape, kind.dtype), *rest, **kept)
+        return _rounded(b, share(body), kind)
+
+    return rule
+
+
+for _name, (_formula, _count) in _LOSSES.items():
+    TABLE.rule(*overloads(_name))(_loss(_formula, _count))
+for _name, (_formula, _count) in _SLOPES.items():
+    TABLE.rule(*overloads(_name))(_slope(_formula, _count))
+
+
+# ---- of classes ------------------------------------------------------------------------------------------------------
+
+
+def _batched(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with a dimension for the batch; the classes are along dimension 1."""
+    if len(x.shape) > 1:
+        return x, target
+    return x.reshaped([index(1), *x.shape]), target.reshaped([index(1)])
+
+
+def _class(x: Tensor, target: Tensor, at: Sequence[Index], ignored: Any) -> tuple[Scalar, Index]:
+    """Whether a target counts, and the class that it names: 0, not what is there, where it does not."""
+    named = f.cast(Scalar(target.at(at)), "i64")
+    counts = f.unequal(named, ignored)
+    return counts, place(f.where(counts, named, 0), x.shape[1])
+
+
+@TABLE.rule(*overloads("nll_loss_forward"), *overloads("nll_loss2d_forward"))
+def nll_loss(
+    b: Builder, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: Any
+) -> tuple[Tensor, Tensor]:
+    """The loss, and the sum of the weights of the targets that count, which the derivative of a mean needs."""
+    x, target = _batched(x, target)
+    inner = DTYPES[x.dtype].compute
+    first, *rest = axes = formal(target.shape)
+    counts, label = _class(x, target, axes, ignored)
+    share = f.number(1, inner) if weight is None else f.cast(Scalar(read(weight, [label])), inner)
+    share = f.where(counts, share, 0)
+    loss = f.where(counts, -f.cast(Scalar(read(x, [first, label, *rest])), inner) * share, 0)
+    if reduction == _NONE and b.result().shape:  # of one element, eager gives its weight
+        return _rounded(b, loss, b.result()), _rounded(b, f.number(0, inner), b.result(1))
+    weights, losses = total(b, share, target.shape), total(b, loss, target.shape)
+    found = losses / weights if reduction == _MEAN else losses
+    return _rounded(b, found, b.result()), _rounded(b, weights, b.result(1))
+
+
+@TABLE.rule(*overloads("nll_loss_backward"), *overloads("nll_loss2d_backward"))
+def nll_loss_backward(
+    b: Builder,
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignored: Any,
+    weights: Tensor,
+) -> Tensor:
+    """Not a scatter: each element compares its class with the target."""
+    kind = b.result()
+    x, target = _batched(x, target)
+    inner = DTYPES[kind.dtype].compute
+    first, own, *rest = formal(kind.shape) if len(kind.shape) > 1 else (ZERO, *formal(kind.shape))
+    at = [first, *rest]
+    counts, label = _class(x, target, at, ignored)
+    slope = -f.cast(Scalar(grad.at(at if grad.shape else [])), inner)
+    slope = slope / f.cast(Scalar(weights.at(())), inner) if reduction == _MEAN else slope
+    slope = slope if weight is None else slope * f.cast(Scalar(weight.at([own])), inner)
+    hit = counts & f.equal(Scalar(expr.position(own)), Scalar(expr.position(label)))
+    return _rounded(b, f.where(hit, slope, 0), kind)

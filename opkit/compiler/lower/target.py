@@ -1,0 +1,29 @@
+"""What the machine that a program is made for does well, as far as lowering has a choice."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Choices of lowering.
+
+    Attributes:
+        narrow_products: whether the processor multiplies matrices of bfloat16 and float16 itself (AMX, AVX512-BF16). Where it
+            does not, products of narrow floats are computed in float32, which is several times faster than the emulation
+            that torch's libraries fall back on, and rounded once.
+        channels_last: whether convolutions of images run on tensors whose channels lie next to each other.
+    """
+
+    narrow_products: bool = True
+    channels_last: bool = False
+
+    @staticmethod
+    def of(features: frozenset[str]) -> Target:
+        """The choices for a processor, by the names of what it has, as Linux lists them."""
+        return Target(bool(features & {"avx512_bf16", "amx_bf16", "bf16", "avx_ne_convert"}), channels_last=True)
+
+
+PLAIN = Target()
+"""No choices: every operator as torch would run it."""

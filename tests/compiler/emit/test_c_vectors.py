@@ -1,0 +1,89 @@
+"""gcc makes vectors of the loops that models spend their time in."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from opkit.compiler.emit.expressions import SPELLED
+from opkit.compiler.emit.flags import flags
+from opkit.compiler.emit.source import source
+from opkit.compiler.ir.expr import cast, const, load, op, var, where
+from opkit.compiler.ir.index import Axis, axis, index, size
+from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Loop, Store, Update
+from opkit.compiler.ir.ops import OPS
+from opkit.compiler.ir.schedule import Launch
+from opkit.kernels import isa
+
+AT, N = axis(0, size("n")), size("n")
+X, H, M = load("x", "f32", AT), load("h", "bf16", AT), load("m", "b1", AT)
+ONE = const(1.0, "f32")
+GIVEN = (("x", "f32"), ("h", "bf16"), ("m", "b1"), ("i", "i64"))
+
+
+def kernel(body, before=(), after=()):
+    written = (Argument("y", "f32", True), Argument("z", "bf16", True))
+    given = (*(Argument(name, dtype, False) for name, dtype in GIVEN), *written)
+    return Kernel("k", given, ("n",), (*before, Loop(Axis(0, N), (body,), "vector"), *after))
+
+
+def reduction(name, body):
+    result = Store("y", index(0), cast(var("r", body.dtype), "f32"))
+    return kernel(Update("r", name, body), (Accumulator("r", body.dtype, name),), (result,))
+
+
+CASES = {
+    "pointwise": kernel(Store("y", AT, op("add", op("mul", X, X), ONE))),
+    "bf16": kernel(Store("z", AT, cast(op("exp", op("neg", cast(H, "f32"))), "bf16"))),
+    "choice": kernel(Store("y", AT, where(M, op("exp", X), const(0.0, "f32")))),
+    "masked": kernel(Store("y", AT, load("x", "f32", AT, mask=M))),
+    "greatest": kernel(Store("y", AT, op("max", X, ONE))),
+    "gelu": kernel(Store("y", AT, op("mul", X, op("add", op("erf", X), ONE)))),
+    "broadcast": kernel(Store("y", AT, op("mul", X, load("x", "f32", index(0))))),
+    **{name: reduction(name, X) for name in ("sum", "prod", "max", "min")},
+    "any": reduction("any", op("lt", X, ONE)),
+    "all": reduction("all", M),
+    "sum of i64": reduction("sum", load("i", "i64", AT)),
+    "sum of bf16": reduction("sum", cast(H, "f32")),
+    "sum of squares": reduction("sum", op("mul", X, X)),
+}
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
+@pytest.mark.skipif(isa.machine() != "x86_64", reason="what is vectorised is known for x86-64")
+@pytest.mark.parametrize("case", CASES)
+def test_vectors(case, tmp_path):
+    made = CASES[case]
+    names = [a.buffer for a in made.arguments]
+    (tmp_path / "k.c").write_text(source([[Launch(made, tuple(names), ("n",))]], names, ["n"]))
+    command = ["gcc", "-std=gnu11", "-march=x86-64-v3", *flags(), "-fopt-info-vec", "-c", "k.c", "-o", "k.o"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+    assert "loop vectorized using" in said
+
+
+def test_every_op_is_written():
+    """An op without a spelling would be called by a name that C's library may not have."""
+    library = {
+        "pow",
+        "exp",
+        "expm1",
+        "log",
+        "log1p",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "sinh",
+        "cosh",
+        "tanh",
+        "asinh",
+        "acosh",
+        "atanh",
+        "erf",
+        "erfc",
+    }
+    scalars = {row.name for row in OPS.values() if row.kind == "scalar" and row.numpy is not None}
+    assert scalars == (set(SPELLED) - {"where"}) | library

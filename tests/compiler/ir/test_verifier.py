@@ -1,0 +1,119 @@
+"""What is well formed passes; each mistake is named with its place."""
+
+import pytest
+
+from opkit.compiler.ir.expr import bound, cast, const, load, make, op, position, var, where
+from opkit.compiler.ir.index import Axis, axis, index, size, value
+from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
+from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, Strided
+from opkit.compiler.ir.verifier import verify_kernel, verify_program
+from opkit.errors import CompilerError
+
+AT = axis(0, 8)
+X = load("x", "f32", AT)
+ONE = const(1.0, "f32")
+SUM = Accumulator("s", "f32", "sum")
+
+
+def kernel(*body, how="plain", stop=None, extent=8):
+    given = (Argument("x", "f32", False), Argument("i", "i64", False), Argument("y", "f32", True))
+    return Kernel("k", given, ("n",), (Loop(Axis(0, index(extent)), body, how, stop),))
+
+
+def store(body, at=AT, **more):
+    return Store("y", at, body, **more)
+
+
+GOOD = [
+    kernel(store(op("add", X, ONE)), how="vector"),
+    kernel(Let("a", X), store(var("a", "f32")), how="parallel"),
+    kernel(SUM, Loop(Axis(1, size("n")), (Update("s", "sum", X),)), store(var("s", "f32"))),
+    kernel(Scratch("t", "f32", size("n")), Store("t", AT, X), store(load("t", "f32", AT))),
+    kernel(store(X, value(bound(load("i", "i64", AT), size("n"))), update="add", atomic=True)),
+    kernel(store(load("x", "f32", AT, mask=op("lt", position(AT), const(3, "i64")))), stop=(AT, size("n"))),
+]
+
+BAD = {
+    "holds f32, not f64": kernel(store(cast(load("x", "f64", AT), "f32"))),
+    "arguments of add are of types f32, i64": kernel(store(make("add", "f32", (X, load("i", "i64", AT))))),
+    "add of f32 is f32, not i32": kernel(store(cast(make("add", "i32", (X, X)), "f32"))),
+    "lt of f32 is b1, not f32": kernel(store(make("lt", "f32", (X, X)))),
+    "and does not take f32": kernel(store(op("and", X, X))),
+    "exp takes 1 arguments, and has 2": kernel(store(make("exp", "f32", (X, X)))),
+    "'walk' is not an op": kernel(store(make("walk", "f32", (X,)))),
+    "1 is no constant of f32": kernel(store(make("const", "f32", (), 1))),
+    r"where of \['f32', 'f32', 'f32'\]": kernel(store(where(X, X, ONE))),
+    "has not the size of f32": kernel(store(make("bitcast", "f32", (load("i", "i64", AT),)))),
+    "no buffer z here": kernel(store(load("z", "f32", AT))),
+    "has 1 coordinates, and 2 are given": kernel(store(load("x", "f32", AT, AT))),
+    "the mask of": kernel(store(load("x", "f32", AT, mask=X))),
+    "no variable a here": kernel(Loop(Axis(1, index(2)), (Let("a", X),)), store(var("a", "f32"))),
+    "a is of type f32, not f64": kernel(Let("a", X), store(cast(var("a", "f64"), "f32"))),
+    "the name a was given before": kernel(Let("a", X), Let("a", X)),
+    "a1 is used outside of its loop": kernel(store(X, axis(1, 2))),
+    "a0 runs to 8 here, and is used as one to 9": kernel(store(X, axis(0, 9))),
+    "m is not one of the sizes": kernel(store(X, size("m"))),
+    "is of type f32": kernel(store(X, value(X))),
+    "f64 is stored where f32 is held": kernel(store(cast(X, "f64"))),
+    "not an argument that is written": kernel(Store("x", AT, X)),
+    "'lt' does not bring two values": kernel(store(X, update="lt")),
+    "only a store with an update": kernel(store(X, atomic=True)),
+    "no accumulator s here": kernel(Update("s", "sum", X)),
+    "the accumulator is f32 sum": kernel(SUM, Update("s", "max", X)),
+    "a position goes with": kernel(SUM, Update("s", "sum", X, AT)),
+    "'mean' is not a reduction": kernel(Accumulator("s", "f32", "mean")),
+    "a loop around it has the same number": kernel(Loop(Axis(0, index(2)), ())),
+    "must be the innermost": kernel(Loop(Axis(1, index(2)), ()), how="vector"),
+    "a parallel loop stands inside": kernel(Loop(Axis(1, index(2)), (store(X),), "parallel")),
+    "a vector loop cannot stop early": kernel(store(X), how="vector", stop=(AT, size("n"))),
+    "its length depends on a loop": kernel(Scratch("t", "f32", AT)),
+}
+
+
+@pytest.mark.parametrize("good", GOOD)
+def test_what_is_well_formed(good):
+    verify_kernel(good)
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_mistake_in_a_kernel(message):
+    with pytest.raises(CompilerError, match=message):
+        verify_kernel(BAD[message])
+
+
+def program(*steps, outputs=("y",)):
+    shape, strides = (index(8), size("n")), (size("n"), index(1))
+    buffers = {n: Buffer(n, "f32", shape, strides, "input" if n == "x" else "made") for n in ("x", "y")}
+    buffers["r"] = Buffer("r", "f32", shape[:1], (index(1),))
+    results = tuple(Strided(n, buffers[n].shape, buffers[n].strides, index(0)) for n in outputs)
+    return Program("p", ("x", size("n")), buffers, steps, results, {"n": 3})
+
+
+BOTH = (index(8), size("n"))
+A, B = axis(0, 8), axis(1, size("n"))
+Y = Compute("y", BOTH, (A, B), op("exp", load("x", "f32", A, B)))
+R = Compute("r", BOTH, (A,), load("x", "f32", A, B), "sum", frozenset({1}))
+CALL = Extern("aten.mm.default", (Strided("x", BOTH, BOTH, index(0)),), {}, ("y",))
+
+BAD_PROGRAMS = {
+    "y is used before it is filled": program(R),
+    "y is read before it is filled": program(Compute("r", BOTH, (A,), load("y", "f32", A, B), "sum", frozenset({1}))),
+    "y has 2 dimensions, and 1 are given": program(Compute("y", BOTH, (A,), load("x", "f32", A, B))),
+    "the target depends on an axis that is reduced": program(Compute("y", BOTH, (A, B), R.body, "sum", frozenset({1}))),
+    "a reduction goes with axes": program(Compute("y", BOTH, (A, B), R.body, "sum")),
+    "no buffer z": program(Extern("aten.mm.default", (), {}, ("z",))),
+    "a2 is used outside": program(Compute("y", BOTH, (A, B), load("x", "f32", axis(2, 8), B))),
+    "i64 is stored where f32 is held": program(Compute("y", BOTH, (A, B), position(A))),
+}
+
+
+def test_a_program():
+    verify_program(program(Y, R, outputs=("y", "r")))
+    verify_program(program(CALL))
+    verify_program(program(Compute("y", BOTH, (A, B), R.body, "scan:sum", frozenset({1}))))
+
+
+@pytest.mark.parametrize("message", BAD_PROGRAMS)
+def test_a_mistake_in_a_program(message):
+    with pytest.raises(CompilerError, match=message):
+        verify_program(BAD_PROGRAMS[message])
