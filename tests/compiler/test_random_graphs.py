@@ -14,6 +14,8 @@ from random_compare import EagerError, mismatch
 from random_graphs import Input, Program, arguments
 from random_lines import programs
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of programs that are odd on purpose
+
 few = settings(
     max_examples=25,
     derandomize=True,
