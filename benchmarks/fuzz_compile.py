@@ -10,6 +10,7 @@ The programs are drawn in lots, and a lot that finds a mismatch goes on with the
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -84,9 +85,13 @@ def main() -> None:
         return torch.compile(function, backend=chosen, dynamic=options.dynamic or None)
 
     tally, found, started = {"graphs": 0, "refused by eager": 0}, [], time.monotonic()
-    for number in range(max(1, options.graphs // _LOT)):
+    for number in itertools.count():
+        if tally["graphs"] >= options.graphs or len(found) >= options.most:
+            break
         grad = {"both": bool(number % 2), "results": False, "gradients": True}[options.what]
-        wrong = lot(compile_, grad, min(_LOT, options.graphs), options.seed * 1_000_000 + number, tally)
+        wrong = lot(
+            compile_, grad, min(_LOT, options.graphs - tally["graphs"]), options.seed * 1_000_000 + number, tally
+        )
         if wrong is not None:
             found.append(wrong)
             _tell(wrong, grad, options, len(found))
@@ -111,6 +116,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--backend", default="opkit")
     parser.add_argument("--what", choices=("both", "results", "gradients"), default="both")
     parser.add_argument("--dynamic", action="store_true", help="all sizes of arguments symbolic")
+    parser.add_argument("--most", type=int, default=10, help="mismatches, after which it ends")
     parser.add_argument("--keep", type=Path, help="a folder for the scripts")
     return parser.parse_args()
 

@@ -105,7 +105,7 @@ _UNARY = (
     "{0}.sin()", "{0}.tanh()", "{0}.sigmoid()", "{0} * {0}", "F.silu({0})", "F.gelu({0})",
     "F.gelu({0}, approximate='tanh')", "{0}.clamp(-8.0, 4.0).exp()", "({0} * {0} + 1).log()",
     "({0} * {0} + 0.5).sqrt()", "({0} * {0} + 0.5).rsqrt()", "{0}.atan()", "{0}.erf()", "F.softplus({0})",
-    "({0} * {0} + 1).reciprocal()", "F.dropout({0}, 0.5, training=False)", "{0} + 1.5", "0.3 * {0}", "1 - {0}",
+    "({0} * {0} + 1).reciprocal()", "F.dropout({0}, 0.5, training=False) + 0.5", "{0} + 1.5", "0.3 * {0}", "1 - {0}",
     "{0} / 3", "{0}.square()", "{0}.expm1().clamp(max=9.0)",
 )  # fmt: skip
 _KINKED = (

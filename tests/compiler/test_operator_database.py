@@ -14,14 +14,15 @@ from database_compiled import INFOS, asked
 from database_exceptions import EXCEPTIONS
 
 SAMPLE = (
-    "abs", "add", "addmm", "all", "amax", "any", "argmax", "atan2", "baddbmm", "bitwise_and", "bmm", "cat", "clamp", "copysign",
-    "cumprod", "cumsum", "diag_embed", "div.floor_rounding", "erf", "expand", "fft.rfft", "flip", "floor_divide", "fmod", "frexp",
-    "gather", "index_add", "index_put", "index_select", "isclose", "lgamma", "lerp", "linalg.vector_norm", "log1p",
-    "logcumsumexp", "logsumexp", "masked_fill", "max.reduction_with_dim", "nan_to_num", "nn.functional.avg_pool2d",
-    "nn.functional.batch_norm", "nn.functional.conv2d", "nn.functional.cross_entropy", "nn.functional.embedding", "nn.functional.gelu",
-    "nn.functional.group_norm", "nn.functional.interpolate.bilinear", "nn.functional.layer_norm", "nn.functional.max_pool2d",
-    "nn.functional.pad.reflect", "nn.functional.softplus", "pow", "prod", "remainder", "roll", "scatter_add", "sort", "softmax",
-    "split", "std", "topk", "tril", "unfold", "var_mean", "where",
+    "abs", "add", "addmm", "all", "amax", "any", "argmax", "atan2", "baddbmm", "bitwise_and", "bmm", "cat", "clamp",
+    "copysign", "cumprod", "cumsum", "diag_embed", "div.floor_rounding", "erf", "expand", "fft.rfft", "flip",
+    "floor_divide", "fmod", "frexp", "gather", "index_add", "index_put", "index_select", "isclose", "lgamma", "lerp",
+    "linalg.vector_norm", "log1p", "logcumsumexp", "logsumexp", "masked_fill", "max.reduction_with_dim", "nan_to_num",
+    "nn.functional.avg_pool2d", "nn.functional.batch_norm", "nn.functional.conv2d", "nn.functional.cross_entropy",
+    "nn.functional.embedding", "nn.functional.gelu", "nn.functional.group_norm", "nn.functional.interpolate.bilinear",
+    "nn.functional.layer_norm", "nn.functional.max_pool2d", "nn.functional.pad.reflect", "nn.functional.softplus",
+    "pow", "prod", "remainder", "roll", "scatter_add", "sort", "softmax", "split", "std", "topk", "tril", "unfold",
+    "var_mean", "where",
 )  # fmt: skip
 
 

@@ -14,12 +14,14 @@ from random_compare import EagerError, mismatch
 from random_graphs import Input, Program, arguments
 from random_lines import programs
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of programs that are odd on purpose
+
 few = settings(
     max_examples=25,
     derandomize=True,
     database=None,
     deadline=None,
-    phases=[Phase.generate],
+    phases=[Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture],
 )
 
@@ -59,6 +61,18 @@ def test_results_are_as_in_eager(compiled, program):
 @few
 @given(program=programs(gradients=True))
 def test_gradients_are_as_in_eager(compiled, program):
+    assert not (wrong := unlike(program, compiled, grad=True)), f"{wrong}\n{program.script('opkit')}"
+
+
+FOUND = {
+    "an elementary function of one number": Program((Input((), "F32"),), ("v0 = t0.sin()",), ("v0",)),
+    "a power of one number": Program((Input((), "F32"),), ("v0 = (t0 * t0 + 1) ** 1.5",), ("v0",)),
+}
+"""What programs like these once showed to be wrong."""
+
+
+@pytest.mark.parametrize("program", FOUND.values(), ids=FOUND)
+def test_a_bug_once_found_stays_away(compiled, program):
     assert not (wrong := unlike(program, compiled, grad=True)), f"{wrong}\n{program.script('opkit')}"
 
 
