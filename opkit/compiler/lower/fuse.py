@@ -12,7 +12,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 
-from opkit.compiler.ir.expr import Expr, cast, indices, moved, rewrite
+from opkit.compiler.ir.expr import Expr, cast, const, indices, moved, rewrite
 from opkit.compiler.ir.index import Axis, Index, Value, product, value
 from opkit.compiler.ir.program import Compute, Extern, Item, Program, Strided, reads, writes
 from opkit.compiler.ir.schedule import Refusal
@@ -65,7 +65,7 @@ class _Fuser:
             self.entries.append(step)
             self._note(step, len(self.entries) - 1)
         else:
-            self._place(step)
+            self._place(_of_one(step))
 
     def _place(self, step: Compute, tries: int = 3) -> None:
         after = self._after(step)
@@ -135,6 +135,14 @@ def _invertible(made: Compute) -> bool:
     if made.reduction or made.update:
         return False
     return all(list(at.terms.values()) in ([], [1]) and len(at.atoms()) == len(at.axes()) for at in made.target)
+
+
+def _of_one(step: Compute) -> Compute:
+    """A reduction of single elements as the element itself."""
+    if step.reduction is None or any(step.axes[k] != 1 for k in step.reduced):
+        return step
+    body = const(0, "i64") if step.reduction.startswith("arg") else step.body
+    return dataclasses.replace(step, body=body, reduction=None, reduced=frozenset())
 
 
 def cost(root: Expr) -> int:

@@ -1,5 +1,6 @@
 """What the planner makes of programs, run as C: the same numbers as eager, in few kernels."""
 
+import pytest
 import torch
 
 from opkit.compiler.ir.program import Strided
@@ -53,3 +54,93 @@ def check(function, *args, kernels=None, **tolerances):
     if kernels is not None:
         assert len(made.steps) == kernels, "\n".join(map(str, made.refusals))
     return made
+
+
+# ---- pointwise -------------------------------------------------------------------------------------------------------
+
+
+def r(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + len(shape))).to(dtype)
+
+
+ONE_KERNEL = {
+    "broadcast": (lambda x, y: (x + y).sigmoid(), r(5, 7), r(7)),
+    "scalars": (lambda x: x * 2, torch.tensor(3.0)),
+    "nothing": (lambda x: x * 2, r(0, 3)),
+    "integers": (lambda x: (x // 3) % 5, torch.arange(-10, 10)),
+    "a reshape between": (lambda x, y: x.exp().reshape(15, 7) + y, r(3, 5, 7), r(15, 7)),
+    "slices": (lambda x: x[:, 1:3].exp() + x[:, 2:4], r(5, 7)),
+    "a transposed read": (lambda x, y: x.exp().permute(0, 2, 1) + y, r(3, 5, 7), r(3, 7, 5)),
+    "positions": (lambda x: x.tril() + torch.arange(7), r(7, 7)),
+    "padding": (lambda x: torch.nn.functional.pad(x, (1, 2)), r(3, 4)),
+    "in place": (lambda x: x.add_(1), r(5, 7)),
+    "narrow floats": (
+        lambda x, y: torch.nn.functional.gelu(x) * y,
+        r(30, 8, dtype=torch.bfloat16),
+        r(8, dtype=torch.bfloat16),
+    ),
+    "two results": (lambda x, y: (x + y, x * y), r(6, 5), r(6, 5)),
+    "softmax": (lambda x: torch.softmax(x, -1), r(9, 33)),
+    "softmax of columns": (lambda x: torch.softmax(x, 0), r(9, 33)),
+    "layer norm": (lambda x, w: torch.nn.functional.layer_norm(x, (33,), w), r(4, 9, 33), r(33)),
+    "layer norm of one row": (lambda x: torch.nn.functional.layer_norm(x, (1, 2, 3)), r(1, 2, 3)),
+    "long rows": (lambda x: torch.softmax(x, -1), r(8, 70000)),
+    "a sum of columns": (lambda x: (x * 2).sum(0), r(100, 48)),
+    "a sum with what follows": (lambda x: (x.sum(1, keepdim=True) + 1).sqrt().sigmoid(), r(40, 9).abs()),
+    "a sum of two axes": (lambda x: x.sum((0, 2)), r(4, 5, 6)),
+    "the greatest, with NaN": (lambda x: torch.where(x > 1, torch.nan, x).amax(1), r(8, 19)),
+    "where the greatest is": (lambda x: x.argmax(1), r(8, 19)),
+    "a running sum": (lambda x: x.cumsum(1), r(3, 20)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_KERNEL)
+def test_is_one_kernel(name):
+    function, *args = ONE_KERNEL[name]
+    limits = {"rtol": 1.6e-2, "atol": 1e-2} if args[0].dtype == torch.bfloat16 else {"rtol": 2e-6, "atol": 2e-5}
+    check(function, *args, kernels=1, **limits)
+
+
+def test_a_narrow_float_that_the_user_asked_for_is_rounded():
+    check(lambda x: x.to(torch.bfloat16).float() * 3, r(30), kernels=1, exact=True)
+
+
+def test_a_narrow_float_between_steps_is_not_rounded():
+    x = r(64)
+    (found,), _ = compiled(lambda x: (x.to(torch.bfloat16) * 3 + 1).float(), x)
+    exact = x.to(torch.bfloat16).float() * 3 + 1
+    assert torch.equal(found, exact)
+
+
+def test_a_long_sum_is_shared_out():
+    made = check(lambda x: (x * x).sum(), r(1 << 16), kernels=2, rtol=1e-5, atol=1e-3)
+    assert made.steps[0].kernel.body[0].how == "parallel"
+
+
+def test_a_long_row_is_left_to_several_kernels():
+    made = check(lambda x: torch.softmax(x, -1), r(2, 70000), rtol=1e-5, atol=1e-6)
+    assert any("too few to be shared out" in str(refusal) for refusal in made.refusals)
+
+
+def test_what_is_overwritten_is_read_before():
+    check(lambda x: (x.mul_(2), x.flip(0) + 1), r(5, 7))
+    check(lambda x, y: (y + x, x.copy_(y * 2)), r(5, 7), r(5, 7))
+
+
+def test_sums_over_other_axes_have_kernels_of_their_own_and_a_reason():
+    made = check(lambda x: (x.exp().sum(0), x.exp().sum(1)), r(6, 40), kernels=2, rtol=1e-5, atol=1e-5)
+    assert any("they reduce over other axes" in str(refusal) for refusal in made.refusals)
+
+
+def test_parts_put_together():
+    check(lambda x, y: torch.cat([x, y.exp()], 1) * 2, r(3, 5), r(3, 4))
+
+
+def test_equal_steps_share_a_kernel():
+    made = check(lambda x, y: (x.softmax(1) + 1, y.softmax(1) + 1), r(6, 40), r(6, 40), rtol=1e-5, atol=1e-6)
+    assert len({step.kernel.name for step in made.steps}) <= len(made.steps)
+
+
+def test_buffers_that_are_never_needed_together_share_memory():
+    made = check(lambda x: x.softmax(0).softmax(1).softmax(0).softmax(1), r(64, 64), rtol=1e-5, atol=1e-6)
+    assert made.arena.constant < 4 * 64 * 64 * 4
