@@ -25,6 +25,7 @@ from opkit.compiler.capture.conversion import Captured, Unsupported
 from opkit.compiler.emit.flags import flags
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.graph import Node
+from opkit.compiler.ir.program import Strided
 from opkit.compiler.ir.schedule import Launch, Schedule
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
@@ -117,7 +118,7 @@ def compile_graph(
     name = f"{kind} {next(_numbers[kind])}"
     stages = _Stages()
     try:
-        return _compiled(module, name, stages)
+        return _compiled(module, example_inputs, name, stages)
     except Unsupported as reason:
         logs.compiler.warning("%s runs in eager mode: %s.", name, reason)
     except ToolchainError as error:
@@ -140,8 +141,8 @@ class _Stages:
         return function(*arguments)
 
 
-def _compiled(module: fx.GraphModule, name: str, stages: _Stages) -> Boxed:
-    captured = stages.run("capture", conversion.capture, module, name)
+def _compiled(module: fx.GraphModule, inputs: Sequence[Any], name: str, stages: _Stages) -> Boxed:
+    captured = stages.run("capture", conversion.capture, module, name, inputs, private.results_of_the_user())
     target = Target.of(frozenset(isa.cpu_features()))
     identity = stages.run("look-up", stored.key, f"{target} {captured.key}")
     told = logs.fusion.isEnabledFor(logging.DEBUG)  # which kernels there are, and why, a stored plan does not say
@@ -152,6 +153,7 @@ def _compiled(module: fx.GraphModule, name: str, stages: _Stages) -> Boxed:
     runner = stages.run("assemble", assemble, renamed, _surroundings(captured), segments)
     if found is None:
         stored.store(identity, planned, text)
+    private.report_strides(map(_strides, planned.outputs))
     logs.output_code.debug("%s\n%s\n%s", name, text, runner.code.text)
     return _checked(runner, module)
 
@@ -163,6 +165,12 @@ def _made(captured: Captured, target: Target, stages: _Stages) -> tuple[Plan, st
     planned, launches = stages.run("plan", plan, scheduled)
     _log_fusion(captured.graph.name, scheduled)
     return planned, stages.run("emit", source, launches, planned.table, planned.sizes)
+
+
+def _strides(output: Any) -> tuple[int, ...] | None:
+    """The strides of a result, where they are numbers."""
+    found = [s.constant for s in output.strides] if isinstance(output, Strided) else [None]
+    return None if None in found else tuple(s for s in found if s is not None)
 
 
 def _surroundings(captured: Captured) -> Surroundings:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +60,27 @@ class Captured:
         return repr((unnamed, sizes, sorted(self.computed.items()), resolved, sorted(self.opaques)))
 
 
-def capture(module: fx.GraphModule, name: str) -> Captured:
+def capture(module: fx.GraphModule, name: str, given: Sequence[Any] = (), fixed: int | None = None) -> Captured:
     """Convert a graph.
+
+    Args:
+        module: the graph.
+        name: for people.
+        given: the inputs as they will be, where they are laid out in another way than when the graph was traced.
+        fixed: as in ``Graph``.
 
     Raises:
         Unsupported: it has what only torch can run: other devices, sparse tensors, symbolic floats, unknown dtypes.
     """
-    return _Conversion(module).run(name)
+    return _Conversion(module, given).run(name, fixed)
 
 
 class _Conversion:
     """The state of one conversion."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, given: Sequence[Any]) -> None:
         self.module = module
+        self.given = given
         self.sizes = Sizes()
         self.constants: dict[str, torch.Tensor] = {}
         self.targets: dict[str, Callable[..., Any]] = {}
@@ -82,14 +89,14 @@ class _Conversion:
         self.resolved: set[int] = set()
         self._types: dict[Any, TensorType] = {}
 
-    def run(self, name: str) -> Captured:
+    def run(self, name: str, fixed: int | None) -> Captured:
         nodes = list(self.module.graph.nodes)
         inputs = [self._input(number, node) for number, node in enumerate(n for n in nodes if n.op == "placeholder")]
         held = [made for node in nodes if node.op == "get_attr" for made in self._held(node)]
         calls = [made for node in nodes if node.op == "call_function" for made in self._call(node)]
         self._refuse_others(nodes)
         outputs = tuple(self._argument(each) for each in private.output_of(self.module.graph))
-        graph = Graph(name, (*inputs, *held, *calls), outputs, self.sizes.values)
+        graph = Graph(name, (*inputs, *held, *calls), outputs, self.sizes.values, fixed)
         computed = dict(self.sizes.computed)
         return Captured(graph, self.constants, self.targets, self.opaques, computed, frozenset(self.resolved))
 
@@ -102,6 +109,12 @@ class _Conversion:
 
     def _input(self, number: int, node: fx.Node) -> Node:
         value = node.meta.get("val")
+        if (
+            number < len(self.given)
+            and isinstance(self.given[number], torch.Tensor)
+            and isinstance(value, torch.Tensor)
+        ):
+            value = self.given[number]
         result = self._result(value, node)
         if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg() or node.name.startswith("tangents")):
             self.resolved.add(number)  # what autograd hands to a backward may be so, however it was traced

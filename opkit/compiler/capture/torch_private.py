@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch._guards
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._functorch import config as _functorch_config
@@ -31,6 +32,23 @@ RECOMPILES_LOGGER = "torch._dynamo.guards.__recompiles"
 def log_recompiles() -> None:
     """Have Dynamo write to it."""
     _log_state.enable_artifact("recompiles")
+
+
+def results_of_the_user() -> int | None:
+    """Of a forward graph that is being compiled: how many of its results, the first ones, leave AOTAutograd's hands.
+
+    The others are saved for the backward graph, which can be told how they are laid out; see ``report_strides``.
+    """
+    context = torch._guards.TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return None if metadata is None or context is None or context.output_strides is None else metadata.num_forward
+
+
+def report_strides(strides: Iterable[tuple[int, ...] | None]) -> None:
+    """Tell AOTAutograd how a forward graph lays its results out."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        context.output_strides.extend(strides)
 
 
 @contextlib.contextmanager

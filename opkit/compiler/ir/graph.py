@@ -82,12 +82,14 @@ class Graph:
         nodes: inputs and constants first.
         outputs: what is returned: Refs, constants, or indices.
         sizes: the value that each symbolic size had when the graph was captured, by its name.
+        fixed: how many of the outputs, the first ones, must have the strides that the graph gives them; None: all.
     """
 
     name: str
     nodes: tuple[Node, ...]
     outputs: tuple[Any, ...]
     sizes: dict[str, int]
+    fixed: int | None = None
 
     def __str__(self) -> str:
         return "\n".join(

@@ -104,7 +104,11 @@ class Builder:
             return kind.strides
         loads = [node.data for node in body.walk() if node.op == "load"]
         read = [self.buffers[name] for name, at in loads if at == formal(kind.shape)]
-        made = (b.strides for b in read if b.role == "made" and b.shape == kind.shape and b.strides != kind.strides)
+        made = (
+            b.strides
+            for b in read
+            if b.shape == kind.shape and b.strides != kind.strides and is_dense(b.shape, b.strides)
+        )
         return next(made, kind.strides)
 
     def temporary(self, body: Expr, shape: Sequence[Index]) -> Tensor:

@@ -10,24 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
 
-from opkit.compiler.ir.expr import Expr, cast, const, indices, moved, rewrite
-from opkit.compiler.ir.index import Axis, Index, Value, product, value
+from opkit.compiler.ir.expr import const
+from opkit.compiler.ir.index import Index, index, product
 from opkit.compiler.ir.program import Compute, Extern, Item, Program, Strided, reads, writes
 from opkit.compiler.ir.schedule import Refusal
 from opkit.compiler.lower import group as groups
 from opkit.compiler.lower.group import Group, loads_of
+from opkit.compiler.lower.inline import Parts, cost, invertible, substituted
 
 Entry = Group | Extern
 
-# what computing a node costs, against reading an element from memory, which is about CHEAP
-_FREE = frozenset({"const", "index", "load", "cast", "var", "bitcast"})
-_QUICK = frozenset(
-    {*["add", "sub", "mul", "neg", "abs", "min", "max", "where", "lt", "le", "eq", "ne", "and", "or", "xor", "not"]}
-)
-_DEAR = 10
-CHEAP = 6
+CHEAP = 6  # what may be computed again rather than read; see ``inline.cost``
 
 
 @dataclasses.dataclass
@@ -53,10 +47,11 @@ class _Fuser:
         self.made: dict[str, int] = {}  # the last entry that writes a buffer
         self.read: dict[str, int] = {}  # the last entry that reads it
         self.latest: dict[Index, int] = {}  # the last group over so many points
-        self.steps: dict[str, Compute | None] = {}  # the one step that makes a buffer; None where several do
+        self.parts: dict[str, list[Compute]] = {}  # the steps that make a buffer, unless a call writes to it too
+        called = {name for step in program.steps if isinstance(step, Extern) for name in writes(step)}
         for step in program.steps:
-            for name in writes(step):
-                self.steps[name] = step if isinstance(step, Compute) and name not in self.steps else None
+            if isinstance(step, Compute) and step.buffer not in called:
+                self.parts.setdefault(step.buffer, []).append(step)
         self.uses = Counter(name for step in program.steps for name in reads(step))
         self.uses.update(output.buffer for output in program.outputs if isinstance(output, Strided | Item))
 
@@ -117,24 +112,18 @@ class _Fuser:
         inlined = {name: made for name in reads(step) if name in entry.members and (made := self._again(name, step))}
         return substituted(step, inlined) if inlined else step
 
-    def _again(self, name: str, step: Compute) -> Compute | None:
-        made = self.steps.get(name)
+    def _again(self, name: str, step: Compute) -> Parts | None:
+        """The steps that make a buffer, if another one may compute its elements for itself."""
+        parts = self.parts.get(name)
         masked = any(load.args for load in loads_of(step) if load.data[0] == name)
-        if made is None or masked or not _invertible(made) or self._changed(made):
+        if parts is None or masked or not invertible(parts) or any(map(self._changed, parts)):
             return None
-        alone = self.uses[name] == 1 and product(made.axes) == product(step.axes)
-        return made if alone or cost(made.body) <= CHEAP else None
+        alone = self.uses[name] == 1 and sum((product(p.axes) for p in parts), index(0)) == product(step.axes)
+        return parts if alone or sum(cost(part.body) for part in parts) <= CHEAP else None
 
     def _changed(self, made: Compute) -> bool:
         """Whether something that the step reads is overwritten by another one."""
         return any(self.made.get(name, -1) > self.made[made.buffer] for name in reads(made))
-
-
-def _invertible(made: Compute) -> bool:
-    """Whether each element is computed from its coordinates alone: a pointwise step that fills its buffer."""
-    if made.reduction or made.update:
-        return False
-    return all(list(at.terms.values()) in ([], [1]) and len(at.atoms()) == len(at.axes()) for at in made.target)
 
 
 def _of_one(step: Compute) -> Compute:
@@ -143,45 +132,3 @@ def _of_one(step: Compute) -> Compute:
         return step
     body = const(0, "i64") if step.reduction.startswith("arg") else step.body
     return dataclasses.replace(step, body=body, reduction=None, reduced=frozenset())
-
-
-def cost(root: Expr) -> int:
-    """What computing an expression costs."""
-    return sum(0 if node.op in _FREE else 1 if node.op in _QUICK else _DEAR for node in root.walk())
-
-
-def substituted(step: Compute, inlined: dict[str, Compute]) -> Compute:
-    """The step with the bodies of others in place of what it loads from them."""
-    return dataclasses.replace(step, body=_inline(step.body, inlined))
-
-
-def _inline(root: Expr, inlined: dict[str, Compute]) -> Expr:
-    def change(node: Expr) -> Expr:
-        node = with_values(node, lambda inner: _inline(inner, inlined))
-        if node.op == "load" and node.data[0] in inlined:
-            made = inlined[node.data[0]]
-            return made.body.substitute(_axes_for(made, node.data[1]))
-        return lossless(node)
-
-    return rewrite(root, change)
-
-
-def _axes_for(made: Compute, coordinates: tuple[Index, ...]) -> dict[Axis, Index]:
-    """The axes of a pointwise step for an element that it wrote: its target is its axes."""
-    return {axis: c for at, c in zip(made.target, coordinates, strict=True) for axis in at.axes()}
-
-
-def with_values(node: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """A node with the expressions that its own indices are computed from changed."""
-    leaves = {leaf for at in indices(node) for leaf in at.leaves() if isinstance(leaf, Value)}
-    return moved(node, {leaf: value(change(leaf.expr)) for leaf in leaves}) if leaves else node
-
-
-def lossless(node: Expr) -> Expr:
-    """A conversion back from a narrow float that only stood between two steps is left out."""
-    if node.op != "cast":
-        return node
-    (inner,) = node.args
-    if inner.op == "cast" and not inner.data and inner.dtype in ("bf16", "f16") and inner.args[0].dtype == node.dtype:
-        return inner.args[0]
-    return cast(inner, node.dtype, bool(node.data))

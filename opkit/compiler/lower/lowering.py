@@ -147,21 +147,22 @@ def _is_copy(tensor: Tensor) -> bool:
 def _outputs(b: Builder) -> list[Any]:
     types = {node.name: node for node in b.graph.nodes}
     outputs: list[Any] = []
-    for output in b.graph.outputs:
+    for number, output in enumerate(b.graph.outputs):
         if not isinstance(output, Ref):
             outputs.append(output)
             continue
         b.node = types[output.name]
         value = b.values[output.name]
-        outputs.append(_output(b, value) if isinstance(value, Tensor) else value)
+        fixed = b.graph.fixed is None or number < b.graph.fixed
+        outputs.append(_output(b, value, fixed) if isinstance(value, Tensor) else value)
     return outputs
 
 
-def _output(b: Builder, tensor: Tensor) -> Strided:
-    """A result as the graph describes it: with its strides, and in memory of its own where eager has that."""
+def _output(b: Builder, tensor: Tensor, fixed: bool) -> Strided:
+    """A result as the graph describes it: with its strides if they are fixed, in memory of its own where eager has that."""
     kind = b.node.result
     strided = tensor.strided()
-    if strided is not None and not _is_copy(tensor) and (kind is None or _same_layout(strided, kind)):
+    if strided is not None and not _is_copy(tensor) and (not fixed or kind is None or _same_layout(strided, kind)):
         return strided
     found = b.materialised(tensor, kind.strides if isinstance(kind, TensorType) else None).strided()
     assert found is not None

@@ -14,8 +14,8 @@ from opkit.compiler.ir.expr import Expr, cast, load, rewrite, var
 from opkit.compiler.ir.index import Index, Value, axis, contiguous, flat, product, value
 from opkit.compiler.ir.kernel import Accumulator, Let, Scratch, Statement, Store, Update
 from opkit.compiler.ir.program import Buffer
-from opkit.compiler.lower.fuse import cost, lossless, with_values
 from opkit.compiler.lower.group import Group, Member
+from opkit.compiler.lower.inline import cost, lossless, with_values
 
 AGAIN = 4  # a value that costs more than this, or reads more than two elements, is kept for a later phase
 MOST_KEPT = 1 << 16  # elements of a row that are kept; a longer row would leave the processor's cache

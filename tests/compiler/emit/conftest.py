@@ -39,7 +39,7 @@ class Team:
             work(data)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
     chosen = config.Config(cache_dir=tmp_path_factory.mktemp("cache"))
     with pytest.MonkeyPatch.context() as patch:

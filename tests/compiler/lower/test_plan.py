@@ -132,8 +132,19 @@ def test_sums_over_other_axes_have_kernels_of_their_own_and_a_reason():
     assert any("they reduce over other axes" in str(refusal) for refusal in made.refusals)
 
 
-def test_parts_put_together():
-    check(lambda x, y: torch.cat([x, y.exp()], 1) * 2, r(3, 5), r(3, 4))
+def test_parts_put_together_for_one_use_are_not_stored():
+    check(lambda x, y: torch.cat([x, y.exp()], 1) * 2, r(3, 5), r(3, 4), kernels=2)
+    check(lambda x, y: torch.cat([x, y, x[:1]], 0).sin(), r(3, 4), r(2, 4), kernels=1)
+
+    def rotated(x, c, s):
+        half = torch.cat([-x[..., 4:], x[..., :4]], -1)
+        return x * c + half * s
+
+    check(rotated, r(2, 3, 8), r(3, 8), r(3, 8), kernels=1)
+
+
+def test_parts_that_are_returned_are_stored():
+    check(lambda x, y: torch.cat([x, y.exp()], 1), r(3, 5), r(3, 4), kernels=2)
 
 
 def test_equal_steps_share_a_kernel():

@@ -1,0 +1,140 @@
+"""The bodies of steps in place of what others load from them: a value is computed again instead of being stored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from opkit.compiler.ir.expr import Expr, cast, indices, load, moved, op, position, rewrite, where
+from opkit.compiler.ir.index import Axis, Index, Value, index, value
+from opkit.compiler.ir.program import Compute
+
+_FREE = frozenset({"const", "index", "load", "cast", "var", "bitcast"})
+_QUICK = frozenset("add sub mul neg abs min max where lt le eq ne and or xor not".split())  # noqa: SIM905
+_DEAR = 10
+
+Parts = Sequence[Compute]
+"""The steps that fill a buffer: one, or several that fill parts which lie next to each other."""
+
+
+def cost(root: Expr) -> int:
+    """What computing an expression costs; reading an element from memory costs about 6."""
+    return sum(0 if node.op in _FREE else 1 if node.op in _QUICK else _DEAR for node in root.walk())
+
+
+def substituted(step: Compute, inlined: Mapping[str, Parts]) -> Compute:
+    """The step with the bodies of others in place of what it loads from them."""
+    return dataclasses.replace(step, body=_inline(step.body, inlined))
+
+
+def invertible(parts: Parts) -> bool:
+    """Whether each element of a buffer can be computed from its coordinates alone."""
+    if any(part.reduction or part.update for part in parts):
+        return False
+    if len(parts) == 1:
+        return all(_offset(at) == 0 for at in parts[0].target)
+    maskable = all(node.op != "bound" and not _computed(node) for part in parts for node in part.body.walk())
+    return maskable and _dimension(parts) is not None
+
+
+def _computed(node: Expr) -> bool:
+    return any(isinstance(leaf, Value) for at in indices(node) for leaf in at.leaves())
+
+
+def _offset(at: Index) -> Index | None:
+    """What a coordinate is more than an axis (or nothing), if it is no more than that."""
+    axes = at.axes()
+    rest = at - index(0) if not axes else at - Index({(next(iter(axes)),): 1})
+    plain = len(axes) <= 1 and not rest.axes() and not any(isinstance(leaf, Value) for leaf in rest.leaves())
+    return rest if plain else None
+
+
+def _dimension(parts: Parts) -> int | None:
+    """The one dimension along which parts lie next to each other from 0 on, in order."""
+    offsets = [[_offset(at) for at in part.target] for part in parts]
+    if any(each is None for row in offsets for each in row):
+        return None
+    apart = [k for k, column in enumerate(zip(*offsets, strict=True)) if any(each != 0 for each in column)]
+    if len(apart) != 1:
+        return None
+    end = index(0)
+    for part, row in zip(parts, offsets, strict=True):
+        if row[apart[0]] != end:
+            return None
+        end = end + _length(part, apart[0])
+    return apart[0]
+
+
+def _length(part: Compute, dimension: int) -> Index:
+    """How long a part is along a dimension."""
+    return next((axis.extent for axis in part.target[dimension].axes()), index(1))
+
+
+def _inline(root: Expr, inlined: Mapping[str, Parts]) -> Expr:
+    def change(node: Expr) -> Expr:
+        node = with_values(node, lambda inner: _inline(inner, inlined))
+        if node.op == "load" and node.data[0] in inlined:
+            return _element(inlined[node.data[0]], node.data[1])
+        return lossless(node)
+
+    return rewrite(root, change)
+
+
+def _element(parts: Parts, coordinates: Sequence[Index]) -> Expr:
+    """What the steps compute for an element of their buffer."""
+    if len(parts) == 1:
+        return _body(parts[0], coordinates)
+    dimension = _dimension(parts)
+    assert dimension is not None
+    found: Expr | None = None
+    for number in reversed(range(len(parts))):
+        mask = _within(parts, number, dimension, coordinates[dimension])
+        body = _masked(_body(parts[number], coordinates), mask)
+        found = body if found is None else where(mask, body, found)
+    assert found is not None
+    return found
+
+
+def _body(part: Compute, coordinates: Sequence[Index]) -> Expr:
+    axes: dict[Axis, Index] = {}
+    for at, coordinate in zip(part.target, coordinates, strict=True):
+        offset = _offset(at)
+        assert offset is not None
+        axes |= dict.fromkeys(at.axes(), coordinate - offset)
+    return part.body.substitute(axes)
+
+
+def _within(parts: Parts, number: int, dimension: int, at: Index) -> Expr:
+    """Whether a coordinate is in a part: that it is in none before is checked too, for nothing else may be read."""
+    begin = _offset(parts[number].target[dimension])
+    assert begin is not None
+    inside = op("lt", position(at), position(begin + _length(parts[number], dimension)))
+    return inside if number == 0 else op("and", op("le", position(begin), position(at)), inside)
+
+
+def _masked(body: Expr, mask: Expr) -> Expr:
+    """An expression that reads memory only where the mask holds."""
+
+    def change(node: Expr) -> Expr:
+        if node.op != "load":
+            return node
+        both = op("and", mask, node.args[0]) if node.args else mask
+        return load(node.data[0], node.dtype, *node.data[1], mask=both)
+
+    return rewrite(body, change)
+
+
+def with_values(node: Expr, change: Callable[[Expr], Expr]) -> Expr:
+    """A node with the expressions that its own indices are computed from changed."""
+    leaves = {leaf for at in indices(node) for leaf in at.leaves() if isinstance(leaf, Value)}
+    return moved(node, {leaf: value(change(leaf.expr)) for leaf in leaves}) if leaves else node
+
+
+def lossless(node: Expr) -> Expr:
+    """A conversion back from a narrow float that only stood between two steps is left out."""
+    if node.op != "cast":
+        return node
+    (inner,) = node.args
+    if inner.op == "cast" and not inner.data and inner.dtype in ("bf16", "f16") and inner.args[0].dtype == node.dtype:
+        return inner.args[0]
+    return cast(inner, node.dtype, bool(node.data))
