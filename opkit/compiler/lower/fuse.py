@@ -116,7 +116,7 @@ class _Fuser:
         """The steps that make a buffer, if another one may compute its elements for itself."""
         parts = self.parts.get(name)
         masked = any(load.args for load in loads_of(step) if load.data[0] == name)
-        if parts is None or masked or not invertible(parts) or any(map(self._changed, parts)):
+        if parts is None or not invertible(parts, masked) or any(map(self._changed, parts)):
             return None
         alone = self.uses[name] == 1 and sum((product(p.axes) for p in parts), index(0)) == product(step.axes)
         return parts if alone or sum(cost(part.body) for part in parts) <= CHEAP else None

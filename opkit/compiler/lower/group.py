@@ -8,6 +8,7 @@ point. A kernel passes over a row several times: a step that needs the result of
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from opkit.compiler.ir.expr import Expr
@@ -77,12 +78,11 @@ def start(step: Compute) -> Group:
     """A group of one."""
     group = Group(closed=_alone(step) is not None)
     space = tuple(e for e in step.axes if e != 1)
-    members = [Member(step, rows=False)]
-    reduced = _reduced_of(members, space)
+    reduced = _reduced_with(group, step, space)
     assert reduced is not None
-    placed = _place(members, space, reduced)
+    placed = _place([Member(step, rows=False)], space, reduced)
     assert placed is not None
-    _settle(group, space, reduced, placed)
+    _settle(group, space, reduced, {}, placed[0])
     return group
 
 
@@ -136,28 +136,35 @@ def _space(group: Group, step: Compute, rows: bool) -> Extents | None:
 
 
 def _enter(group: Group, step: Compute, rows: bool, space: Extents) -> str | None:
-    members = [*group.members.values(), Member(step, rows)]
-    reduced = _reduced_of(members, space)
+    reduced = _reduced_with(group, step, space)
     if reduced is None:
         return "they reduce over other axes"
-    placed = _place(members, space, reduced)
-    if placed is None:
+    members = _placed(group, space, reduced)
+    added = _place([Member(step, rows)], space, reduced)
+    if members is None or added is None:
         return "their loops differ"
-    new = placed[-1]
-    reason = _misaligned(group, new, {member.step.buffer: member for member in placed})
+    (new,) = added
+    reason = _misaligned(group, new, members)
     if reason is not None:
         return reason
-    before = Group(space, reduced)
-    if new.phase and before.few_rows() and not rows:
+    if new.phase and Group(space, reduced).few_rows() and not rows:
         return "the rows before it are too few to be shared out among threads"
-    _settle(group, space, reduced, placed)
+    _settle(group, space, reduced, members, new)
     return None
 
 
-def _settle(group: Group, space: Extents, reduced: frozenset[int], placed: list[Member]) -> None:
-    group.space, group.reduced = space, reduced
-    group.members = {member.step.buffer: member for member in placed}
-    for load in loads_of(placed[-1].step):
+def _placed(group: Group, space: Extents, reduced: frozenset[int]) -> dict[str, Member] | None:
+    """The members in another space; those of a group whose space stays are where they are."""
+    if space == group.space:  # what has one value a row is there only once the reduced axes are known
+        return group.members
+    placed = _place(list(group.members.values()), space, reduced)
+    return None if placed is None else {member.step.buffer: member for member in placed}
+
+
+def _settle(group: Group, space: Extents, reduced: frozenset[int], members: dict[str, Member], new: Member) -> None:
+    group.space, group.reduced, group.members = space, reduced, members
+    group.members[new.step.buffer] = new
+    for load in loads_of(new.step):
         if load.data[0] not in group.members:
             group.loads.setdefault(load.data[0])
 
@@ -165,18 +172,19 @@ def _settle(group: Group, space: Extents, reduced: frozenset[int], placed: list[
 # ---- places ----------------------------------------------------------------------------------------------------------
 
 
-def _reduced_of(members: Sequence[Member], space: Extents) -> frozenset[int] | None:
-    """The positions that reductions go over: the same for all of them, or None."""
-    found: set[frozenset[int]] = set()
-    for member in members:
-        if member.step.reduced:
-            placed = runs(member.step.axes, space)
-            if placed is None:
-                return None
-            found.add(frozenset(p for k in member.step.reduced for p in placed[k]))
-    if len(found) > 1:
+def _reduced_with(group: Group, step: Compute, space: Extents) -> frozenset[int] | None:
+    """The positions that reductions go over, with the step's: the same for all of them, or None."""
+    steps = [step, *(m.step for m in group.members.values() if m.step.reduced)][: 2 if group.reduced else 1]
+    found = [_positions(each, space) for each in steps if each.reduced]
+    if any(positions is None or positions != found[0] for positions in found):
         return None
-    return next(iter(found), frozenset())
+    return found[0] if found else frozenset()
+
+
+def _positions(step: Compute, space: Extents) -> frozenset[int] | None:
+    """The positions of the axes that a step reduces."""
+    placed = runs(step.axes, space)
+    return None if placed is None else frozenset(p for k in step.reduced for p in placed[k])
 
 
 def _place(members: Sequence[Member], space: Extents, reduced: frozenset[int] = frozenset()) -> list[Member] | None:
@@ -197,7 +205,12 @@ def _place(members: Sequence[Member], space: Extents, reduced: frozenset[int] = 
 
 def loads_of(step: Compute) -> list[Expr]:
     """Every element that a step reads, also to compute where another one is."""
-    return list(dict.fromkeys(node for root in roots(step) for node in root.walk() if node.op == "load"))
+    return list(dict.fromkeys(node for root in roots(step) for node in _loads(root)))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _loads(root: Expr) -> tuple[Expr, ...]:
+    return tuple(node for node in root.walk() if node.op == "load")
 
 
 def _misaligned(group: Group, new: Member, members: dict[str, Member]) -> str | None:
@@ -212,19 +225,19 @@ def _misaligned(group: Group, new: Member, members: dict[str, Member]) -> str | 
         if tuple(c.substitute(new.axes) for c in coordinates) != made.target:
             return f"it reads {buffer} at other places than those that are written"
         new.phase = max(new.phase, made.phase + (_per_row(made) and not new.rows))
-    return _overwritten(group, new)
+    return _overwritten(group, new, members)
 
 
 def _per_row(member: Member) -> bool:
     return member.rows or member.step.reduction is not None
 
 
-def _overwritten(group: Group, new: Member) -> str | None:
+def _overwritten(group: Group, new: Member, members: dict[str, Member]) -> str | None:
     """Why the step must not overwrite what the group reads."""
     buffer = new.step.buffer
     if buffer not in group.loads:
         return None
-    for member in (*group.members.values(), new):
+    for member in (*members.values(), new):
         for load in loads_of(member.step):
             if load.data[0] == buffer:
                 places = tuple(c.substitute(member.axes) for c in load.data[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from opkit.compiler.ir.expr import Expr, cast, indices, load, moved, op, position, rewrite, where
+from opkit.compiler.ir.expr import Expr, cast, const, indices, load, moved, op, position, rewrite, where
 from opkit.compiler.ir.index import Axis, Index, Value, index, value
 from opkit.compiler.ir.program import Compute
 
@@ -27,14 +27,18 @@ def substituted(step: Compute, inlined: Mapping[str, Parts]) -> Compute:
     return dataclasses.replace(step, body=_inline(step.body, inlined))
 
 
-def invertible(parts: Parts) -> bool:
-    """Whether each element of a buffer can be computed from its coordinates alone."""
+def invertible(parts: Parts, masked: bool) -> bool:
+    """Whether each element of a buffer can be computed from its coordinates alone; ``masked``: under a mask."""
     if any(part.reduction or part.update for part in parts):
         return False
-    if len(parts) == 1:
-        return all(_offset(at) == 0 for at in parts[0].target)
-    maskable = all(node.op != "bound" and not _computed(node) for part in parts for node in part.body.walk())
-    return maskable and _dimension(parts) is not None
+    if (masked or len(parts) > 1) and not all(map(_maskable, parts)):
+        return False
+    return all(_offset(at) == 0 for at in parts[0].target) if len(parts) == 1 else _dimension(parts) is not None
+
+
+def _maskable(part: Compute) -> bool:
+    """Whether nothing but loads depends on being at a right place."""
+    return all(node.op != "bound" and not _computed(node) for node in part.body.walk())
 
 
 def _computed(node: Expr) -> bool:
@@ -74,7 +78,8 @@ def _inline(root: Expr, inlined: Mapping[str, Parts]) -> Expr:
     def change(node: Expr) -> Expr:
         node = with_values(node, lambda inner: _inline(inner, inlined))
         if node.op == "load" and node.data[0] in inlined:
-            return _element(inlined[node.data[0]], node.data[1])
+            element = _element(inlined[node.data[0]], node.data[1])
+            return where(node.args[0], _masked(element, node.args[0]), const(0, node.dtype)) if node.args else element
         return lossless(node)
 
     return rewrite(root, change)
