@@ -53,3 +53,8 @@ def check(function, *args, kernels=None, **tolerances):
     if kernels is not None:
         assert len(made.steps) == kernels, "\n".join(map(str, made.refusals))
     return made
+
+
+def test_sums_over_no_dimensions_beside_sums_over_some():
+    x = torch.randn(1, 2, 3)
+    check(graphs.gradients(lambda x, w, c: torch.nn.functional.layer_norm(x, (1, 2, 3), w, c)), x, x + 1, x + 2)

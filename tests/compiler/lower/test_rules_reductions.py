@@ -141,3 +141,9 @@ def test_batch_norm_backward_in_evaluation():
         ),
         *args,
     )
+
+
+def test_reductions_over_no_dimensions():
+    x = torch.randn(2, 3)
+    check(lambda x: (x.sum(), x.argmax(), x.amax(()), x.cumsum(0)), torch.tensor(2.5))
+    check(gradients(lambda x, w, c: F.layer_norm(x, (2, 3), w, c)), x, x + 1, x + 2)
