@@ -1,8 +1,9 @@
 """What the planner makes of programs, run as C: the same numbers as eager, in few kernels."""
 
+import pytest
 import torch
 
-from opkit.compiler.ir.program import Strided
+from opkit.compiler.ir.program import Extern, Strided
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
 from tests.compiler import graphs, native
@@ -58,3 +59,14 @@ def check(function, *args, kernels=None, **tolerances):
 def test_sums_over_no_dimensions_beside_sums_over_some():
     x = torch.randn(1, 2, 3)
     check(graphs.gradients(lambda x, w, c: torch.nn.functional.layer_norm(x, (1, 2, 3), w, c)), x, x + 1, x + 2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: torch.view_as_complex(x * 2), lambda x: torch.as_strided_scatter(x * 2, x[0] + 1, (2,), (1,))],
+)
+def test_what_is_called_with_a_whole_storage_has_one_of_its_own(function):
+    """The arena is reused by the next call, and begins elsewhere."""
+    made = schedule(graphs.program_of(function, torch.randn(3, 2)))
+    first = next(step for step in made.steps if isinstance(step, Extern))
+    assert first.args[0].buffer not in made.places
