@@ -20,17 +20,10 @@ _NUMPY = {"b1": "?", "bf16": "<u2", "f16": "<f2", "f32": "<f4", "f64": "<f8"} | 
 
 
 class _Runtime(ctypes.Structure):
-    _fields_ = (
-        ("parallel", ctypes.c_void_p),
-        ("thread", ctypes.c_void_p),
-        ("threads", ctypes.c_int64),
-        ("error", ctypes.c_int64 * 3),
-    )
+    _fields_ = (("parallel", ctypes.c_void_p), ("thread", ctypes.c_void_p), ("threads", ctypes.c_int64), ("error", ctypes.c_int64 * 3))
 
 
-def run(
-    schedule: Schedule, inputs: dict[str, np.ndarray], sizes: dict[str, int] | None = None
-) -> dict[str, np.ndarray]:
+def run(schedule: Schedule, inputs: dict[str, np.ndarray], sizes: dict[str, int] | None = None) -> dict[str, np.ndarray]:
     """The memory of every buffer after the schedule's kernels ran; buffers start with a pattern, not with zeros."""
     sizes = sizes or dict(schedule.program.sizes)
     launches = [step for step in schedule.steps if isinstance(step, Launch)]
@@ -51,9 +44,7 @@ def _memory(buffer, given, sizes):
     length = int(np.prod([_value(e, sizes) for e in buffer.shape]))
     if given is not None:
         return np.ascontiguousarray(given).reshape(-1).copy()
-    return np.frombuffer(
-        b"\x5a" * max(1, length) * np.dtype(_NUMPY[buffer.dtype]).itemsize, _NUMPY[buffer.dtype]
-    ).copy()
+    return np.frombuffer(b"\x5a" * max(1, length) * np.dtype(_NUMPY[buffer.dtype]).itemsize, _NUMPY[buffer.dtype]).copy()
 
 
 def _value(at, sizes):
@@ -66,17 +57,7 @@ def _library(text):
     place = Path(tempfile.gettempdir()) / f"opkit-test-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     place.mkdir(exist_ok=True)
     (place / "unit.c").write_text(text)
-    command = [
-        "gcc",
-        *flags(),
-        "-march=native",
-        "-shared",
-        "-fPIC",
-        "-Wall",
-        "-Werror",
-        "-Wno-unused",
-        "-Wno-unknown-pragmas",
-    ]
+    command = ["gcc", *flags(), "-march=native", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unused", "-Wno-unknown-pragmas"]
     subprocess.run([*command, str(place / "unit.c"), "-o", str(place / "unit.so")], check=True)
     library = ctypes.CDLL(str(place / "unit.so"))
     library.opkit_segment_0.restype = ctypes.c_int64
