@@ -13,7 +13,7 @@ from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeNa
 from opkit.compiler.ir.index import Index, contiguous, index
 from opkit.compiler.ir.program import Buffer, Compute, Extern, Item, Program, Step, Strided
 from opkit.compiler.lower.registry import NoRule
-from opkit.compiler.lower.scalar import Scalar, cast
+from opkit.compiler.lower.scalar import Scalar, cast, number
 from opkit.compiler.lower.target import PLAIN, Target
 from opkit.compiler.lower.tensors import Lazy, Shape, Stored, Tensor, formal, is_dense, lazy, whole
 
@@ -132,6 +132,8 @@ class Builder:
         extents = [index(1) if k in gone else shape[k] for k in kept]
         target = [index(0) if k in gone else axes[k] for k in kept]
         buffer = self.made(dtype, extents, strides)
+        if not gone:
+            return self.compute(buffer, shape, _of_one(reduction, body, dtype).expr, target)
         return self.compute(buffer, shape, body.expr, target, reduction=reduction, reduced=gone)
 
     def extern(self, reason: str = "", **rest: Any) -> Any:
@@ -234,6 +236,11 @@ def pointwise(b: Builder, formula: Callable[..., Scalar], tensors: Sequence[Tens
     inner = DTYPES[kind.dtype].compute
     body = formula(*(element(t, kind.shape, inner) for t in tensors))
     return b.elementwise(cast(body, kind.dtype).expr, kind)
+
+
+def _of_one(reduction: str, body: Scalar, dtype: str) -> Scalar:
+    """A reduction over no dimensions: of the element alone."""
+    return number(0, dtype) if reduction.startswith("arg") else cast(body, dtype)
 
 
 def _is_lazy(body: Expr) -> bool:

@@ -102,9 +102,11 @@ def _checked(node: Node, value: Any) -> Any:
 
 
 def _resolved(b: Builder, argument: Any) -> Any:
-    """An argument with values in place of references, and names in place of dtypes."""
+    """An argument with values in place of references, names in place of dtypes, and numbers in place of known sizes."""
     if isinstance(argument, Ref):
         return b.values[argument.name]
+    if isinstance(argument, Index):
+        return argument if argument.constant is None else argument.constant
     if isinstance(argument, TypeName):
         return argument.name
     if isinstance(argument, dict):

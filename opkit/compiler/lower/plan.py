@@ -12,6 +12,7 @@ from opkit.compiler.ir.schedule import Launch, Schedule
 from opkit.compiler.lower import arena
 from opkit.compiler.lower.fuse import Fused, fuse
 from opkit.compiler.lower.nest import nests
+from opkit.compiler.lower.rules.externs import FROM_STORAGE
 
 
 def schedule(program: Program) -> Schedule:
@@ -79,6 +80,12 @@ def _places(
         for name in _touched(step):
             made.setdefault(name, at)
             last[name] = at
-    aside = _outputs(program) | allocated
+    aside = _outputs(program) | allocated | _owned(steps)
     inside = [name for name in made if buffers[name].role == "made" and name not in aside]
     return arena.places([arena.Life(name, made[name], last[name]) for name in inside], buffers)
+
+
+def _owned(steps: Sequence[Launch | Extern]) -> set[str]:
+    """What needs a storage of its own: an operator's result lies in it, or the operator counts from its beginning."""
+    calls = [step for step in steps if isinstance(step, Extern)]
+    return {name for step in calls if step.aliases or step.target in FROM_STORAGE for name in reads(step)}

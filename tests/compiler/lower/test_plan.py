@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opkit.compiler.ir.program import Strided
+from opkit.compiler.ir.program import Extern, Strided
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
 from tests.compiler import graphs, native
@@ -155,3 +155,19 @@ def test_equal_steps_share_a_kernel():
 def test_buffers_that_are_never_needed_together_share_memory():
     made = check(lambda x: x.softmax(0).softmax(1).softmax(0).softmax(1), r(64, 64), rtol=1e-5, atol=1e-6)
     assert made.arena.constant < 4 * 64 * 64 * 4
+
+
+def test_sums_over_no_dimensions_beside_sums_over_some():
+    x = torch.randn(1, 2, 3)
+    check(graphs.gradients(lambda x, w, c: torch.nn.functional.layer_norm(x, (1, 2, 3), w, c)), x, x + 1, x + 2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: torch.view_as_complex(x * 2), lambda x: torch.as_strided_scatter(x * 2, x[0] + 1, (2,), (1,))],
+)
+def test_what_is_called_with_a_whole_storage_has_one_of_its_own(function):
+    """The arena is reused by the next call, and begins elsewhere."""
+    made = schedule(graphs.program_of(function, torch.randn(3, 2)))
+    first = next(step for step in made.steps if isinstance(step, Extern))
+    assert first.args[0].buffer not in made.places

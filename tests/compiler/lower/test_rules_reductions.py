@@ -1,10 +1,14 @@
 """Reductions, softmax and normalisation, lowered and interpreted, against eager."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.compiler.graphs import check, gradients
+from opkit.compiler.ir.index import index
+from opkit.compiler.lower.lowering import lower
+from tests.compiler.graphs import check, gradients, graph_of, run_graph, same
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
@@ -141,3 +145,17 @@ def test_batch_norm_backward_in_evaluation():
         ),
         *args,
     )
+
+
+def test_reductions_over_no_dimensions():
+    x = torch.randn(2, 3)
+    check(lambda x: (x.sum(), x.argmax(), x.amax(()), x.cumsum(0)), torch.tensor(2.5))
+    check(gradients(lambda x, w, c: F.layer_norm(x, (2, 3), w, c)), x, x + 1, x + 2)
+
+
+def test_a_number_that_the_graph_has_as_a_known_size():
+    x = torch.randn(3, 4)
+    graph, constants = graph_of(lambda x: torch.linalg.vector_norm(x, 0), x)
+    sized = [dataclasses.replace(n, args=(n.args[0], index(0))) if n.target != "input" else n for n in graph.nodes]
+    graph = dataclasses.replace(graph, nodes=tuple(sized))
+    same(run_graph(graph, lower(graph), constants, [x])[0], torch.tensor(12.0))

@@ -19,3 +19,6 @@ EXTERNS: dict[str, dict[str, Any]] = {
 
 ALIASING = overloads("real") + overloads("imag") + overloads("view_as_real") + overloads("view_as_complex")
 ALIASING += overloads("view", "dtype") + overloads("_conj") + overloads("_neg_view") + overloads("conj")
+
+FROM_STORAGE = frozenset(f"aten.as_strided{kind}.default" for kind in ("", "_copy", "_scatter"))
+"""Operators whose offset is one into a tensor's storage, wherever in it the tensor begins."""

@@ -225,6 +225,8 @@ def vector_norm(
     inner = DTYPES[kind.dtype].compute
     gone = dims_of(x, dims)
     size = f.absolute(element(x, x.shape, inner))
+    if isinstance(order, Index):
+        raise NoRule("an order that is a size")
     if order in (math.inf, -math.inf):
         body, reduction = size, "max" if order > 0 else "min"
     elif order in (0, 1, 2):
