@@ -19,7 +19,7 @@ _ROWS = (
     ("kernels",),
     ("op",),
     ("compiler", "contract"),
-    ("attn",),
+    ("attn", "lowering"),
     ("testing", "masks"),
     ("opkit",),
     ("nn",),

@@ -125,3 +125,8 @@ def overload_named(name: str) -> Any:
     """
     namespace, packet, overload = name.split(".", 2)
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def qualified_name(target: Any) -> str:
+    """ "namespace::name" of the operator that an OpOverload belongs to; "" for anything else."""
+    return target._schema.name if is_overload(target) else ""
