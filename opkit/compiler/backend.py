@@ -42,7 +42,6 @@ from opkit.op.operator import CustomOp
 Boxed = Callable[[list[Any]], Any]
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """What became of a graph, form by form; or None, and the reason for which it runs in eager mode."""

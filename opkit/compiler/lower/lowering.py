@@ -17,9 +17,7 @@ from opkit.compiler.lower.target import PLAIN, Target
 from opkit.compiler.lower.tensors import Stored, Tensor, whole
 
 
-def lower(
-    graph: Graph, target: Target = PLAIN, tidy: bool = True, rules: Mapping[str, Rule] | None = None
-) -> Program:
+def lower(graph: Graph, target: Target = PLAIN, tidy: bool = True, rules: Mapping[str, Rule] | None = None) -> Program:
     """The program that computes a graph.
 
     Args:
