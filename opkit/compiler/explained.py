@@ -121,7 +121,9 @@ def _kernel(kernel: Kernel, launches: int) -> KernelText:
 
 
 def _call(step: Extern) -> str:
-    return f"{step.origin or step.target}{f' ({step.reason})' if step.reason else ''}"
+    asked = step.origin or step.target
+    name = asked if asked.startswith(step.target) else f"{step.target}, of {asked}"
+    return f"{name} ({step.reason})" if step.reason else name
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -156,8 +156,9 @@ def _guards_text(guards: Iterable[Any]) -> list[str]:
     lines: list[str] = []
     for guard in sorted(guards, key=lambda guard: guard.sort_key()):
         kind = f"{guard.create_fn_name()} {guard.name}".rstrip()
-        lines += [f"{kind}: {code}" for code in guard.code_list] if guard.code_list else [kind]
-    return [line for line in dict.fromkeys(lines) if "_dynamo_" not in line]  # marks of Dynamo's own on tensors
+        codes = [code for code in guard.code_list or () if "_dynamo_" not in code]  # marks of Dynamo's own on tensors
+        lines += [f"{kind}: {code}" for code in codes] or [kind]
+    return list(dict.fromkeys(lines))
 
 
 def graph_breaks() -> list[str]:
