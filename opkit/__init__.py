@@ -3,6 +3,8 @@
 An operator is one reference, any number of kernels, and rules: what the author leaves out is derived from the reference.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from opkit import errors as errors
 from opkit.contract.checking import check as check
 from opkit.kernels.native import c_kernel as c_kernel
@@ -20,3 +22,15 @@ from opkit.op.triton.declare import triton_kernel as triton_kernel
 from opkit.op.triton.kernel import tensor_descriptor as tensor_descriptor
 
 __version__ = "0.1.0"
+
+
+if TYPE_CHECKING:
+    from opkit.compiler.explain import explain as explain
+
+
+def __getattr__(name: str) -> Any:
+    if name == "explain":  # it needs torch._dynamo, which takes long to import
+        from opkit.compiler.explain import explain
+
+        return explain
+    raise AttributeError(f"module 'opkit' has no attribute {name!r}")

@@ -5,6 +5,7 @@ A graph that the compiler fails on runs in eager mode, with a warning in the log
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import difflib
 import functools
@@ -18,14 +19,14 @@ from typing import Any
 from torch import fx
 
 from opkit import config
-from opkit.compiler import logs
+from opkit.compiler import given, logs
 from opkit.compiler.capture import conversion, reproduction
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
 from opkit.compiler.emit.flags import flags
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.graph import Node
-from opkit.compiler.ir.program import Strided
+from opkit.compiler.ir.program import Program, Strided
 from opkit.compiler.ir.schedule import Launch, Schedule
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
@@ -33,11 +34,31 @@ from opkit.compiler.lower.target import Target
 from opkit.compiler.run import arena, library, stored
 from opkit.compiler.run.assemble import Runner, Surroundings, assemble
 from opkit.compiler.run.plan import Plan, plan
-from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, ToolchainError
+from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, OpkitError, ToolchainError
 from opkit.kernels import isa
-from opkit.op.core import inlining
+from opkit.op.core import inlining, knows_lowerings
+from opkit.op.operator import CustomOp
 
 Boxed = Callable[[list[Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What became of a graph, form by form; or None, and the reason for which it runs in eager mode."""
+
+    name: str
+    reason: str = ""
+    captured: Captured | None = None
+    program: Program | None = None
+    schedule: Schedule | None = None
+    plan: Plan | None = None
+    text: str = ""
+
+
+observer: contextvars.ContextVar[Callable[[Compiled], None] | None] = contextvars.ContextVar(
+    "opkit_observer", default=None
+)
+"""Who is told of each graph that is compiled. While there is somebody, no plan comes from the disk."""
 
 _numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference")}
 
@@ -48,7 +69,8 @@ class Options:
 
     Attributes:
         strict: raise where the compiler fails, rather than running the graph in eager mode.
-        inline: True: see through opkit operators, also where they have a kernel; False: call them; None: each as defined.
+        inline: True: see through opkit operators, also where they have a kernel; False: call them; None: each as defined, and
+            by the rule of ``register_lowering`` where it has one.
     """
 
     strict: bool = False
@@ -93,12 +115,13 @@ def opkit_backend(
         decompositions={},  # the compiler has rules for composite operators, and tracing fewer nodes takes less time
         keep_inference_input_mutations=True,
     )
-    token = inlining.set(chosen.inline)
+    tokens = inlining.set(chosen.inline), knows_lowerings.set(chosen.inline is None)
     try:
         with private.no_donated_buffers():
             return make(module, example_inputs)
     finally:
-        inlining.reset(token)
+        inlining.reset(tokens[0])
+        knows_lowerings.reset(tokens[1])
 
 
 _options = options
@@ -118,16 +141,26 @@ def compile_graph(
     name = f"{kind} {next(_numbers[kind])}"
     stages = _Stages()
     try:
-        return _compiled(module, example_inputs, name, stages)
-    except Unsupported as reason:
+        return _compiled(module, example_inputs, name, stages, options)
+    except Unsupported as error:
+        reason = str(error)
         logs.compiler.warning("%s runs in eager mode: %s.", name, reason)
     except ToolchainError as error:
         if options.strict:
             raise
-        _warn_no_compiler(str(error))
+        reason = str(error)
+        _warn_no_compiler(reason)
     except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
         _report(module, name, stages.now, error, options.strict)
+    _tell(Compiled(name, reason))
     return eager(module)
+
+
+def _tell(what: Compiled) -> None:
+    told = observer.get()
+    if told is not None:
+        told(what)
 
 
 class _Stages:
@@ -141,13 +174,14 @@ class _Stages:
         return function(*arguments)
 
 
-def _compiled(module: fx.GraphModule, inputs: Sequence[Any], name: str, stages: _Stages) -> Boxed:
+def _compiled(module: fx.GraphModule, inputs: Sequence[Any], name: str, stages: _Stages, options: Options) -> Boxed:
     captured = stages.run("capture", conversion.capture, module, name, inputs, private.results_of_the_user())
+    lowered = given.operators(captured.targets) if options.inline is None else {}
     target = Target.of(frozenset(isa.cpu_features()))
-    identity = stages.run("look-up", stored.key, f"{target} {captured.key}")
-    told = logs.fusion.isEnabledFor(logging.DEBUG)  # which kernels there are, and why, a stored plan does not say
-    found = None if told else stored.find(identity)
-    planned, text = found or _made(captured, target, stages)
+    identity = stages.run("look-up", stored.key, f"{target} {captured.key} {given.identity(lowered)}")
+    # which kernels there are, and why, a stored plan does not say
+    found = None if observer.get() or logs.fusion.isEnabledFor(logging.DEBUG) else stored.find(identity)
+    planned, text = found or _made(captured, target, stages, lowered, options.strict)
     segments = stages.run("build", library.load, text, planned.segments, f"torch.compile: {name}", flags())
     renamed = dataclasses.replace(planned, name=name)  # another graph of the same content may have been compiled first
     runner = stages.run("assemble", assemble, renamed, _surroundings(captured), segments)
@@ -158,13 +192,26 @@ def _compiled(module: fx.GraphModule, inputs: Sequence[Any], name: str, stages: 
     return _checked(runner, module)
 
 
-def _made(captured: Captured, target: Target, stages: _Stages) -> tuple[Plan, str]:
+def _made(
+    captured: Captured, target: Target, stages: _Stages, lowered: Mapping[str, CustomOp[Any, Any]], strict: bool
+) -> tuple[Plan, str]:
     """The plan of a graph, and the C of its segments."""
-    program = stages.run("lower", lower, captured.graph, target)
+    rules = given.rules(lowered, functools.partial(_failed_rule, captured.graph.name, strict))
+    program = stages.run("lower", lower, captured.graph, target, True, rules)
     scheduled = stages.run("fuse", schedule, program)
     planned, launches = stages.run("plan", plan, scheduled)
-    _log_fusion(captured.graph.name, scheduled)
-    return planned, stages.run("emit", source, launches, planned.table, planned.sizes)
+    name = captured.graph.name
+    _log_fusion(name, scheduled)
+    text = stages.run("emit", source, launches, planned.table, planned.sizes)
+    _tell(Compiled(name, "", captured, program, scheduled, planned, text))
+    return planned, text
+
+
+def _failed_rule(graph: str, strict: bool, error: OpkitError) -> None:
+    """An author's rule went wrong: a mistake of theirs, to be told, for which the operator is called instead."""
+    if strict:
+        raise error
+    logs.compiler.warning("%s: %s. The operator is called.", graph, error)
 
 
 def _strides(output: Any) -> tuple[int, ...] | None:

@@ -223,7 +223,10 @@ class _Hasher:
 
 
 def _external(module: str | None) -> bool:
-    return (module or "").split(".")[0] in _INSTALLED
+    name = module or ""
+    # what a lowering rule is written with; the compiler's plans are found by its sources as well
+    own = name == "opkit.lowering" or name.startswith("opkit.compiler.")
+    return own or name.split(".")[0] in _INSTALLED
 
 
 def _referenced(code: types.CodeType, scope: dict[str, Any]) -> Iterable[Any]:

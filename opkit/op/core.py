@@ -31,6 +31,9 @@ from opkit.op.signature import Signature
 inlining: contextvars.ContextVar[bool | None] = contextvars.ContextVar("opkit_inlining", default=None)
 """While a compiler traces: whether it is to see through all operators, or none; None: each as it was defined."""
 
+knows_lowerings: contextvars.ContextVar[bool] = contextvars.ContextVar("opkit_knows_lowerings", default=False)
+"""While a compiler traces: whether it has a use for the rules of :meth:`CustomOp.register_lowering`."""
+
 
 @dataclasses.dataclass
 class GivenRules:
@@ -40,6 +43,7 @@ class GivenRules:
     autograd: GivenRule | None = None
     vmap: Callable[..., Any] | None = None
     autocast: dict[str, torch.dtype] = dataclasses.field(default_factory=dict[str, torch.dtype])
+    lowering: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -179,7 +183,10 @@ class Operator:
         """Whether the compiler is to see the reference in place of the operator."""
         if self.only_effects:  # the effect is of the run, and a compiler would have it once, while it traces
             return False
-        wanted = inlining.get() if inlining.get() is not None else self.inline
+        asked = inlining.get()
+        if asked is None and self.given.lowering is not None and knows_lowerings.get():
+            return False
+        wanted = asked if asked is not None else self.inline
         if wanted is not None:
             return wanted and self.transparent(args, kwargs)
         return not self.kernels.serves(self.device(args, kwargs)) and self.transparent(args, kwargs)
@@ -277,7 +284,7 @@ class Operator:
             ("reference", self.given_reference),
             ("policy", (self.inline, self.autocast, self.declared_opaque, [str(tag) for tag in self.tags])),
             ("kernels", kernels),
-            ("rules", (given.fake, autograd, given.vmap, given.autocast)),
+            ("rules", (given.fake, autograd, given.vmap, given.autocast, given.lowering)),
         ]
 
     def contract_hash(self) -> str:

@@ -20,7 +20,7 @@ from opkit.op import signature as signatures
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.mutation import Inference
-from opkit.op.operator import CustomOp, Devices, device_argument
+from opkit.op.operator import CustomOp, Devices
 from opkit.op.rules.autocast import check_policy
 from opkit.op.selection import Kernel, KernelTable
 from opkit.op.signature import Signature
@@ -273,7 +273,7 @@ class _Draft:
                 raise DefinitionError(
                     f"{self.name}: {device!r} is not a device type of torch's. Examples: cpu, cuda."
                 ) from error
-        device_argument(parsed, devices)
+        schemas.device_argument(parsed, devices)
         return devices
 
     def _add_body(self, operator: Operator) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from opkit.errors import DeviceArgumentError, KernelError, RuleError
+from opkit.errors import KernelError, RuleError
 from opkit.op import identity, kernel_kinds, planning
 from opkit.op import torch_private as private
 from opkit.op.bridged import Bridged
@@ -22,6 +22,7 @@ from opkit.op.core import Operator
 from opkit.op.description import Description, describe
 from opkit.op.dispatcher import Dispatcher
 from opkit.op.rules.autograd import GivenRule
+from opkit.op.schema import device_argument
 from opkit.op.selection import Kernel, Selection, predicate_names
 from opkit.op.triton.graph import functional_rule
 
@@ -293,6 +294,28 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         self._operator.given.autocast.setdefault(device_type, cast_inputs)
         self._renew()
 
+    def register_lowering(self, rule: F, /) -> F:
+        """Give the loop nest that ``torch.compile(backend="opkit")`` makes of the operator; usable as a decorator.
+
+        The compiler then neither sees through the operator nor calls a kernel, but fuses what the rule computes with the
+        operators around it. The rule takes an :class:`opkit.lowering.Builder` and the operator's arguments as its schema
+        has them, tensors as :class:`opkit.lowering.Tensor`, and gives a ``Tensor`` for each result; it may raise
+        :class:`opkit.lowering.NoRule` for arguments that it does not cover, and the operator is called. The backward stays
+        as it is. With ``options={"inline": ...}`` the rule is not used.
+
+        Raises:
+            RuleError: the operator writes to its arguments, or returns views of them.
+        """
+        operator = self._operator
+        if operator.schema.is_mutable or operator.schema._is_view_op():
+            raise RuleError(
+                f"Cannot register a lowering for {operator.name} with schema {operator.schema}: a rule computes new tensors, and "
+                "the operator writes to its arguments or returns views of them."
+            )
+        operator.given.lowering = self._callable(rule, "register_lowering")
+        self._renew()
+        return rule
+
     def register_effect(self, effect: Any) -> None:
         """Declare side effects, as ``torch.library`` 2.13's ``register_effect``."""
         private.register_effect(self._qualname, effect, self._lib)
@@ -327,6 +350,11 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         opaque = operator.declared_opaque if trace is None else trace.opaque is not None
         return operator.given.fake or (None if opaque and operator.given_reference is None else self.reference)
 
+    @property
+    def lowering(self) -> Callable[..., Any] | None:
+        """The rule that :meth:`register_lowering` was given."""
+        return self._operator.given.lowering
+
     def describe(self) -> Description:
         """The schema, what is written to, the kernels, and where each rule comes from."""
         return describe(self._operator)
@@ -345,22 +373,6 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         from opkit.op import registry
 
         return registry.get, (self._qualname,)
-
-
-def device_argument(schema: Any, devices: Sequence[str | None]) -> int | None:
-    """Where an operator without tensor arguments takes its device, if it has kernels of its own for some device.
-
-    Raises:
-        DeviceArgumentError: it has no such argument.
-    """
-    if all(device is None for device in devices) or private.library_utils.has_tensor_arg(schema):
-        return None
-    index = private.library_utils.get_device_arg_index(schema)
-    if index is None:
-        raise DeviceArgumentError(
-            "Functions without tensor inputs are required to have a `device: torch.device` argument, by which a kernel is chosen"
-        )
-    return index
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from opkit.errors import DefinitionError
+from opkit.errors import DefinitionError, DeviceArgumentError
+from opkit.op import torch_private as private
 from opkit.op.signature import Parameter, Signature, field_names
 
 _NAME = re.compile(r"^(?P<namespace>[A-Za-z_]\w*)::(?P<name>[A-Za-z_]\w*(\.[A-Za-z_]\w*)?)$")
@@ -125,3 +126,19 @@ def check_manual(schema: str, mutates: set[str], declared: str | Iterable[str], 
             f"that the op mutates {writes} which is different from what was provided to us in `mutates_args`. Please "
             "make these consistent."
         )
+
+
+def device_argument(schema: Any, devices: Sequence[str | None]) -> int | None:
+    """Where an operator without tensor arguments takes its device, if it has kernels of its own for some device.
+
+    Raises:
+        DeviceArgumentError: it has no such argument.
+    """
+    if all(device is None for device in devices) or private.library_utils.has_tensor_arg(schema):
+        return None
+    index = private.library_utils.get_device_arg_index(schema)
+    if index is None:
+        raise DeviceArgumentError(
+            "Functions without tensor inputs are required to have a `device: torch.device` argument, by which a kernel is chosen"
+        )
+    return index

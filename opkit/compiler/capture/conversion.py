@@ -21,8 +21,10 @@ from opkit.compiler.capture.sizes import Sizes
 from opkit.compiler.ir.dtypes import OF_TORCH
 from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import Index, Size
+from opkit.op import operator as operators
 
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in .*\n\s*(.*)')
+_OWN = str(Path(operators.__file__).parent)  # what calls an operator is the user's line, not how
 _NUMBERS = (bool, int, float, complex, str)
 
 
@@ -271,4 +273,7 @@ def _last_line(trace: str) -> str:
     """The user's line that a stack trace ends in, as "model.py:12: y = x + 1"."""
     start = trace.rfind('File "')
     found = _FRAME.match(trace, start) if start >= 0 else None
+    while found is not None and found[1].startswith(_OWN):
+        start = trace.rfind('File "', 0, start)
+        found = _FRAME.match(trace, start) if start >= 0 else None
     return "" if found is None else f"{Path(found[1]).name}:{found[2]}: {found[3].strip()[:80]}"

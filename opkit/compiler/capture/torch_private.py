@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch._guards
 from torch import fx
+from torch._dynamo import eval_frame as _eval_frame
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
+from torch._dynamo.utils import counters as _dynamo_counters
 from torch._functorch import config as _functorch_config
 from torch._functorch import partitioners as _partitioners
 from torch._logging._internal import log_state as _log_state
@@ -143,3 +145,46 @@ def overload_named(name: str) -> Any:
     """
     namespace, packet, overload = name.split(".", 2)
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def qualified_name(target: Any) -> str:
+    """ "namespace::name" of the operator that an OpOverload belongs to; "" for anything else."""
+    return target._schema.name if is_overload(target) else ""
+
+
+def watched(
+    model: Callable[..., Any],
+    backend: Callable[..., Any],
+    guarded: Callable[[list[str]], None],
+    recompiled: Callable[[str], None],
+) -> Callable[..., Any]:
+    """A compiled model that tells the guards of each graph, and why Dynamo compiles a function again."""
+
+    def failed(failure: Any) -> None:
+        recompiled(f"{failure.orig_code.co_name}: {failure.reason}")
+
+    made: Any = _eval_frame.optimize(
+        backend, guard_export_fn=lambda guards: guarded(_guards_text(guards)), guard_fail_fn=failed
+    )
+    return made(model)
+
+
+def _guards_text(guards: Iterable[Any]) -> list[str]:
+    """A line for each guard: as code where Dynamo has it so, else its kind and what it is on."""
+    lines: list[str] = []
+    for guard in sorted(guards, key=lambda guard: guard.sort_key()):
+        kind = f"{guard.create_fn_name()} {guard.name}".rstrip()
+        codes = [code for code in guard.code_list or () if "_dynamo_" not in code]  # marks of Dynamo's own on tensors
+        lines += [f"{kind}: {code}" for code in codes] or [kind]
+    return list(dict.fromkeys(lines))
+
+
+def graph_breaks() -> list[str]:
+    """Why Dynamo ended graphs before their function did, since it was reset."""
+    return [str(reason).strip() for reason in _dynamo_counters["graph_break"]]
+
+
+def reset() -> None:
+    """Forget everything that Dynamo compiled, and its counters."""
+    torch._dynamo.reset()
+    _dynamo_counters.clear()

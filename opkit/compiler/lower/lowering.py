@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from opkit.compiler.ir.dtypes import is_complex
@@ -11,25 +11,27 @@ from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.program import Buffer, Program, Strided
 from opkit.compiler.lower.context import Builder, reads_buffer
 from opkit.compiler.lower.passes import tidied
-from opkit.compiler.lower.registry import NoRule
+from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
 from opkit.compiler.lower.rules import ALIASING, EXTERNS, RULES
 from opkit.compiler.lower.target import PLAIN, Target
 from opkit.compiler.lower.tensors import Stored, Tensor, whole
 
 
-def lower(graph: Graph, target: Target = PLAIN, tidy: bool = True) -> Program:
+def lower(graph: Graph, target: Target = PLAIN, tidy: bool = True, rules: Mapping[str, Rule] | None = None) -> Program:
     """The program that computes a graph.
 
     Args:
         graph: what is computed.
         target: what the machine does well.
         tidy: remove what is computed twice or for nobody.
+        rules: of operators that the compiler has none for, by their names.
     """
+    known = {**RULES, **rules} if rules else RULES
     builder = Builder(graph, graph.nodes[0] if graph.nodes else Node("nothing", "", (), {}, None), target)
     inputs: list[str | Index] = []
     for node in graph.nodes:
         builder.node = node
-        value = _input(builder, node) if node.target in ("input", "constant") else _lowered(builder, node)
+        value = _input(builder, node) if node.target in ("input", "constant") else _lowered(builder, node, known)
         builder.values[node.name] = value
         if node.target == "input":
             inputs.append(node.name if isinstance(value, Tensor) else value)
@@ -49,7 +51,7 @@ def _input(b: Builder, node: Node) -> Any:
     return whole(buffer)
 
 
-def _lowered(b: Builder, node: Node) -> Any:
+def _lowered(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
     if isinstance(node.result, Index) and node.target not in EXTERNS:
         return node.result
     mutated = _mutated(b, node)
@@ -57,7 +59,7 @@ def _lowered(b: Builder, node: Node) -> Any:
         _kept_before_write(b, buffer)
     steps, buffers = len(b.steps), len(b.buffers)
     try:
-        return _checked(node, _by_rule(b, node))
+        return checked(node, _by_rule(b, node, rules))
     except NoRule as why:
         _forget(b, steps, buffers)
         aliases = node.target in ALIASING
@@ -71,13 +73,13 @@ def _forget(b: Builder, steps: int, buffers: int) -> None:
     del b.steps[steps:]
 
 
-def _by_rule(b: Builder, node: Node) -> Any:
+def _by_rule(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
     if node.target in EXTERNS:
         raise NoRule("")
-    if node.target not in RULES:
+    if node.target not in rules:
         raise NoRule("no rule")
     _refuse_foreign(b, node)
-    return RULES[node.target](b, *_resolved(b, node.args), **_resolved(b, node.kwargs))
+    return rules[node.target](b, *_resolved(b, node.args), **_resolved(b, node.kwargs))
 
 
 def _refuse_foreign(b: Builder, node: Node) -> None:
@@ -90,15 +92,27 @@ def _refuse_foreign(b: Builder, node: Node) -> None:
         raise NoRule("complex numbers")
 
 
-def _checked(node: Node, value: Any) -> Any:
-    """A rule's result, if it is what the graph says that the node gives."""
+def checked(node: Node, value: Any) -> Any:
+    """A rule's result.
+
+    Raises:
+        WrongResult: it is not what the graph says that the node gives.
+    """
+    if len(_flat(value)) != len(_flat(node.result)):
+        raise WrongResult(f"the rule gives {len(_flat(value))} results, the operator {len(_flat(node.result))}")
     for found, kind in zip(_flat(value), _flat(node.result), strict=True):
         if isinstance(found, Tensor) and isinstance(kind, TensorType):
             if (found.dtype, found.shape) != (kind.dtype, kind.shape):
-                raise NoRule(f"the rule gives {found.dtype}{found.shape}, the operator {kind.dtype}{kind.shape}")
+                raise WrongResult(f"the rule gives {_shown(found)}, the operator {_shown(kind)}")
         elif isinstance(kind, TensorType) or isinstance(found, Tensor):
-            raise NoRule("the rule does not give all results")
+            raise WrongResult(f"the rule gives {_shown(found)}, the operator {_shown(kind)}")
     return value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor | TensorType):
+        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
+    return "nothing" if value is None else f"a {type(value).__name__}"
 
 
 def _resolved(b: Builder, argument: Any) -> Any:

@@ -18,6 +18,10 @@ class NoRule(Exception):
     """A rule does not cover these arguments; the message says which, and becomes the extern call's reason."""
 
 
+class WrongResult(NoRule):
+    """A rule does not give what the operator gives."""
+
+
 class Table(dict[str, Rule]):
     """Rules by the names of the operators.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from opkit.contract.told.page_style import SCRIPT, STYLE
+from opkit.page import document
 
 if TYPE_CHECKING:
     from opkit.contract.told.report import Failure, Passed, Report
@@ -21,12 +21,7 @@ def page(reports: Sequence[Report], not_checked: Mapping[str, str] | None = None
         *_left_out(not_checked or {}),
         *(line for number, report in enumerate(reports) for line in _operator(number, report)),
     ]
-    head = (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<main>\n"
-    )
-    return head + "\n".join(body) + f"\n</main>\n<script>\n{SCRIPT}</script>\n</body>\n</html>\n"
+    return document(title, body)
 
 
 def _title(reports: Sequence[Report]) -> str:

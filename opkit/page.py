@@ -1,4 +1,9 @@
-"""How the page of a report looks, and the button that copies a script."""
+"""A page for a browser in one file, which loads nothing: how it looks, and the button that copies a script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
 
 STYLE = """\
 :root { --ground: #fff; --ink: #1b1f24; --quiet: #57606a; --line: #d0d7de; --panel: #f6f8fa; --good: #116329; --bad: #b3261e;
@@ -43,3 +48,13 @@ for (const box of document.querySelectorAll(".copied")) {
   if (navigator.clipboard) box.prepend(button);
 }
 """
+
+
+def document(title: str, body: Iterable[str]) -> str:
+    """The page; ``body`` is HTML."""
+    head = (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<main>\n"
+    )
+    return head + "\n".join(body) + f"\n</main>\n<script>\n{SCRIPT}</script>\n</body>\n</html>\n"

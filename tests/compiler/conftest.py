@@ -1,0 +1,41 @@
+"""Fixtures of the compiler's tests."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+
+import opkit
+from opkit import config
+from opkit.compiler import backend
+
+_count = itertools.count()
+
+
+@pytest.fixture
+def name():
+    """A qualified operator name that no other test has."""
+    name = f"compiled::op{next(_count)}"
+    yield name
+    with contextlib.suppress(opkit.errors.UnknownOperatorError):
+        opkit.remove(name)
+
+
+@pytest.fixture
+def fresh(tmp_path_factory, monkeypatch):
+    """No compiled code of another test's; a cache that the tests of this run share."""
+    torch._dynamo.reset()
+    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "kernels"))
+    config.get.cache_clear()
+    yield
+    config.get.cache_clear()
+
+
+@pytest.fixture
+def seen():
+    """The graphs that the backend compiles during a test."""
+    found = []
+    token = backend.observer.set(found.append)
+    yield found
+    backend.observer.reset(token)
