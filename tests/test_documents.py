@@ -1,7 +1,8 @@
 """Every Python block of the README and docs/ runs, and every opkit command that is cheap enough to run.
 
 A document's blocks run in order in one process, at the line numbers that they have in the document. Blocks whose fence
-reads ```` ```python my_ops.py ```` are saved under that name, together, and imported where they stand.
+reads ```` ```python my_ops.py ```` are saved under that name, together, and imported where they stand. A text block after a
+Python block is what that block prints, in the documents that say so.
 """
 
 import dataclasses
@@ -19,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
 WARNINGS = [option for each in PYTEST["filterwarnings"] for option in ("-W", each)]
+SHOWING = [ROOT / "docs" / "compiler.md"]
+_END = "\0"
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>.*)$")
 _CHEAP = ("doctor", "list", "describe", "--help")
 
@@ -83,21 +86,40 @@ def save(text: str, folder: Path) -> None:
         (folder / file).write_text(_placed(text, parts), encoding="utf-8")
 
 
-def run(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
+def shown(text: str) -> list[tuple[int, str]]:
+    """Of each text block after a Python block: how many Python blocks there are before that one, and the text."""
+    found = [block for block in blocks(text) if block.language in ("python", "text")]
+    pairs = [(n, found[n].lines) for n in range(1, len(found)) if found[n].language == "text"]
+    return [(sum(b.language == "python" for b in found[: n - 1]), "\n".join(lines)) for n, lines in pairs]
+
+
+def marking(text: str) -> str:
+    """The script of a document, which says where each block's output ends."""
+    lines = script(text).splitlines()
+    for block in blocks(text):
+        if block.language == "python":
+            lines[block.first_line - 1 + len(block.lines)] = f"print({_END!r})"
+    return "\n".join(lines) + "\n"
+
+
+def run(arguments: list[str], folder: Path, environment: dict[str, str]) -> str:
     command = [sys.executable, *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=folder, env=environment, timeout=170, check=False
     )
     assert done.returncode == 0, f"{' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_blocks_run(path, tmp_path, child_environment):
     text = path.read_text(encoding="utf-8")
     program = tmp_path / f"{path.stem.lower()}_blocks.py"
-    program.write_text(script(text), encoding="utf-8")
+    program.write_text(marking(text) if path in SHOWING else script(text), encoding="utf-8")
     save(text, tmp_path)
-    run([*WARNINGS, program.name], tmp_path, child_environment)
+    printed = run([*WARNINGS, program.name], tmp_path, child_environment).split(_END)
+    for block, expected in shown(text) if path in SHOWING else []:
+        assert printed[block].strip("\n") == expected
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
