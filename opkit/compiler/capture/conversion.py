@@ -118,7 +118,8 @@ class _Conversion:
         ):
             value = self.given[number]
         result = self._result(value, node)
-        if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg() or node.name.startswith("tangents")):
+        tangent = node.name.startswith("tangents") and not node.name.startswith("tangents_token")  # which may be None
+        if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg() or tangent):
             self.resolved.add(number)  # what autograd hands to a backward may be so, however it was traced
             self._refuse_writes(node)
         if isinstance(result, Index):

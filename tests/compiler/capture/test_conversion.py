@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from opkit.compiler.backend import opkit_backend
 from opkit.compiler.capture.conversion import Unsupported, capture
 from opkit.compiler.ir.graph import Opaque, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import index, size
@@ -93,3 +94,11 @@ def test_the_key_tells_strides_and_numbers_apart():
         graph(lambda x: x + 1, torch.randn(2, 2).t()).key,
     }
     assert len(keys) == 3
+
+
+def test_a_backward_that_checks_for_errors():
+    """What orders its effects is no tensor when it runs."""
+    x = torch.randn(3, 3, requires_grad=True)
+    values = torch.compile(torch.linalg.eigvals, backend=opkit_backend, options={"strict": True})(x)
+    found = torch.autograd.grad(values.abs().sum(), x)
+    torch.testing.assert_close(found, torch.autograd.grad(torch.linalg.eigvals(x).abs().sum(), x))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.compiler.graphs import check, computes, program_of
+from tests.compiler.graphs import check, computes, externs, program_of
 
 _VIEWS = {
     "view": lambda x: x.view(6, 4),
@@ -100,3 +100,8 @@ def test_gradients_of_views():
         return torch.autograd.grad(y, x)
 
     check(gradient, torch.randn(2, 3, 4))
+
+
+def test_one_of_several_complex_results():
+    program = program_of(lambda x: torch.linalg.eig(x)[1].real, torch.randn(3, 3))
+    assert [line.split(":")[0] for line in externs(program)] == ["aten.linalg_eig.default", "aten.view_as_real.default"]
