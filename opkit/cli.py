@@ -1,4 +1,5 @@
-"""The ``opkit`` command: ``demo``, ``doctor``, ``list``, ``describe``, ``check``, ``build``, ``bridge``, ``tune``, ``cache``."""
+"""The ``opkit`` command: ``demo``, ``doctor``, ``list``, ``describe``, ``check``, ``build``, ``bridge``, ``tune``, ``explain``,
+``cache``."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from opkit import errors, terminal
 from opkit.cli_check import check
+from opkit.cli_explain import explain
 from opkit.cli_tune import tune
 from opkit.kernels.progress import printable
 
@@ -35,6 +37,7 @@ cache_app = typer.Typer(help="Look after the kernels that were built.", no_args_
 app.add_typer(cache_app, name="cache")
 app.command()(check)
 app.command()(tune)
+app.command()(explain)
 
 _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
 _KEY_SHOWN = 12

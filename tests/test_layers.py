@@ -25,7 +25,7 @@ _ROWS = (
     ("nn",),
     ("demo", "doctor"),
     ("terminal",),
-    ("cli_check", "cli_tune"),
+    ("cli_check", "cli_explain", "cli_tune"),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,66 @@
+"""``opkit explain``: the report of a module's function, and what it refuses."""
+
+import itertools
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from opkit import cli, config
+
+RUNNER = CliRunner()
+NUMBERS = itertools.count()
+SOURCE = """
+import torch
+
+block = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.GELU()).requires_grad_(False)
+
+def scaled(x, by=1):
+    return x.exp() * by
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path / "cache"))
+    config.get.cache_clear()
+    name = f"explained_by_cli_{next(NUMBERS)}"
+    (tmp_path / f"{name}.py").write_text(SOURCE, encoding="utf-8")
+    yield name
+    config.get.cache_clear()
+    torch._dynamo.reset()
+
+
+def run(*arguments):
+    return RUNNER.invoke(cli.app, ["explain", *map(str, arguments)])
+
+
+def test_a_model(module, tmp_path):
+    done = run(f"{module}:block", "--args", "torch.randn(4, 8)", "--html", tmp_path / "block.html")
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("1 graph, 1 kernel, 0 calls of torch's operators\n")
+    assert "aten.native_layer_norm.default, aten.gelu.default" in done.output
+    assert "Loop nest" in (tmp_path / "block.html").read_text(encoding="utf-8")
+
+
+def test_a_function_with_named_arguments(module):
+    done = run(f"{module}:scaled", "--args", "torch.randn(4), by=3")
+    assert done.exit_code == 0, done.output
+    assert "aten.exp.default, aten.mul.Tensor" in done.output
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "message"),
+    [
+        ("{}", "", "name a function or a model"),
+        ("{}:none", "", "has no function or model called none"),
+        ("{}:scaled", "torch.rand(", "SyntaxError"),
+        ("{}_not:scaled", "", "cannot be imported"),
+    ],
+)
+def test_what_it_cannot_use(module, target, arguments, message):
+    done = run(target.format(module), "--args", arguments)
+    assert done.exit_code == 2
+    assert message in done.output
