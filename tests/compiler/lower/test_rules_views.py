@@ -105,3 +105,8 @@ def test_gradients_of_views():
 def test_one_of_several_complex_results():
     program = program_of(lambda x: torch.linalg.eig(x)[1].real, torch.randn(3, 3))
     assert [line.split(":")[0] for line in externs(program)] == ["aten.linalg_eig.default", "aten.view_as_real.default"]
+
+
+def test_dimensions_of_a_tensor_that_has_none():
+    check(lambda x: (x.flip(0), x.roll(1), x.transpose(0, -1)), torch.tensor(2.0))
+    check(lambda x: torch.movedim(x, 0, -1) + 1, torch.tensor(2.0))

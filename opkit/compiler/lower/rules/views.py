@@ -72,6 +72,8 @@ def transpose(b: Builder, x: Tensor, first: int, second: int) -> Tensor:
 @_view(*overloads("movedim", "int", "intlist"))
 def movedim(b: Builder, x: Tensor, source: Any, destination: Any) -> Tensor:
     rank = len(x.shape)
+    if not rank:
+        return x
     sources = [d % rank for d in (source if isinstance(source, list | tuple) else [source])]
     places = [d % rank for d in (destination if isinstance(destination, list | tuple) else [destination])]
     rest = iter(d for d in range(rank) if d not in sources)
@@ -219,7 +221,7 @@ def inside(at: Sequence[Index], extents: Sequence[Index], whole: Sequence[Index]
 
 @TABLE.rule(*overloads("flip"))
 def flip(b: Builder, x: Tensor, dims: Sequence[int]) -> Tensor:
-    turned = {d % len(x.shape) for d in dims}
+    turned = {d % max(len(x.shape), 1) for d in dims}
     axes = [x.shape[k] - 1 - a if k in turned else a for k, a in enumerate(formal(x.shape))]
     return x.mapped(x.shape, axes, copied=True)
 
