@@ -26,11 +26,12 @@ def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanat
     by :func:`torch.compiler.reset`.
 
     >>> import torch
-    >>> explanation = explain(lambda x: torch.softmax(x * 2, -1), torch.randn(8, 16))
+    >>> model = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Softmax(-1))
+    >>> explanation = explain(model, torch.randn(8, 16))
     >>> explanation.kernels
     1
     >>> [kernel.operators for kernel in explanation.graphs[0].kernels]
-    [('aten.mul.Tensor', 'aten._softmax.default')]
+    [('aten.tanh.default', 'aten._softmax.default')]
     """
     private.reset()
     found = Explanation(model)
