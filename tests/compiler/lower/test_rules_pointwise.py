@@ -147,6 +147,7 @@ def test_numbers():
     check(lambda f: (f + 1, f * 2.5, f & True, f | False, ~f, f ^ True), flag)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 clamps to NaN on one side alone by ignoring it")
 def test_clamp_to_nan():
     check(lambda x: x.clamp(NAN), torch.randn(3))
 
