@@ -130,7 +130,8 @@ def test_a_process_killed_at_fifty_random_points(tmp_path):
     process = child(KILLED, OPKIT_CACHE_DIR=tmp_path / "cache")
     output, complaints = process.communicate(timeout=90)
     assert process.returncode == 0, complaints
-    assert complaints == ""  # no warning either: nothing partial was ever found
+    told = [line for line in complaints.splitlines() if not line.startswith("opkit: buil")]  # a slow build says so
+    assert told == []  # no warning either: nothing partial was ever found
     assert int(output) >= 10  # else the machine was so quick that the test tests nothing
     assert len(cache.entries()) == 51
 

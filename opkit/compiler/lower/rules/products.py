@@ -39,6 +39,8 @@ def _product_plus(b: Builder, bias: Tensor, x: Tensor, y: Tensor, *, beta: Any =
     kind = b.result()
     if not DTYPES[kind.dtype].kind == "float":
         raise NoRule("a product of integers")
+    if kind.dtype in ("bf16", "f16") and b.target.narrow_products:  # oneDNN adds the bias before it rounds
+        return b.call(b.node.target, (bias, x, y), [b.made(kind.dtype, kind.shape)], out=True)[0]
     product = _multiplied(b, "aten.mm.default" if len(kind.shape) == 2 else "aten.bmm.default", x, y)
     inner = product.dtype
     return b.elementwise(f.cast(element(product, kind.shape) + element(bias, kind.shape, inner), kind.dtype).expr, kind)

@@ -1,0 +1,115 @@
+"""Products, attention and convolutions: which operators are called, on operands of which type and layout."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from opkit.compiler.ir.program import Compute, Extern
+from opkit.compiler.lower.lowering import lower
+from opkit.compiler.lower.target import Target
+from tests.compiler import graphs
+
+WIDE = Target(narrow_products=False, channels_last=True)
+NATIVE = Target(narrow_products=True, channels_last=True)
+
+
+def r(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def narrow(*shape):
+    return r(*shape, dtype=torch.bfloat16)
+
+
+def check(function, *args, target=WIDE, **tolerances):
+    """The program of a function, once it was found to give what eager gives."""
+    graph, constants = graphs.graph_of(function, *args)
+    program = lower(graph, target)
+    found = graphs.run_graph(graph, program, constants, [a.clone() for a in args])
+    expected = function(*args)
+    for x, y in zip(found, expected if isinstance(expected, list | tuple) else [expected], strict=True):
+        graphs.same(x, y, **tolerances)
+    return program
+
+
+def calls(program):
+    return [step for step in program.steps if isinstance(step, Extern)]
+
+
+def dtypes(program, call):
+    return {program.buffers[a.buffer].dtype for a in call.args if hasattr(a, "buffer")}
+
+
+def linear(x, w, b):
+    return torch.addmm(b, x, w.t()).relu()
+
+
+def test_a_bias_joins_what_comes_after():
+    program = check(linear, r(4, 5), r(6, 5), r(6))
+    assert [call.target for call in calls(program)] == ["aten.mm.default"]
+
+
+@pytest.mark.parametrize(("target", "dtype"), [(WIDE, "f32"), (NATIVE, "bf16")])
+def test_narrow_products_are_wide_where_the_processor_has_none(target, dtype):
+    program = check(linear, narrow(4, 5), narrow(6, 5), narrow(6), target=target, rtol=2e-2, atol=5e-2)
+    (call,) = calls(program)
+    assert dtypes(program, call) == {dtype}
+    assert call.out
+
+
+def test_an_operand_is_widened_as_it_lies():
+    program = check(linear, narrow(4, 5), narrow(6, 5), narrow(6), rtol=2e-2, atol=5e-2)
+    (call,) = calls(program)
+    assert [s.constant for s in call.args[1].strides] == [1, 5]
+
+
+def test_batches():
+    check(torch.bmm, r(2, 4, 5), r(2, 5, 3))
+    check(lambda b, x, y: torch.baddbmm(b, x, y), r(2, 4, 3), r(2, 4, 5), r(2, 5, 3))
+    check(torch.bmm, narrow(2, 4, 5), narrow(2, 5, 3), rtol=2e-2, atol=5e-2)
+
+
+def test_what_the_rules_refuse_is_called_as_it_is():
+    program = check(lambda b, x, y: torch.addmm(b, x, y, beta=2), r(3), r(4, 5), r(5, 3))
+    assert [call.target for call in calls(program)] == ["aten.addmm.default"]
+    i = torch.arange(12).reshape(3, 4)
+    check(lambda b, x, y: torch.addmm(b, x, y), torch.arange(3), i, i.t().contiguous())
+
+
+@pytest.mark.parametrize("make", [r, narrow])
+def test_attention(make):
+    def attention(q, k, v):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+
+    program = check(attention, make(1, 2, 4, 8), make(1, 2, 5, 8), make(1, 2, 5, 8), rtol=2e-2, atol=2e-2)
+    assert dtypes(program, calls(program)[0]) == {"f32"}
+
+
+@pytest.mark.parametrize("make", [r, narrow])
+def test_a_chain_of_convolutions_has_its_channels_innermost(make):
+    def chain(x, w, b, v):
+        return F.conv2d(F.conv2d(x, w, b, padding=1).relu(), v, stride=2)
+
+    program = check(chain, make(2, 4, 5, 6), make(8, 4, 3, 3), make(8), make(3, 8, 2, 2), rtol=2e-2, atol=0.1)
+    strides = [[s.constant for s in call.args[0].strides] for call in calls(program)]
+    assert strides == [[120, 1, 24, 4], [240, 1, 48, 8]]
+    copies = [s for s in program.steps if isinstance(s, Compute) and s.body.op == "load"]
+    assert len(copies) == (2 if make is r else 0)  # the image, and the result as eager lays it out
+
+
+def test_the_gradients_of_a_convolution():
+    def backward(g, x, w):
+        settings = ([6], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        return list(torch.ops.aten.convolution_backward(g, x, w, *settings, [True, True, True]))
+
+    check(backward, r(2, 6, 5, 5), r(2, 4, 5, 5), r(6, 4, 3, 3), rtol=1e-4, atol=1e-4)
+
+
+def test_other_convolutions_are_called_as_they_are():
+    for function, *args in (
+        (lambda x, w: F.conv1d(x, w), r(2, 4, 7), r(3, 4, 3)),
+        (lambda x, w: F.conv_transpose2d(x, w), r(2, 4, 5, 5), r(4, 3, 2, 2)),
+        (lambda x, w: F.conv2d(x, w), r(2, 1, 5, 5), r(3, 1, 2, 2)),
+    ):
+        program = check(function, *args, rtol=1e-4, atol=1e-5)
+        assert [call.target for call in calls(program)] == ["aten.convolution.default"]
