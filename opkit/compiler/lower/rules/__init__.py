@@ -42,6 +42,7 @@ _SUBJECTS = (
 
 RULES = Table()
 for _subject in _SUBJECTS:
+    assert not RULES.keys() & _subject.TABLE.keys(), f"{_subject.__name__} has rules that another subject has too"
     RULES.update(_subject.TABLE)
 
 EXTERNS = externs.EXTERNS

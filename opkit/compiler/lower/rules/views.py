@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-from opkit.compiler.ir.expr import Expr, const, op, position
-from opkit.compiler.ir.index import ZERO, Index, contiguous, flat, index, is_below, is_nonnegative, product
+from opkit.compiler.ir.index import ZERO, Index, contiguous, flat, index, is_nonnegative, product
 from opkit.compiler.lower.context import Builder
 from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.tensors import Stored, Tensor, formal
@@ -201,19 +199,6 @@ def clamped(at: Any, extent: Index) -> Index:
     if is_nonnegative(-found):
         return ZERO
     raise NoRule(f"whether {found} is in a dimension of {extent} is not known")
-
-
-def inside(at: Sequence[Index], extents: Sequence[Index], whole: Sequence[Index] | None = None) -> Expr | None:
-    """Whether coordinates lie within extents; None where they always do: one that is ``whole`` does."""
-    conditions: list[Expr] = []
-    for k, (a, n) in enumerate(zip(at, extents, strict=True)):
-        if whole is not None and whole[k] == n and a == formal(whole)[k]:
-            continue
-        if not is_nonnegative(a):
-            conditions.append(op("le", const(0, "i64"), position(a)))
-        if not is_below(a, n):
-            conditions.append(op("lt", position(a), position(n)))
-    return functools.reduce(lambda x, y: op("and", x, y), conditions) if conditions else None
 
 
 # ---- elements that move ----------------------------------------------------------------------------------------------
