@@ -3,7 +3,8 @@
 Groups and extern calls stand in the order in which they will run. A step may join any group that comes no earlier than
 everything it reads; so it tries the last one that it reads from, then the last one of the same size that reads
 something it reads too (which saves a pass over it), and else begins a group. What a refusing group computes cheaply, the
-step computes again for itself rather than reading it from memory.
+step computes again for itself rather than reading it from memory. A step that reads from two groups makes one of them,
+where nothing in between needs the earlier one.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ def fuse(program: Program) -> Fused:
     fuser = _Fuser(program)
     for step in program.steps:
         fuser.add(step)
-    return Fused(fuser.entries, fuser.refusals)
+    return Fused([entry for entry in fuser.entries if entry is not None], fuser.refusals)
 
 
 class _Fuser:
     def __init__(self, program: Program) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[Entry | None] = []  # None: it went into a later one
         self.refusals: list[Refusal] = []
         self.made: dict[str, int] = {}  # the last entry that writes a buffer
-        self.read: dict[str, int] = {}  # the last entry that reads it
+        self.read: dict[str, set[int]] = {}  # the entries that read it
+        self.needed: dict[int, int] = {}  # of an entry, the first later one that must come after it
         self.latest: dict[Index, int] = {}  # the last group over so many points
         self.parts: dict[str, list[Compute]] = {}  # the steps that make a buffer, unless a call writes to it too
         called = {name for step in program.steps if isinstance(step, Extern) for name in writes(step)}
@@ -64,6 +66,8 @@ class _Fuser:
 
     def _place(self, step: Compute, tries: int = 3) -> None:
         after = self._after(step)
+        if self._united(step, after):
+            return None
         for at in self._candidates(step, after):
             entry = self.entries[at]
             assert isinstance(entry, Group)
@@ -94,16 +98,64 @@ class _Fuser:
     def _after(self, step: Compute) -> int:
         """The first entry that the step may join: the last that makes what it reads or uses what it overwrites."""
         sources = [self.made.get(name, -1) for name in reads(step)]
-        before = [self.made.get(step.buffer, -1), self.read.get(step.buffer, -1)]
-        return max([-1, *sources, *before])
+        return max([-1, *sources, self.made.get(step.buffer, -1), *self.read.get(step.buffer, ())])
 
     def _note(self, step: Compute | Extern, at: int) -> None:
         for name in reads(step):
-            self.read[name] = max(self.read.get(name, -1), at)
+            self._comes_after(at, self.made.get(name, at))
+            self.read.setdefault(name, set()).add(at)
         for name in writes(step):
+            for earlier in (self.made.get(name, at), *self.read.get(name, ())):
+                self._comes_after(at, earlier)
             self.made[name] = at
         if isinstance(step, Compute):
             self.latest[product(step.axes)] = at
+
+    def _comes_after(self, at: int, earlier: int) -> None:
+        if earlier != at:
+            self.needed[earlier] = min(self.needed.get(earlier, at), at)
+
+    # ---- two groups into one ---------------------------------------------------------------------------------------
+
+    def _united(self, step: Compute, after: int) -> bool:
+        """Whether the step has joined the last group that it reads from, and earlier ones have too."""
+        sources = sorted({at for name in reads(step) if 0 <= (at := self.made.get(name, -1)) < after}, reverse=True)
+        into = self.entries[after] if sources else None
+        united = False
+        for at in sources:
+            if isinstance(into, Group) and (both := self._union(at, into, after, step)) is not None:
+                self._move(at, after)
+                into = self.entries[after] = both
+                united = True
+        if united:
+            assert isinstance(into, Group)
+            assert groups.join(into, step) is None
+            self._note(step, after)
+        return united
+
+    def _union(self, at: int, into: Group, after: int, step: Compute) -> Group | None:
+        """What a group and the steps of an earlier one are together, if they and ``step`` can be one."""
+        entry = self.entries[at]
+        if not isinstance(entry, Group) or self.needed.get(at, after + 1) <= after or not groups.alike(entry, into):
+            return None
+        both = groups.copied(into)
+        if any(groups.join(both, each.step) is not None for each in entry.members.values()):
+            return None
+        return both if groups.join(groups.copied(both), step) is None else None
+
+    def _move(self, at: int, after: int) -> None:
+        """What an entry made, read and preceded, a later one does."""
+        entry = self.entries[at]
+        assert isinstance(entry, Group)
+        self.entries[at] = None
+        self.made.update((name, after) for name in entry.members if self.made[name] == at)
+        for name in {*entry.loads, *entry.members} & self.read.keys():
+            if at in self.read[name]:
+                self.read[name] = self.read[name] - {at} | {after}
+        if at in self.needed:
+            self.needed[after] = min(self.needed.pop(at), self.needed.get(after, len(self.entries)))
+        sizes = {product(member.step.axes) for member in entry.members.values()}
+        self.latest.update((size, after) for size in sizes if self.latest.get(size) == at)
 
     # ---- computing again -------------------------------------------------------------------------------------------
 

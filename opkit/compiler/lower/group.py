@@ -101,6 +101,23 @@ def join(group: Group, step: Compute) -> str | None:
     return reason or "their loops differ"
 
 
+def copied(group: Group) -> Group:
+    """Another group of the same steps: what joins it does not join the first."""
+    return dataclasses.replace(group, members=dict(group.members), loads=dict(group.loads))
+
+
+def alike(group: Group, other: Group) -> bool:
+    """Whether two groups go over as many points, and over as many rows if they reduce anything: they may be one."""
+    same = product(group.space) == product(other.space)
+    if group.reduced and other.reduced:
+        return same and _rows(group) == _rows(other)
+    return same
+
+
+def _rows(group: Group) -> Index:
+    return product(group.space[k] for k in group.kept)
+
+
 def _alone(step: Compute) -> str | None:
     if step.update is not None:
         return "a scatter runs by itself"

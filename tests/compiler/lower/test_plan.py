@@ -79,6 +79,9 @@ ONE_KERNEL = {
         r(30, 8, dtype=torch.bfloat16),
         r(8, dtype=torch.bfloat16),
     ),
+    "two of their own, then both": (lambda x, y: x.sigmoid() + y.exp(), r(6, 5), r(6, 5)),
+    "a row and a point, then both": (lambda x, y: torch.softmax(x, -1) * (y + 1).exp(), r(9, 33), r(9, 33)),
+    "three of their own": (lambda x, y, z: (x.exp() + y.exp()) * z.sum(1, keepdim=True), r(6, 5), r(6, 5), r(6, 5)),
     "two results": (lambda x, y: (x + y, x * y), r(6, 5), r(6, 5)),
     "softmax": (lambda x: torch.softmax(x, -1), r(9, 33)),
     "softmax of columns": (lambda x: torch.softmax(x, 0), r(9, 33)),
@@ -125,6 +128,36 @@ def test_a_long_row_is_left_to_several_kernels():
 def test_what_is_overwritten_is_read_before():
     check(lambda x: (x.mul_(2), x.flip(0) + 1), r(5, 7))
     check(lambda x, y: (y + x, x.copy_(y * 2)), r(5, 7), r(5, 7))
+
+
+def test_two_groups_stay_apart_where_what_is_between_them_needs_the_first():
+    def function(x, y, w):
+        first = x.exp()
+        return (first @ w) + y.sigmoid() + first
+
+    made = schedule(lower(graphs.graph_of(function, r(6, 6), r(6, 6), r(6, 6))[0]))
+    assert [isinstance(step, Extern) for step in made.steps] == [False, True, False]
+
+
+def test_two_groups_stay_apart_where_the_first_is_overwritten_in_between():
+    def function(x, y):
+        first = x.exp()
+        x.mul_(y.sum(0))
+        return first + x.sigmoid() + y.exp()
+
+    check(function, r(6, 6), r(6, 6), rtol=1e-5, atol=1e-5)
+
+
+def test_an_optimiser_step_is_one_kernel_a_parameter():
+    def step(p, q, g, h, m, n):
+        torch._foreach_lerp_([m, n], [g, h], 0.1)
+        root = torch._foreach_sqrt([g * g, h * h])
+        torch._foreach_add_(root, 1.0)
+        torch._foreach_addcdiv_([p, q], [m, n], root, -0.1)
+
+        return p * 1
+
+    check(step, *[r(6, 5), r(40)] * 3, kernels=2, rtol=1e-5, atol=1e-5)
 
 
 def test_sums_over_other_axes_have_kernels_of_their_own_and_a_reason():
