@@ -18,62 +18,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias, Union
+from typing import Any, TypeAlias, Union, cast
 
+from opkit.compiler.ir.atoms import Atom, Axis, Div, Mod, Monomial, Size, Value
 
-class Axis(NamedTuple):
-    """The variable of a loop: 0 <= value < extent."""
-
-    number: int
-    extent: Index
-
-    def __str__(self) -> str:
-        return f"a{self.number}"
-
-
-class Size(NamedTuple):
-    """A size that is known when the program runs: at least ``least``."""
-
-    name: str
-    least: int = 1
-
-    def __str__(self) -> str:
-        return self.name
-
-
-class Div(NamedTuple):
-    """The quotient rounded down; the divisor is positive."""
-
-    dividend: Index
-    divisor: Index
-    operator: str = "//"  # tuples of other classes are equal to this one if their fields are
-
-    def __str__(self) -> str:
-        return f"({self.dividend})//({self.divisor})"
-
-
-class Mod(NamedTuple):
-    """What :class:`Div` leaves: 0 <= value < divisor."""
-
-    dividend: Index
-    divisor: Index
-    operator: str = "%"
-
-    def __str__(self) -> str:
-        return f"({self.dividend})%({self.divisor})"
-
-
-class Value(NamedTuple):
-    """An integer that is computed: an expression of the IR (``opkit.compiler.ir.expr.Expr``)."""
-
-    expr: Any
-
-    def __str__(self) -> str:
-        return f"[{self.expr}]"
-
-
-Atom: TypeAlias = Axis | Size | Div | Mod | Value
-Monomial: TypeAlias = tuple[Atom, ...]
 IndexLike: TypeAlias = Union["Index", int]
 
 
@@ -197,7 +145,7 @@ class Index:
     def substitute(self, axes: Mapping[Any, IndexLike]) -> Index:
         """The index with others for axes (and for sizes and values that the mapping names), resolved as far as it goes."""
         parts = ((index(c), *(_replaced(atom, axes) for atom in m)) for m, c in self.terms.items())
-        return sum((functools.reduce(lambda a, b: a * b, part) for part in parts), ZERO)
+        return _recombined(sum((functools.reduce(lambda a, b: a * b, part) for part in parts), ZERO))
 
 
 ZERO = Index({})
@@ -243,7 +191,7 @@ def product(of: Iterable[IndexLike]) -> Index:
 
 def flat(coordinates: Iterable[Index], strides: Iterable[IndexLike]) -> Index:
     """The sum of each coordinate times its stride."""
-    return functools.reduce(lambda a, b: a + b, (c * s for c, s in zip(coordinates, strides, strict=True)), ZERO)
+    return _recombined(sum((c * s for c, s in zip(coordinates, strides, strict=True)), ZERO))
 
 
 def contiguous(shape: Iterable[IndexLike]) -> tuple[Index, ...]:
@@ -267,6 +215,33 @@ def _product(a: Monomial, b: Monomial) -> Monomial:
     if not a or not b:
         return a or b
     return tuple(sorted((*a, *b), key=_order))
+
+
+def _recombined(a: Index) -> Index:
+    """The index with ``x // b * b + x % b`` as ``x``: what two reshapes that undo each other leave."""
+    for monomial, c in a.terms.items():
+        for atom in monomial:
+            if type(atom) is Mod and len(atom.divisor.terms) == 1:
+                rest = Index({_other_than(monomial, atom): c})
+                for quotient in _quotients(a, atom):
+                    whole = Index({(quotient,): 1}) * atom.divisor * rest
+                    if all(a.terms.get(m) == x for m, x in whole.terms.items()):
+                        return _recombined(a - whole - Index({monomial: c}) + quotient.dividend * rest)
+    return a
+
+
+def _quotients(a: Index, remainder: Mod) -> list[Div]:
+    """The quotients in ``a`` that a remainder may belong to: of the same, or of its own remainder by a multiple."""
+    found = [d for d in a.atoms() if type(d) is Div and d.divisor == remainder.divisor]
+    return [d for d in found if _congruent(d.dividend, remainder)]
+
+
+def _congruent(x: Index, remainder: Mod) -> bool:
+    if x == remainder.dividend:
+        return True
+    inner = next(iter(x.atoms()), None)
+    alone = type(inner) is Mod and x == Index({(inner,): 1}) and inner.dividend == remainder.dividend
+    return alone and _exact_part(cast("Mod", inner).divisor, remainder.divisor)[1] == 0
 
 
 def _order(atom: Atom) -> tuple[str, str]:
@@ -327,6 +302,11 @@ def _exact_part(a: Index, b: Index) -> tuple[Index, Index]:
         else:
             rest[m] = x
     return Index({m: x for m, x in quotient.items() if x}), Index({m: x for m, x in rest.items() if x})
+
+
+def _other_than(monomial: Monomial, atom: Atom) -> Monomial:
+    at = monomial.index(atom)
+    return monomial[:at] + monomial[at + 1 :]
 
 
 def _without(monomial: Monomial, divisor: Monomial) -> Monomial | None:

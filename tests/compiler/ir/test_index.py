@@ -84,3 +84,19 @@ def test_the_order_of_terms_does_not_matter():
     assert isinstance(i * 0, Index)
     assert i * 0 == 0
     assert axis(3, 1) == 0
+
+
+def test_a_quotient_and_its_remainder_are_the_whole_again():
+    i, j = axis(0, 48), axis(1, 5)
+    both = flat([i // 8, i % 8, j], [200, 25, 3])
+    assert both == i * 25 + j * 3
+    assert flat([i // 8, i % 8], [9, 1]) != i  # there is a gap
+    whole = axis(0, N * 768)
+    assert flat([whole // 768, whole % 768 // 64, whole % 64], contiguous([N, 12, 64])) == whole
+    assert flat([whole % 768 // 64, whole % 64], [64, 1]) == whole % 768
+
+
+def test_substitution_makes_a_whole_of_its_parts():
+    n = size("s1")
+    i, rows, columns = axis(0, n * N), axis(1, n), axis(2, N)
+    assert (rows * N + columns).substitute({Axis(1, n): i // N, Axis(2, N): i % N}) == i

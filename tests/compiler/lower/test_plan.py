@@ -204,3 +204,14 @@ def test_what_is_called_with_a_whole_storage_has_one_of_its_own(function):
     made = schedule(graphs.program_of(function, torch.randn(3, 2)))
     first = next(step for step in made.steps if isinstance(step, Extern))
     assert first.args[0].buffer not in made.places
+
+
+def test_reshapes_that_undo_each_other_copy_nothing():
+    def function(x, w):
+        rows = x.reshape(16, 6)
+        product = (rows @ w).view(2, 8, 5).view(16, 5)
+        return product.t() @ rows
+
+    steps = lower(graphs.graph_of(function, r(2, 8, 6), r(6, 5))[0]).steps
+    assert all(isinstance(step, Extern) for step in steps), steps
+    assert len(steps) == 2
