@@ -22,26 +22,34 @@ A backend that there is not is left out with a line that says why. ``--small`` t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 from compile_backends import DYNAMO, EAGER, FLOOR, missing
+from compile_kernels import MEMORY as KEPT
 from compile_models import MODELS
 
 THREADS = 2
 DTYPES, MODES = ("float32", "bfloat16"), ("inference", "training")
 DEPTHS = (12, 24, 48)
 PEER = "inductor"
+_CORES = "OPKIT_BENCHMARK_CORES"
+_MEMORY = {"memory": {"MALLOC_MMAP_THRESHOLD_": "65536"}, "kernel": KEPT}  # large blocks go back at once; or stay
+_thread = threading.local()
 
 Row = dict[str, Any]
 
@@ -62,7 +70,8 @@ def child(part: str, folder: Path, **how: Any) -> Any:
     """A part in a process of its own, whose caches are in ``folder``; where it fails, the last line of its error."""
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "OPKIT_CACHE_DIR": str(folder / "opkit")}
     own = {"OMP_NUM_THREADS": str(THREADS), "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
-    own |= {"MALLOC_MMAP_THRESHOLD_": "65536"} if part == "memory" else {}  # large blocks go back at once
+    own |= {_CORES: ",".join(map(str, cores))} if (cores := getattr(_thread, "cores", None)) else {}
+    own |= _MEMORY.get(part, {})
     command = [sys.executable, __file__, "--child", json.dumps([part, how])]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | caches | own)
     if done.returncode:
@@ -77,6 +86,8 @@ def answer(question: str) -> None:
     import transformers  # noqa: F401  before any clock starts
 
     warnings.simplefilter("ignore")
+    if _CORES in os.environ:
+        os.sched_setaffinity(0, map(int, os.environ[_CORES].split(",")))
     torch.set_num_threads(THREADS)
     part, how = json.loads(question)
     print(json.dumps(parts()[part](**how)))
@@ -164,6 +175,13 @@ def _alone(part: str, **how: Any) -> Any:
         return child(part, Path(folder), **how)
 
 
+_CASE = ("models", "modes", "dtypes")
+ALONG = {
+    cold_and_warm: _CASE, runs: _CASE, memories: _CASE, shapes: _CASE, errors: ("models", "dtypes"),
+    depths: ("models", "modes"), kernels: ("dtypes",),
+}  # fmt: skip
+"""The options by whose values the work of a function is shared out among jobs."""
+
 WHAT: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "cold": cold_and_warm, "warm": cold_and_warm, "run": runs, "memory": memories, "numbers": errors, "depth": depths,
     "kernels": kernels, "shapes": shapes,
@@ -173,13 +191,43 @@ WHAT: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
 def measure(options: argparse.Namespace) -> list[Row]:
     """All rows of what was asked for; written to ``--json`` as they come, so that an interrupted run is not lost."""
     rows: list[Row] = []
-    for function in dict.fromkeys(WHAT[what] for what in options.what):
-        for row in function(options):
-            rows.append(row)
-            print(_short(row), file=sys.stderr, flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(_record(rows)) + "\n", encoding="utf-8")
+    for row in _rows(options):
+        rows.append(row)
+        print(_short(row), file=sys.stderr, flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(_record(rows)) + "\n", encoding="utf-8")
     return rows
+
+
+def _rows(options: argparse.Namespace) -> Iterator[Row]:
+    functions = dict.fromkeys(WHAT[what] for what in options.what)
+    if options.jobs == 1:
+        for function in functions:
+            yield from function(options)
+        return
+    work = [(function, part) for function in functions for part in _parts(options, ALONG[function])]
+    cores = sorted(os.sched_getaffinity(0))
+    places: queue.Queue[list[int]] = queue.Queue()
+    for number in range(min(options.jobs, len(cores) // THREADS)):
+        places.put(cores[number * THREADS : (number + 1) * THREADS])
+
+    def one(function: Callable[[argparse.Namespace], Iterator[Row]], part: argparse.Namespace) -> list[Row]:
+        _thread.cores = places.get()
+        try:
+            return list(function(part))
+        finally:
+            places.put(_thread.cores)
+
+    with ThreadPoolExecutor(places.qsize()) as pool:
+        for done in as_completed([pool.submit(one, *each) for each in work]):
+            yield from done.result()
+
+
+def _parts(options: argparse.Namespace, along: tuple[str, ...]) -> Iterator[argparse.Namespace]:
+    """The options with one value each for those named."""
+    for values in itertools.product(*(getattr(options, name) for name in along)):
+        chosen = {name: [value] for name, value in zip(along, values, strict=True)}
+        yield argparse.Namespace(**{**vars(options), **chosen})
 
 
 def _short(row: Row) -> str:
@@ -207,6 +255,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--backend", help="instead of opkit; Inductor is measured beside it")
     parser.add_argument("--rounds", type=int, default=15, help="of run times and kernels")
     parser.add_argument("--repeats", type=int, default=3, help="of cold and warm compiles")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at once, each on two cores of its own")
     parser.add_argument("--small", action="store_true", help="tiny models, which say nothing of speed")
     parser.add_argument("--json", type=Path, help="where the rows go, and are kept as they come")
     parser.add_argument("--from", dest="given", type=Path, nargs="*", help="rows of earlier runs, instead of measuring")

@@ -13,10 +13,16 @@ import torch.nn.functional as F
 from compile_backends import compiled
 from torch import Tensor
 
-_ROWS, _COLUMNS = 4096, 4096
+_ROWS, _COLUMNS = 4096, 1792  # results of less than 32 MiB, which malloc can be told to keep: see ``MEMORY``
 _CLASSES = 32000
 _PARAMETERS = ((1024, 1024),) * 12 + ((4096, 1024),) * 4 + ((1024,),) * 32
 _WARM = 3
+
+MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
+"""What the process's environment needs so that memory which is freed is used again, as a training loop's is.
+
+Else each large result is new memory from the kernel, whose page faults take longer than the kernels that are measured.
+"""
 
 
 @dataclasses.dataclass(frozen=True)

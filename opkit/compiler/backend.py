@@ -11,6 +11,7 @@ import difflib
 import functools
 import itertools
 import logging
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,8 @@ from opkit.op.operator import CustomOp
 
 Boxed = Callable[[list[Any]], Any]
 
+_UNITS = 2  # of C for a large graph: as many compilers run at once
+
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
@@ -52,7 +55,7 @@ class Compiled:
     program: Program | None = None
     schedule: Schedule | None = None
     plan: Plan | None = None
-    text: str = ""
+    texts: tuple[str, ...] = ()
 
 
 observer: contextvars.ContextVar[Callable[[Compiled], None] | None] = contextvars.ContextVar(
@@ -138,23 +141,8 @@ def compile_graph(
     Raises:
         CompileError: the compiler failed, and ``options.strict`` holds.
     """
-    name = f"{kind} {next(_numbers[kind])}"
-    stages = _Stages()
-    try:
-        return _compiled(module, example_inputs, name, stages, options)
-    except Unsupported as error:
-        reason = str(error)
-        logs.compiler.warning("%s runs in eager mode: %s.", name, reason)
-    except ToolchainError as error:
-        if options.strict:
-            raise
-        reason = str(error)
-        _warn_no_compiler(reason)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        _report(module, name, stages.now, error, options.strict)
-    _tell(Compiled(name, reason))
-    return eager(module)
+    graph = _Graph(module, f"{kind} {next(_numbers[kind])}", options)
+    return graph.attempt(lambda: graph.begun(example_inputs))
 
 
 def _tell(what: Compiled) -> None:
@@ -163,48 +151,108 @@ def _tell(what: Compiled) -> None:
         told(what)
 
 
-class _Stages:
-    """Which stage a graph is in, for what is said if it fails there."""
+class _Graph:
+    """A graph on its way through the stages. gcc works while AOTAutograd goes on: the last stages wait for the first call."""
 
-    def __init__(self) -> None:
-        self.now = ""
+    def __init__(self, module: fx.GraphModule, name: str, options: Options) -> None:
+        self.module, self.name, self.options = module, name, options
+        self.stage = ""  # where it is, for what is said if it fails there
 
-    def run(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        self.now = name
+    def attempt(self, make: Callable[[], Boxed]) -> Boxed:
+        """What ``make`` returns; the graph in eager mode if it fails.
+
+        Raises:
+            CompileError, ToolchainError: it failed, and ``options.strict`` holds.
+        """
+        try:
+            return make()
+        except Unsupported as error:
+            reason = str(error)
+            logs.compiler.warning("%s runs in eager mode: %s.", self.name, reason)
+        except ToolchainError as error:
+            if self.options.strict:
+                raise
+            reason = str(error)
+            _warn_no_compiler(reason)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            _report(self.module, self.name, self.stage, error, self.options.strict)
+        _tell(Compiled(self.name, reason))
+        return eager(self.module)
+
+    def run(self, stage: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.stage = stage
         return function(*arguments)
 
+    def begun(self, inputs: Sequence[Any]) -> Boxed:
+        """A function that finishes the graph when it is called."""
+        captured = self.run(
+            "capture", conversion.capture, self.module, self.name, inputs, private.results_of_the_user()
+        )
+        lowered = given.operators(captured.targets) if self.options.inline is None else {}
+        target = Target.of(frozenset(isa.cpu_features()))
+        identity = self.run("look-up", stored.key, f"{target} {captured.key} {given.identity(lowered)}")
+        # which kernels there are, and why, a stored plan does not say
+        found = None if observer.get() or logs.fusion.isEnabledFor(logging.DEBUG) else stored.find(identity)
+        planned, texts = found or _made(captured, target, self, lowered)
+        label = f"torch.compile: {self.name}"
+        build = self.run("build", library.Build, texts, planned.segments, label, flags())
+        # another graph of the same content may have been compiled first
+        made = dataclasses.replace(planned, name=self.name)
+        private.report_strides(map(_strides, made.outputs))
+        keep = functools.partial(stored.store, identity, planned, texts) if found is None else None
+        return _Awaited(lambda: self.attempt(lambda: self.finished(made, captured, build, texts, keep)))
 
-def _compiled(module: fx.GraphModule, inputs: Sequence[Any], name: str, stages: _Stages, options: Options) -> Boxed:
-    captured = stages.run("capture", conversion.capture, module, name, inputs, private.results_of_the_user())
-    lowered = given.operators(captured.targets) if options.inline is None else {}
-    target = Target.of(frozenset(isa.cpu_features()))
-    identity = stages.run("look-up", stored.key, f"{target} {captured.key} {given.identity(lowered)}")
-    # which kernels there are, and why, a stored plan does not say
-    found = None if observer.get() or logs.fusion.isEnabledFor(logging.DEBUG) else stored.find(identity)
-    planned, text = found or _made(captured, target, stages, lowered, options.strict)
-    segments = stages.run("build", library.load, text, planned.segments, f"torch.compile: {name}", flags())
-    renamed = dataclasses.replace(planned, name=name)  # another graph of the same content may have been compiled first
-    runner = stages.run("assemble", assemble, renamed, _surroundings(captured), segments)
-    if found is None:
-        stored.store(identity, planned, text)
-    private.report_strides(map(_strides, planned.outputs))
-    logs.output_code.debug("%s\n%s\n%s", name, text, runner.code.text)
-    return _checked(runner, module)
+    def finished(
+        self,
+        planned: Plan,
+        captured: Captured,
+        build: library.Build,
+        texts: Sequence[str],
+        keep: Callable[[], None] | None,
+    ) -> Boxed:
+        """The function of a plan whose C is being compiled."""
+        segments = self.run("build", build.wait)
+        runner = self.run("assemble", assemble, planned, _surroundings(captured), segments)
+        if keep is not None:
+            keep()
+        logs.output_code.debug("%s\n%s\n%s", self.name, "\n".join(texts), runner.code.text)
+        return _checked(runner, self.module)
+
+
+class _Awaited:
+    """A function that is made when it is called first."""
+
+    def __init__(self, make: Callable[[], Boxed]) -> None:
+        self._boxed_call = True
+        self._lock = threading.Lock()
+        self._make: Callable[[], Boxed] | None = make
+        self._run: Boxed | None = None
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return (self._run or self._made())(inputs)
+
+    def _made(self) -> Boxed:
+        with self._lock:
+            if self._run is None:
+                assert self._make is not None
+                self._run, self._make = self._make(), None
+            return self._run
 
 
 def _made(
-    captured: Captured, target: Target, stages: _Stages, lowered: Mapping[str, CustomOp[Any, Any]], strict: bool
-) -> tuple[Plan, str]:
+    captured: Captured, target: Target, graph: _Graph, lowered: Mapping[str, CustomOp[Any, Any]]
+) -> tuple[Plan, tuple[str, ...]]:
     """The plan of a graph, and the C of its segments."""
-    rules = given.rules(lowered, functools.partial(_failed_rule, captured.graph.name, strict))
-    program = stages.run("lower", lower, captured.graph, target, True, rules)
-    scheduled = stages.run("fuse", schedule, program)
-    planned, launches = stages.run("plan", plan, scheduled)
     name = captured.graph.name
+    rules = given.rules(lowered, functools.partial(_failed_rule, name, graph.options.strict))
+    program = graph.run("lower", lower, captured.graph, target, True, rules)
+    scheduled = graph.run("fuse", schedule, program)
+    planned, launches = graph.run("plan", plan, scheduled)
     _log_fusion(name, scheduled)
-    text = stages.run("emit", source, launches, planned.table, planned.sizes)
-    _tell(Compiled(name, "", captured, program, scheduled, planned, text))
-    return planned, text
+    texts = graph.run("emit", source, launches, planned.table, planned.sizes, _UNITS)
+    _tell(Compiled(name, "", captured, program, scheduled, planned, texts))
+    return planned, texts
 
 
 def _failed_rule(graph: str, strict: bool, error: OpkitError) -> None:

@@ -106,7 +106,7 @@ def explained(compiled: Compiled) -> Explained:
         tuple(map(str, schedule.refusals)),
         _number(schedule.arena, program.sizes),
         _places(schedule),
-        compiled.text,
+        "\n".join(compiled.texts),
     )
 
 

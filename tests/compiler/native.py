@@ -37,7 +37,7 @@ def run(
     assert len(launches) == len(schedule.steps), "only kernels are run here"
     names = list(schedule.buffers)
     memory = {name: _memory(schedule.buffers[name], inputs.get(name), sizes) for name in names}
-    library = _library(source([launches], names, list(sizes)))
+    library = _library(source([launches], names, list(sizes))[0])
     pointers = (ctypes.c_void_p * len(names))(*(memory[name].ctypes.data for name in names))
     values = (ctypes.c_int64 * max(1, len(sizes)))(*sizes.values())
     runtime = _Runtime(None, None, 1)

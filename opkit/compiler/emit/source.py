@@ -1,4 +1,4 @@
-"""One translation unit for the kernels of a schedule.
+"""The kernels of a schedule as C: one translation unit, or a few that are compiled side by side.
 
 The program's steps are runs of kernels between calls of torch's operators. Each run is a segment, an exported function::
 
@@ -33,26 +33,45 @@ from opkit.compiler.ir.kernel import Kernel
 from opkit.compiler.ir.schedule import Launch
 
 # The pragma is written by a macro, so that it is only what "-fopenmp-simd" makes of it, and no OpenMP is linked.
+_WORTH_A_UNIT = 12_000  # characters of kernels: gcc takes some 0.2 s for them, and 0.05 s to start and to link
 _SIMD = "#define SIMD(text) _Pragma(#text)"
 
 
-def source(launches: Sequence[Sequence[Launch]], buffers: Sequence[str], sizes: Sequence[str]) -> str:
-    """The unit: each distinct kernel once, and a function for each segment.
+def source(
+    launches: Sequence[Sequence[Launch]], buffers: Sequence[str], sizes: Sequence[str], units: int = 1
+) -> tuple[str, ...]:
+    """The units: each distinct kernel once, and in the first of them a function for each segment.
 
     Args:
         launches: the segments.
         buffers: the program's buffers, in the order of the table of pointers.
         sizes: its symbolic sizes, in the order of theirs.
+        units: how many there may be; kernels are shared out where that saves more than another compiler costs.
     """
     names = _names(launch.kernel for segment in launches for launch in segment)
     shared = {
         launch.kernel for segment in launches for launch in segment if len(set(launch.buffers)) < len(launch.buffers)
     }
-    code = [_kernel(kernel, name, kernel not in shared) for kernel, name in names.items()]
+    code = {name: _kernel(kernel, name, kernel not in shared) for kernel, name in names.items()}
     tables = ({name: i for i, name in enumerate(buffers)}, {name: i for i, name in enumerate(sizes)})
-    code += [_segment(number, segment, names, *tables) for number, segment in enumerate(launches)]
-    body = "\n\n".join(code)
+    segments = [_segment(number, segment, names, *tables) for number, segment in enumerate(launches)]
+    first, *others = _shared_out(code, units)
+    declared = [f"{_range(name)};" for part in others for name in part]
+    bodies = [[*first.values(), *declared, *segments], *(list(part.values()) for part in others)]
+    return tuple(_unit("\n\n".join(body)) for body in bodies)
+
+
+def _unit(body: str) -> str:
     return "\n".join([TYPEDEFS, _SIMD, prelude.RUNTIME, prelude.text(body), "", body, ""])
+
+
+def _shared_out(code: Mapping[str, str], units: int) -> list[dict[str, str]]:
+    """The kernels by unit: the longest first, each where there is least."""
+    count = max(1, min(units, sum(map(len, code.values())) // _WORTH_A_UNIT))
+    parts: list[dict[str, str]] = [{} for _ in range(count)]
+    for name, text in sorted(code.items(), key=lambda item: -len(item[1])):
+        min(parts, key=lambda part: sum(map(len, part.values())))[name] = text
+    return [{name: code[name] for name in code if name in part} for part in parts]
 
 
 def _names(kernels: Iterable[Kernel]) -> dict[Kernel, str]:
@@ -72,10 +91,11 @@ def _kernel(kernel: Kernel, name: str, exclusive: bool) -> str:
     given += [f"call->sizes[{i}]" for i in range(len(kernel.sizes))]
     call = f"{name}({', '.join([*given, 'call->runtime', 'begin', 'end'])});"
     origins = f"// {', '.join(kernel.origins)}\n" if kernel.origins else ""
-    return (
-        f"{origins}{function(kernel, name, exclusive)}\n"
-        f"static void {name}_range(const struct opkit_call *call, int64_t begin, int64_t end) {{ {call} }}"
-    )
+    return f"{origins}{function(kernel, name, exclusive)}\n{_range(name)} {{ {call} }}"
+
+
+def _range(name: str) -> str:
+    return f"void {name}_range(const struct opkit_call *call, int64_t begin, int64_t end)"
 
 
 def _segment(

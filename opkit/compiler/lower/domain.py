@@ -6,7 +6,7 @@ A step over (8, 128, 3072) and one over (1024, 3072) visit the same elements in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from opkit.compiler.ir.index import Axis, Index, axis, contiguous, flat, index
 
@@ -74,3 +74,14 @@ def substitution(axes: Sequence[Index], placed: Sequence[Sequence[int]], space: 
         extents = [space[k] for k in run]
         found[Axis(number, extent)] = flat([axis(k, space[k]) for k in run], contiguous(extents))
     return found
+
+
+def number(at: Index, sizes: Mapping[str, int]) -> float:
+    """About how much an index over sizes is."""
+    total = 0.0
+    for monomial, coefficient in at.terms.items():
+        part = float(coefficient)
+        for atom in monomial:
+            part *= sizes.get(getattr(atom, "name", ""), 16)
+        total += part
+    return total

@@ -12,17 +12,18 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from opkit.compiler.ir.expr import const
+from opkit.compiler.ir.expr import Expr, const
 from opkit.compiler.ir.index import Index, index, product
 from opkit.compiler.ir.program import Compute, Extern, Item, Program, Strided, reads, writes
 from opkit.compiler.ir.schedule import Refusal
 from opkit.compiler.lower import group as groups
+from opkit.compiler.lower.domain import number
 from opkit.compiler.lower.group import Group, loads_of
 from opkit.compiler.lower.inline import Parts, cost, invertible, substituted
 
 Entry = Group | Extern
 
-CHEAP = 6  # what may be computed again rather than read; see ``inline.cost``
+CHEAP = 6  # what may be computed again for each element rather than read; see ``inline.cost``
 
 
 @dataclasses.dataclass
@@ -55,7 +56,11 @@ class _Fuser:
             if isinstance(step, Compute) and step.buffer not in called:
                 self.parts.setdefault(step.buffer, []).append(step)
         self.uses = Counter(name for step in program.steps for name in reads(step))
-        self.uses.update(output.buffer for output in program.outputs if isinstance(output, Strided | Item))
+        returned = [output.buffer for output in program.outputs if isinstance(output, Strided | Item)]
+        self.uses.update(returned)
+        given = [name for step in program.steps if isinstance(step, Extern) for name in reads(step)]
+        self.stored = {*returned, *given}  # what is in memory, whatever is fused
+        self.sizes = program.sizes
 
     def add(self, step: Compute | Extern) -> None:
         if isinstance(step, Extern):
@@ -91,7 +96,7 @@ class _Fuser:
             found.append(similar)
         return found
 
-    def _shares(self, step: Compute, entry: Entry) -> bool:
+    def _shares(self, step: Compute, entry: Entry | None) -> bool:
         assert isinstance(entry, Group)
         return any(name in entry.loads or name in entry.members for name in reads(step))
 
@@ -170,12 +175,27 @@ class _Fuser:
         masked = any(load.args for load in loads_of(step) if load.data[0] == name)
         if parts is None or not invertible(parts, masked) or any(map(self._changed, parts)):
             return None
-        alone = self.uses[name] == 1 and sum((product(p.axes) for p in parts), index(0)) == product(step.axes)
-        return parts if alone or sum(cost(part.body) for part in parts) <= CHEAP else None
+        points = sum((product(p.axes) for p in parts), index(0))
+        alone = self.uses[name] == 1 and points == product(step.axes)
+        return parts if alone or self._cheap(name, parts, step, points) else None
+
+    def _cheap(self, name: str, parts: Parts, step: Compute, points: Index) -> bool:
+        """Whether computing is no more work than reading is: in operations for an element, and in elements read."""
+        places = sum(load.data[0] == name for load in loads_of(step))
+        times = places * number(product(step.axes), self.sizes) / max(1.0, number(points, self.sizes))
+        wide = max(sum(_is_wide(load, part) for load in loads_of(part)) for part in parts)
+        work = max(1.0, times) * sum(cost(part.body) for part in parts)
+        return work <= CHEAP and wide <= (1 if name in self.stored else 2)
 
     def _changed(self, made: Compute) -> bool:
         """Whether something that the step reads is overwritten by another one."""
         return any(self.made.get(name, -1) > self.made[made.buffer] for name in reads(made))
+
+
+def _is_wide(load: Expr, step: Compute) -> bool:
+    """Whether a step reads another element at every point."""
+    read = product(axis.extent for axis in {a for at in load.data[1] for a in at.axes()})
+    return read == product(step.axes)
 
 
 def _of_one(step: Compute) -> Compute:

@@ -17,6 +17,7 @@ from opkit.compiler.ir.expr import var as var
 from opkit.compiler.ir.index import Axis, Index, Value, axis, contiguous, flat, index, product
 from opkit.compiler.ir.kernel import Let, Loop, Scratch, Statement, Store, Update
 from opkit.compiler.ir.ops import REDUCTIONS
+from opkit.compiler.lower.domain import number
 from opkit.compiler.lower.statements import Phase
 
 WORK = 1 << 15  # operations that are worth a thread
@@ -74,17 +75,6 @@ def _distance(dim: Dim, sizes: Mapping[str, int]) -> tuple[float, int]:
     """Sorts the farthest apart first; the first access that moves along the axis decides, stores before loads."""
     steps = [abs(number(move, sizes)) for move in dim.moves if move is not None and move != 0]
     return (-max(steps) if steps else 0.0, dim.position)
-
-
-def number(at: Index, sizes: Mapping[str, int]) -> float:
-    """About how much an index over sizes is."""
-    total = 0.0
-    for monomial, coefficient in at.terms.items():
-        part = float(coefficient)
-        for atom in monomial:
-            part *= sizes.get(getattr(atom, "name", ""), 16)
-        total += part
-    return total
 
 
 def _merged(every: Sequence[Dim]) -> list[Dim]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from opkit.compiler.ir.expr import load
@@ -12,6 +11,7 @@ from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Loop, Scratc
 from opkit.compiler.ir.program import Buffer
 from opkit.compiler.ir.schedule import Launch
 from opkit.compiler.lower import loops
+from opkit.compiler.lower.domain import number
 from opkit.compiler.lower.group import Group, Member, loads_of
 from opkit.compiler.lower.loops import Dim
 from opkit.compiler.lower.statements import Phase, Statements, statements
@@ -31,7 +31,7 @@ class Nests:
 
 def nests(group: Group, buffers: Mapping[str, Buffer], stored: set[str], sizes: Mapping[str, int], name: str) -> Nests:
     """The kernels of a group; ``sizes`` are the sizes to expect, ``stored`` what is needed outside the group."""
-    vector = _vector_axis(group, buffers)
+    vector = _vector_axis(group, buffers, sizes)
     written = statements(group, buffers, stored, by_columns=vector is not None)
     every = loops.dims(group.space, group.reduced, loops.accesses(written.phases), sizes)
     only = next(iter(group.members.values())).step
@@ -49,15 +49,17 @@ def _computed_target(group: Group) -> bool:
     return any(isinstance(leaf, Value) for m in group.members.values() for at in m.target for leaf in at.leaves())
 
 
-def _vector_axis(group: Group, buffers: Mapping[str, Buffer]) -> int | None:
-    """The kept axis along which elements lie next to each other, if there are more such accesses than along reduced ones."""
+def _vector_axis(group: Group, buffers: Mapping[str, Buffer], sizes: Mapping[str, int]) -> int | None:
+    """The kept axis along which elements lie next to each other, if more elements do than along reduced ones."""
     if not group.reduced or any((m.step.reduction or "").startswith(("arg", "scan")) for m in group.members.values()):
         return None
-    found: Counter[int] = Counter()
+    found: dict[int, float] = dict.fromkeys(range(len(group.space)), 0.0)
     for member in group.members.values():
         for at in _places(group, member, buffers):
-            found.update(k for k, extent in enumerate(group.space) if at.coefficient(Axis(k, extent)) == 1)
-    kept = max(group.kept, key=lambda k: found[k], default=None)
+            elements = number(product(a.extent for a in at.axes()), sizes)
+            for k, extent in enumerate(group.space):
+                found[k] += elements * (at.coefficient(Axis(k, extent)) == 1)
+    kept = max(group.kept, key=found.__getitem__, default=None)
     if kept is None or found[kept] <= max((found[k] for k in group.reduced), default=0):
         return None
     extent = group.space[kept].constant
@@ -105,21 +107,30 @@ class _Kernels:
         found = loops.accesses(self.written.phases)
         others = frozenset({*group.reduced, vector})
         every = loops.dims(space, others, found, self.sizes)  # the vector's axis is not merged with the kept ones
-        block = _block(space[vector])
-        blocks = space[vector] // block
+        block, rest = _block(space[vector])
         kept = [dim for dim in every if not dim.reduced]
         reduced = [d for d in loops.dims(space, group.reduced, found, self.sizes) if d.reduced]
+        blocks = (space[vector] - rest) // block
+        launches = [self._blocks(vector, kept, reduced, index(0), blocks, block)]
+        if rest != 0:
+            launches.append(self._blocks(vector, kept, reduced, space[vector] - rest, index(1), rest))
+        return Nests(launches, [])
+
+    def _blocks(
+        self, vector: int, kept: list[Dim], reduced: list[Dim], begin: Index, blocks: Index, block: Index
+    ) -> Launch:
+        """The kernel of so many blocks of columns from ``begin`` on."""
+        space = self.group.space
         axes = [Axis(k, dim.extent) for k, dim in enumerate([*kept, *reduced])]
-        count = len(axes)
-        cut, lane = Axis(count, blocks), Axis(count + 1, block)
+        cut, lane = Axis(len(axes), blocks), Axis(len(axes) + 1, block)
         moved = {Axis(k, extent): index(0) for k, extent in enumerate(space)}
         for k, dim in enumerate([*kept, *reduced]):
             moved[Axis(dim.position, space[dim.position])] = axis(k, dim.extent)
-        moved[Axis(vector, space[vector])] = axis(cut.number, blocks) * block + axis(lane.number, block)
+        moved[Axis(vector, space[vector])] = begin + axis(cut.number, blocks) * block + axis(lane.number, block)
         phases = loops.moved_phases(self.written.phases, moved)
         outer = [*axes[: len(kept)], *([cut] if blocks != 1 else [])]
         body = loops.columns(outer, lane, axes[len(kept) :], phases)
-        return Nests([self.launch(body, loops.grain(outer, [lane, *axes[len(kept) :]], phases, self.sizes))], [])
+        return self.launch(body, loops.grain(outer, [lane, *axes[len(kept) :]], phases, self.sizes))
 
     def in_order(self, every: list[Dim]) -> Nests:
         """A scan, or stores to computed places: one element after the other along the axes that decide where."""
@@ -143,7 +154,7 @@ class _Kernels:
         if any(a.reduction.startswith("arg") for a in phases[0].accumulators):
             return None
         extent = reduced[0].extent.constant
-        inside = loops.number(product(dim.extent for dim in reduced[1:]), self.sizes)
+        inside = number(product(dim.extent for dim in reduced[1:]), self.sizes)
         if extent is None or extent * inside < 2 * SHORTEST:
             return None
         most = min(CHUNKS, int(extent * inside // SHORTEST))
@@ -213,14 +224,16 @@ def _free(group: Group) -> set[int]:
     return {axes[at] for member in group.members.values() for at in member.target if at in axes}
 
 
-def _block(extent: Index) -> Index:
-    """The elements of a block of accumulators: a divisor of the extent."""
+def _block(extent: Index) -> tuple[Index, Index]:
+    """The elements of a block of accumulators, and how many are left over: none, where a good block divides the extent."""
     whole = extent.constant
     if whole is None or whole <= NARROWEST:
-        return extent
+        return extent, index(0)
     most = min(loops.BLOCK, max(NARROWEST, whole // 8))
     best = max((b for b in range(1, most + 1) if whole % b == 0), key=lambda b: (b % NARROWEST == 0, b))
-    return index(best) if best >= NARROWEST or whole > 4 * loops.BLOCK else extent
+    if 2 * best < most:
+        best = most // NARROWEST * NARROWEST
+    return index(best), index(whole % best)
 
 
 def _touched(body: Sequence[Statement]) -> tuple[set[str], set[str]]:

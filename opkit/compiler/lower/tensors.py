@@ -150,6 +150,12 @@ def is_dense(shape: Shape, strides: Shape) -> bool:
     return True
 
 
+def channels_last(shape: Sequence[Index]) -> Shape:
+    """The strides of a batch of images whose channels are innermost."""
+    _, channels, height, width = shape
+    return (channels * height * width, index(1), channels * width, channels)
+
+
 # ---- reshaping -------------------------------------------------------------------------------------------------------
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import dataclasses
+import os
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 
 from opkit.compiler.run import openmp
 from opkit.kernels.compilation import Request, Unit, build
@@ -35,18 +40,43 @@ class Segments:
     library: ctypes.CDLL | None = None
 
 
-def load(text: str, count: int, label: str, flags: Sequence[str] = ()) -> Segments:
-    """Compile a unit, or find it in the build cache, and load it.
+class Build:
+    """The units of a graph, which gcc compiles while the process goes on: that takes longer than all before it.
 
-    Raises:
-        ToolchainError: there is no C compiler.
-        CompileError: the compiler refused the text.
+    Args:
+        texts: the C; none where there are no segments.
+        count: of segments.
+        label: for what is said of them.
+        flags: for the compiler.
     """
-    if count == 0:
-        return Segments()
-    path = build(Request(label, (Unit("graph.c", text, "c"),), tuple(flags)))
-    library = ctypes.CDLL(str(path))
-    return Segments(tuple(_function(library, number) for number in range(count)), library)
+
+    def __init__(self, texts: Sequence[str], count: int, label: str, flags: Sequence[str] = ()) -> None:
+        units = tuple(Unit(f"graph{number}.c", text, "c") for number, text in enumerate(texts))
+        self._request, self._count, self._process = Request(label, units, tuple(flags)), count, os.getpid()
+        self._path: Future[Path] = Future()
+        if count:
+            context = contextvars.copy_context()
+            threading.Thread(target=context.run, args=(self._make,), name="opkit-graph").start()
+
+    def _make(self) -> None:
+        try:
+            self._path.set_result(build(self._request))
+        except BaseException as error:
+            self._path.set_exception(error)
+
+    def wait(self) -> Segments:
+        """The functions.
+
+        Raises:
+            ToolchainError: there is no C compiler.
+            CompileError: the compiler refused the text.
+        """
+        if self._count == 0:
+            return Segments()
+        # the thread has not come along with a process that was forked meanwhile
+        path = self._path.result() if self._process == os.getpid() else build(self._request)
+        library = ctypes.CDLL(str(path))
+        return Segments(tuple(_function(library, number) for number in range(self._count)), library)
 
 
 def _function(library: ctypes.CDLL, number: int) -> Callable[[int, int, int], int]:

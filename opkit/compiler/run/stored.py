@@ -14,7 +14,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def _path(identity: str) -> Path:
     return Path(os.path.abspath(config.get().cache_dir)) / "graphs" / identity[:2] / f"{identity}.json"
 
 
-def find(identity: str) -> tuple[Plan, str] | None:
+def find(identity: str) -> tuple[Plan, tuple[str, ...]] | None:
     """The plan of a graph and its C; None where there is none that can be trusted."""
     try:
         path = _path(identity)
@@ -118,16 +118,16 @@ def find(identity: str) -> tuple[Plan, str] | None:
         if noted != hashlib.sha256(content.encode()).hexdigest():
             return None
         entry = json.loads(content)
-        return decoded(entry["plan"]), entry["text"]
+        return decoded(entry["plan"]), tuple(entry["texts"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def store(identity: str, plan: Plan, text: str) -> None:
+def store(identity: str, plan: Plan, texts: Sequence[str]) -> None:
     """Keep a plan; where that cannot be done, the next process makes it again."""
     path = _path(identity)
     with contextlib.suppress(OSError, TypeError):
-        content = json.dumps({"plan": encoded(plan), "text": text})
+        content = json.dumps({"plan": encoded(plan), "texts": list(texts)})
         storing.prepare_own(path.parent)
         handle, name = tempfile.mkstemp(prefix=f".{identity[:8]}-", dir=path.parent)
         try:

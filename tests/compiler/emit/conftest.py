@@ -49,7 +49,7 @@ def cache(tmp_path_factory):
 
 
 def library(launches, buffers, sizes=()):
-    text = source(launches, buffers, sizes)
+    (text,) = source(launches, buffers, sizes)
     return ctypes.CDLL(str(compilation.build(Request("test", (Unit("kernels.c", text, "c"),), flags()))))
 
 

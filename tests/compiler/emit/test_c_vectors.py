@@ -55,7 +55,7 @@ CASES = {
 def test_vectors(case, tmp_path):
     made = CASES[case]
     names = [a.buffer for a in made.arguments]
-    (tmp_path / "k.c").write_text(source([[Launch(made, tuple(names), ("n",))]], names, ["n"]))
+    (tmp_path / "k.c").write_text(source([[Launch(made, tuple(names), ("n",))]], names, ["n"])[0])
     command = ["gcc", "-std=gnu11", "-march=x86-64-v3", *flags(), "-fopt-info-vec", "-c", "k.c", "-o", "k.o"]
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
     assert "loop vectorized using" in said

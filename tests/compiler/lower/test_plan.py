@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from opkit.compiler.ir.kernel import Scratch
 from opkit.compiler.ir.program import Extern, Strided
+from opkit.compiler.ir.schedule import Launch
 from opkit.compiler.lower.lowering import lower
+from opkit.compiler.lower.nest import walk
 from opkit.compiler.lower.plan import schedule
 from tests.compiler import graphs, native
 
@@ -215,3 +218,20 @@ def test_reshapes_that_undo_each_other_copy_nothing():
     steps = lower(graphs.graph_of(function, r(2, 8, 6), r(6, 5))[0]).steps
     assert all(isinstance(step, Extern) for step in steps), steps
     assert len(steps) == 2
+
+
+@pytest.mark.parametrize("columns", [1021, 2 * 17 * 19, 24, 4096])
+def test_sums_of_columns_in_blocks_and_what_is_left_over(columns):
+    x = r(33, columns)
+    made = check(lambda x: ((x * 2).sum(0) + 1, x.amax(0)), x, rtol=1e-5, atol=1e-4)
+    blocks = [s.kernel for s in made.steps if isinstance(s, Launch)]
+    assert len(blocks) <= 2
+
+
+def test_a_sum_of_columns_reads_along_the_rows_however_many_rows_statistics_it_reads():
+    def function(x, *of_rows):
+        return sum(((x * row[:, None]).exp() for row in of_rows), x).sum(0)
+
+    made = check(function, r(40, 96), *[r(40) * k for k in range(5)], rtol=1e-5, atol=1e-4)
+    kernel = made.steps[-1].kernel
+    assert any(isinstance(statement, Scratch) for statement in walk(kernel.body)), "no block of accumulators"

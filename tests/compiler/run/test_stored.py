@@ -43,8 +43,8 @@ def cache(tmp_path, monkeypatch):
 def test_a_plan_comes_back_as_it_was():
     identity = stored.key("graph")
     assert stored.find(identity) is None
-    stored.store(identity, PLAN, "int x;")
-    assert stored.find(identity) == (PLAN, "int x;")
+    stored.store(identity, PLAN, ("int x;",))
+    assert stored.find(identity) == (PLAN, ("int x;",))
     assert stored.find(stored.key("another graph")) is None
 
 
@@ -53,16 +53,16 @@ def test_a_plan_comes_back_as_it_was():
 )
 def test_what_is_damaged_is_not_trusted(cache, damage):
     identity = stored.key("graph")
-    stored.store(identity, PLAN, "int x;")
+    stored.store(identity, PLAN, ("int x;",))
     (path,) = cache.rglob("*.json")
     path.write_bytes(damage(path.read_bytes()))
     assert stored.find(identity) is None
-    stored.store(identity, PLAN, "int x;")
-    assert stored.find(identity) == (PLAN, "int x;")
+    stored.store(identity, PLAN, ("int x;",))
+    assert stored.find(identity) == (PLAN, ("int x;",))
 
 
 def test_what_others_can_write_to_is_not_trusted(cache):
-    stored.store(stored.key("graph"), PLAN, "int x;")
+    stored.store(stored.key("graph"), PLAN, ("int x;",))
     (path,) = cache.rglob("*.json")
     path.chmod(0o666)
     assert stored.find(stored.key("graph")) is None

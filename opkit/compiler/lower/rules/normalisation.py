@@ -229,7 +229,8 @@ def _trained(b: Builder, x: Tensor, weight: Maybe, bias: Maybe, eps: float) -> t
 def _running(b: Builder, old: Tensor, new: Scalar, momentum: float, number: int) -> Tensor:
     inner = DTYPES[old.dtype].compute
     body = f.cast(new, inner) * momentum + element(old, old.shape, inner) * (1 - momentum)
-    return b.elementwise(f.cast(body, old.dtype).expr, b.result(number))
+    kind = b.result(number)  # float32 in torch 2.12 and newer, whatever the old one is
+    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
 
 
 @TABLE.rule(*overloads("_native_batch_norm_legit_functional"))

@@ -1,18 +1,22 @@
 """Pooling over windows of the last dimensions: one reduction each, whose axes are the result's and then the window's.
 
-What lies in the padding is not read. Derivatives of means go over the windows that hold an element; those of maxima are
-scatters. Where a window holds several NaN, the index is that of the first, and of the last in eager.
+Maxima of small windows are formulas without a loop instead. What lies in the padding is not read. Derivatives of means go
+over the windows that hold an element; those of maxima are scatters. Where a large window holds several NaN, the index is
+that of the first, and of the last in eager.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from opkit.compiler.ir import expr
 from opkit.compiler.ir.dtypes import DTYPES, is_float
 from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import ZERO, Index, IndexLike, contiguous, index, product
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.context import Builder, element
@@ -21,10 +25,11 @@ from opkit.compiler.lower.rules.assembly import within
 from opkit.compiler.lower.rules.indexing import place
 from opkit.compiler.lower.rules.scatters import neutral, scattered, zeros
 from opkit.compiler.lower.scalar import Scalar
-from opkit.compiler.lower.tensors import Shape, Tensor, formal
+from opkit.compiler.lower.tensors import Shape, Tensor, channels_last, formal
 
 TABLE = Table()
 Sizes = Sequence[IndexLike]
+_UNROLLED = 25  # elements of a window of which the greatest is found without a loop
 
 
 class Windows:
@@ -44,6 +49,14 @@ class Windows:
     def begins(self, at: Sequence[Index]) -> list[Index]:
         """Where the window of a result starts, in the padding where that is negative."""
         return [a * s - p for a, s, p in zip(at[-self.rank :], self.step, self.padding, strict=True)]
+
+    def elements(self, shape: Shape) -> list[list[Index]]:
+        """Where each element of a result's window is in the pooled tensor, for windows of known sizes."""
+        at = formal(shape)
+        begins, sizes = self.begins(at), [n.constant or 0 for n in self.size]
+        steps = itertools.product(*map(range, sizes))
+        moved = [[a + k * d for a, k, d in zip(begins, each, self.dilation, strict=True)] for each in steps]
+        return [[*at[: len(shape) - self.rank], *each] for each in moved]
 
     def read(self, shape: Shape) -> tuple[Shape, list[Index]]:
         """Axes for a result of ``shape`` and its windows, and where in the pooled tensor an element of them is."""
@@ -72,6 +85,8 @@ def _read(x: Tensor, at: Sequence[Index], dtype: str, outside: Any) -> Scalar:
 
 def _maxima(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
     """The greatest of each window, and its row-major position in the dimensions that are pooled."""
+    if (count := windows.count.constant) is not None and count <= _UNROLLED:
+        return _maxima_unrolled(b, x, windows)
     kind, indices = b.result(0), b.result(1)
     inner = DTYPES[x.dtype].compute
     axes, at = windows.read(kind.shape)
@@ -80,6 +95,28 @@ def _maxima(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
     values = b.reduce("max", body, axes, dims, kind.dtype, strides=kind.strides)
     found = b.reduce("argmax", body, axes, dims, "i64", strides=indices.strides)
     return values, b.elementwise(_linear(windows, Scalar(found.at(formal(kind.shape))), x, kind.shape).expr, indices)
+
+
+def _maxima_unrolled(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
+    """The same by a chain of choices in each element, which runs along channels or rows as any other formula does."""
+    kind, indices = (dataclasses.replace(b.result(k), strides=_laid_out(b, x, b.result(k))) for k in (0, 1))
+    inner = DTYPES[x.dtype].compute
+    greatest, found = f.number(neutral("max", inner), inner), f.number(0, "i32")
+    for number, coordinates in enumerate(windows.elements(kind.shape)):
+        here = _read(x, coordinates, inner, neutral("max", inner))
+        greater = greatest < here
+        replaces = f.apply("or", greater, f.is_nan(here)) if is_float(inner) else greater
+        greatest, found = f.where(replaces, here, greatest), f.where(replaces, f.number(number, "i32"), found)
+    position = _linear(windows, f.cast(found, "i64"), x, kind.shape)
+    return b.elementwise(f.cast(greatest, kind.dtype).expr, kind), b.elementwise(position.expr, indices)
+
+
+def _laid_out(b: Builder, x: Tensor, kind: TensorType) -> Shape:
+    """The strides of a result: with the channels innermost where the tensor has them so."""
+    given = x.strided()
+    if given is None or len(kind.shape) != 4 or not b.target.channels_last or given.strides != channels_last(x.shape):
+        return kind.strides
+    return channels_last(kind.shape)
 
 
 def _linear(windows: Windows, found: Scalar, x: Tensor, shape: Shape) -> Scalar:

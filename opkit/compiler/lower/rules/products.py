@@ -15,7 +15,7 @@ from opkit.compiler.ir.index import Index, index
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.context import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table
-from opkit.compiler.lower.tensors import Tensor, formal, is_dense
+from opkit.compiler.lower.tensors import Tensor, channels_last, formal, is_dense
 
 TABLE = Table()
 
@@ -114,12 +114,12 @@ def _convolution(
     kind = b.result()
     settings = (stride, padding, dilation, transposed, output_padding, groups)
     _check_images(b, x, kind, transposed)
-    out = b.allocated(_in_type(b, kind, _last(kind.shape)))
+    out = b.allocated(_in_type(b, kind, channels_last(kind.shape)))
     found = b.call(b.node.target, (_image(b, x), _operand(b, weight), None, *settings), [out])[0]
     if bias is None:
-        return _rounded(b, found, dataclasses.replace(kind, strides=_last(kind.shape)))
+        return _rounded(b, found, dataclasses.replace(kind, strides=channels_last(kind.shape)))
     body = element(found, kind.shape) + element(_by_channel(bias, kind.shape), kind.shape, found.dtype)
-    return b.elementwise(f.cast(body, kind.dtype).expr, dataclasses.replace(kind, strides=_last(kind.shape)))
+    return b.elementwise(f.cast(body, kind.dtype).expr, dataclasses.replace(kind, strides=channels_last(kind.shape)))
 
 
 @TABLE.rule("aten.convolution_backward.default")
@@ -132,14 +132,16 @@ def _convolution_backward(
     assert isinstance(kinds, tuple)
     outs = [
         b.allocated(_in_type(b, kind, strides)) if isinstance(kind, TensorType) else None
-        for kind, strides in zip(kinds[:2], (_last(x.shape), _last(weight.shape)), strict=True)
+        for kind, strides in zip(kinds[:2], (channels_last(x.shape), channels_last(weight.shape)), strict=True)
     ]
     asked = [bool(m) and out is not None for m, out in zip(mask, outs, strict=False)]
     image = _image(b, grad)
     given = (image, _image(b, x), _operand(b, weight), None, *rest, transposed, output_padding, groups, [*asked, False])
     found = b.call(b.node.target, given, [*outs, None])
     results = [
-        _rounded(b, x, dataclasses.replace(k, strides=_last(k.shape))) if isinstance(k, TensorType) and x else None
+        _rounded(b, x, dataclasses.replace(k, strides=channels_last(k.shape)))
+        if isinstance(k, TensorType) and x
+        else None
         for x, k in zip(found[:2], kinds[:2], strict=True)
     ]
     return (*results, _bias_gradient(b, image, kinds[2]))
@@ -163,7 +165,7 @@ def _check_images(b: Builder, x: Tensor, kind: TensorType | None, transposed: An
 
 def _image(b: Builder, x: Tensor) -> Tensor:
     """A batch of images with the channels innermost, in the type in which products are computed."""
-    strides, strided = _last(x.shape), x.strided()
+    strides, strided = channels_last(x.shape), x.strided()
     narrow = x.dtype in ("bf16", "f16") and not b.target.narrow_products
     if strided is not None and strided.strides == strides and not narrow:
         return x
@@ -174,12 +176,6 @@ def _image(b: Builder, x: Tensor) -> Tensor:
 def _in_type(b: Builder, kind: TensorType, strides: tuple[Index, ...]) -> TensorType:
     narrow = kind.dtype in ("bf16", "f16") and not b.target.narrow_products
     return dataclasses.replace(kind, dtype="f32" if narrow else kind.dtype, strides=strides)
-
-
-def _last(shape: Sequence[Index]) -> tuple[Index, ...]:
-    """The strides of images whose channels are innermost."""
-    _, channels, height, width = shape
-    return (channels * height * width, index(1), channels * width, channels)
 
 
 def _by_channel(bias: Tensor, shape: Sequence[Index]) -> Tensor:

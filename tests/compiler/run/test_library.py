@@ -1,0 +1,38 @@
+"""A graph's C is compiled while the process goes on."""
+
+import os
+
+import pytest
+
+from opkit import errors
+from opkit.compiler.run import library
+
+SEGMENT = (
+    'struct opkit_runtime;\n__attribute__((visibility("default"))) long long '
+    "opkit_segment_0(void *const *b, const long long *s, struct opkit_runtime *r) { return 0; }"
+)
+
+
+def test_two_units_make_one_library():
+    texts = [SEGMENT, "int other(void) { return 7; }"]
+    segments = library.Build(texts, 1, "two units").wait()
+    assert segments.functions[0](0, 0, 0) == 0
+
+
+def test_nothing_is_compiled_where_there_is_no_segment():
+    assert library.Build([], 0, "nothing").wait() == library.Segments()
+
+
+def test_what_goes_wrong_in_the_thread_is_raised_where_it_is_waited_for():
+    build = library.Build(["this is no C"], 1, "wrong")
+    for _ in range(2):
+        with pytest.raises(errors.CompileError, match="wrong"):
+            build.wait()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_process_builds_for_itself():
+    build = library.Build([SEGMENT], 1, "forked")
+    build._process = -1  # as a child sees it
+    build._path = None
+    assert build.wait().functions[0](0, 0, 0) == 0
