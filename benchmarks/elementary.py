@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from opkit.compiler.emit import functions
+from opkit.compiler.emit.flags import flags
 
 COUNT, ROUNDS = 1 << 16, 61
-FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+FLAGS = (*flags(), "-march=native", "-shared", "-fPIC")
 OPS = ["exp", "expm1", "log", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"]
 OPS += ["asinh", "acosh", "atanh", "erf", "erfc", "sqrt", "round", "pow", "atan2"]
 BINARY = {"pow", "atan2"}
@@ -42,8 +43,7 @@ def loop(name: str) -> str:
 
 def compiled(names: list[str], folder: Path) -> ctypes.CDLL:
     (folder / "f.c").write_text(functions.text(names) + "".join(map(loop, names)))
-    wide = ("-mprefer-vector-width=512",) if "avx512f" in Path("/proc/cpuinfo").read_text() else ()
-    subprocess.run(["gcc", *FLAGS, *wide, "-o", "f.so", "f.c"], cwd=folder, check=True)
+    subprocess.run(["gcc", *FLAGS, "-o", "f.so", "f.c"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "f.so"))
 
 
