@@ -9,7 +9,7 @@ what x**2 and the quotient were rounded by is kept. p is minimax for x in [0.45,
 
 from __future__ import annotations
 
-from opkit.compiler.emit.functions.templates import estrin, fill, horner, through_f64
+from opkit.compiler.emit.functions.templates import estrin, fill, horner
 
 _NEAR_F32 = "0x1.06eba6p-3 -0x1.8126eep-2 0x1.ce1bep-4 -0x1.b69eecp-6 0x1.47a77p-8 -0x1.3bb75p-11"
 _FAR_F32 = "-0x1.280e5p-12 -0x1.a07bfcp+0 -0x1.d6a93ep-1 -0x1.33146cp-3 0x1.06b05cp-5 -0x1.1fba98p-8 0x1.286792p-12"
@@ -42,6 +42,18 @@ _FAR_F64 = (
     "-0x1.9fdcb3ddd8e67p-27 -0x1.6231eab0ea6fcp-27"
 )
 
+_WIDE = (
+    "-0x1.fa4d0b43a5653p+0 0x1.71367658d31b5p+0 0x1.2a198f80f821ep-1 0x1.0652350afc582p-3 0x1.31cad217662c8p-2 "
+    "-0x1.6d104193ab29ap+0 0x1.95fea63ff4bc4p+1 -0x1.79d2115cc4e45p+2 0x1.baf8116a96df6p+2 -0x1.2ae63efeb6d11p+2 "
+    "0x1.b0a35137b543fp+0 -0x1.070a398660eeap-2"
+)
+_LOG_F64 = (
+    "-0x1.01da8f7074ab2p-21 -0x1.20dd2355a12a5p+0 -0x1.45f609271536bp-1 -0x1.a4aedd19632e8p-4 0x1.3734eb2819fafp-6 "
+    "0x1.a86bcf4ee1891p-12 -0x1.f4afbe3c43f36p-10 0x1.919132a23543fp-11 -0x1.151a8e58f6f26p-13 -0x1.6be609fb05332p-16 "
+    "0x1.881666499db1cp-16 -0x1.285dfd9115dcp-17 0x1.23d43a5376901p-19 -0x1.982d6c7468e3bp-22 0x1.9664cb4bb4a5p-25 "
+    "-0x1.13d1d1da009d4p-28 0x1.cb535d0df6f2p-33 -0x1.62b50155725c4p-38"
+)
+
 # erfc(a) for a >= 0.45.
 _ERFC_FAR = """
 OPK_INLINE double opk_erfc_far_f64(double x) {
@@ -57,10 +69,13 @@ OPK_INLINE double opk_erfc_far_f64(double x) {
 }
 """
 
+# The last place of 1 - erfc(a) is far above what the logarithm of erfc(a), a polynomial, is off by.
 _ERF_F64 = """
 OPK_INLINE double opk_erf_f64(double x) {
     const double a = __builtin_fabs(x), s = x * x, s2 = s * s, s4 = s2 * s2, s8 = s4 * s4;
-    const double near = opk_fma_f64(a, $near, a), far = 1.0 - opk_erfc_far_f64(a);
+    const double near = opk_fma_f64(a, $near, a);
+    const double y = a > 5.95 ? 5.95 : a, y2 = y * y, y4 = y2 * y2, y8 = y4 * y4, y16 = y8 * y8;
+    const double far = 1.0 - opk_exp_moderate_f64($log);
     return __builtin_copysign(a >= 1.0 ? far : near, x);
 }
 """
@@ -74,7 +89,18 @@ OPK_INLINE double opk_erfc_f64(double x) {
 }
 """
 
+_ERFC_F32 = """
+OPK_INLINE float opk_erfc_f32(float x) {
+    const float size = __builtin_fabsf(x), least = size > 10.1f ? 10.1f : size;
+    const double a = least, t = 1.0 / opk_fma_f64(a, 0.45, 1.0), t2 = t * t, t4 = t2 * t2, t8 = t4 * t4;
+    const double power = opk_fma_f64(a * -0x1.71547652b82fep+0, a, $wide);
+    const float far = (float)(t * opk_exp2_wide(power));
+    return x < 0.0f ? 2.0f - far : far;
+}
+"""
+
 TEXT = {
+    "erfc_f32": fill(_ERFC_F32, "f32", wide=estrin("f64", "t", _WIDE)),
     "erf_f32": fill(
         _ERF_F32,
         "f32",
@@ -83,7 +109,6 @@ TEXT = {
         exp2=estrin("f32", "r", _EXP2_F32),
     ),
     "erfc_far_f64": fill(_ERFC_FAR, "f64", far=horner("f64", "q", _FAR_F64)),
-    "erf_f64": fill(_ERF_F64, "f64", near=estrin("f64", "s", _NEAR_F64)),
+    "erf_f64": fill(_ERF_F64, "f64", near=estrin("f64", "s", _NEAR_F64), log=estrin("f64", "y", _LOG_F64)),
     "erfc_f64": fill(_ERFC_F64, "f64", near=estrin("f64", "s", _NEAR_F64)),
-    **through_f64("erfc"),
 }

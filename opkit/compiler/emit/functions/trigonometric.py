@@ -65,10 +65,15 @@ def _pair(start: int) -> tuple[str, str]:
     return high.hex(), float(left - Fraction(high)).hex()
 
 
-def _chosen(piece: int) -> str:
-    """The expression for one of the pieces, by the size of a."""
-    *chosen, last = [_pair(start)[piece] for start in _STARTS]
-    return "".join(f"a < 0x1p+{end} ? {c} : " for c, end in zip(chosen, _STARTS[1:], strict=True)) + last
+def _chosen(name: str, piece: int) -> str:
+    """Declares one of the pieces, by the size of a: one choice in a statement, for gcc joins those that are nested."""
+    first, *others = [_pair(start)[piece] for start in _STARTS]
+    lines, value = [], first
+    for i, (start, other) in enumerate(zip(_STARTS[1:], others, strict=True), 1):
+        into = name if i == len(others) else f"{name}_{i}"
+        lines.append(f"const double {into} = a < 0x1p+{start} ? {value} : {other};")
+        value = into
+    return "\n    ".join(lines)
 
 
 # x c + d, rounded but once, of an x of 24 bits, where x c or what is left of it with d is no more than 2**51.
@@ -87,8 +92,8 @@ OPK_INLINE double opk_fused24(double x, double c, double d) {
 _REDUCED32 = """
 OPK_INLINE double opk_reduced_f32(double x, unsigned long long *quarter) {
     const double a = __builtin_fabs(x);
-    const double c1 = $c1;
-    const double c2 = $c2;
+    $c1
+    $c2
     const double shifted = opk_fused24(x, c1, 0x1.8p+52), n = shifted - 0x1.8p+52;
     *quarter = opk_bits_f64(shifted);
     return opk_fma_f64(x, c2, opk_fused24(x, c1, -n)) * 0x1.921fb54442d18p+0;
@@ -215,7 +220,7 @@ def _table() -> str:
 
 TEXT = {
     "turns": _table(),
-    "reduced_f32": fill(_REDUCED32, "f32", c1=_chosen(0), c2=_chosen(1)),
+    "reduced_f32": fill(_REDUCED32, "f32", c1=_chosen("c1", 0), c2=_chosen("c2", 1)),
     "fused24": fill(_FUSED24, "f64"),
     "quarter_f32": fill(_QUARTER32, "f32", sin=horner("f32", "s", _SIN32), cos=horner("f32", "s", _COS32)),
     "sin_f32": fill(_SIN_F32, "f32"),
