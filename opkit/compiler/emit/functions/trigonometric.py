@@ -15,9 +15,9 @@ from fractions import Fraction
 
 from opkit.compiler.emit.functions.templates import estrin, fill, horner
 
-_SIN32 = "-0x1.55553ap-3 0x1.110322p-7 -0x1.97f88p-13"
-_COS32 = "0x1.555542p-5 -0x1.6c07a6p-10 0x1.98b652p-16"
-_TAN32 = "0x1.555584p-2 0x1.110492p-3 0x1.bc5914p-5 0x1.4e4bf6p-6 0x1.a8e028p-7 -0x1.3f9644p-9 0x1.6b55d2p-8"
+SIN32 = "-0x1.55553ap-3 0x1.110322p-7 -0x1.97f88p-13"
+COS32 = "0x1.555542p-5 -0x1.6c07a6p-10 0x1.98b652p-16"
+TAN32 = "0x1.555584p-2 0x1.110492p-3 0x1.bc5914p-5 0x1.4e4bf6p-6 0x1.a8e028p-7 -0x1.3f9644p-9 0x1.6b55d2p-8"
 _SIN64 = (
     "-0x1.5555555555549p-3 0x1.111111110f899p-7 -0x1.a01a019c13194p-13 0x1.71de357793ba7p-19 -0x1.ae5e654405a7dp-26 "
     "0x1.5d9286ab1a1e8p-33"
@@ -120,16 +120,23 @@ OPK_INLINE float opk_sin_f32(float x) {
 
 _COS_F32 = "OPK_INLINE float opk_cos_f32(float x) { return opk_quarter_f32(x, 1); }"
 
-# low: what the angle was rounded by; the slope of tan there is nearly 1 + r**2. t + rest is the tangent.
+# The tangent of what is left, r + more, and so that of x.
+_TANGENT32 = """
+OPK_INLINE float opk_tangent_f32(float x, unsigned quarter, float r, float more) {
+    const float t = r + more, rest = (r - t) + more, inverse = -1.0f / t;
+    const float y = quarter & 1u ? opk_fma_f32(rest * inverse, inverse, inverse) : t;
+    return x == 0.0f ? x : y;
+}
+"""
+
+# low: what the angle was rounded by; the slope of tan there is nearly 1 + r**2.
 _TAN_F32 = """
 OPK_INLINE float opk_tan_f32(float x) {
     unsigned long long quarter;
     const double angle = opk_reduced_f32(x, &quarter);
     const float r = (float)angle, low = (float)(angle - r), s = r * r, s2 = s * s, s4 = s2 * s2;
     const float more = opk_fma_f32(r * s, $tan, opk_fma_f32(low, s, low));
-    const float t = r + more, rest = (r - t) + more, inverse = -1.0f / t;
-    const float y = (unsigned)quarter & 1u ? opk_fma_f32(rest * inverse, inverse, inverse) : t;
-    return x == 0.0f ? x : y;
+    return opk_tangent_f32(x, (unsigned)quarter, r, more);
 }
 """
 
@@ -197,17 +204,24 @@ OPK_INLINE double opk_sin_f64(double x) {
 
 _COS_F64 = "OPK_INLINE double opk_cos_f64(double x) { return opk_quarter_f64(x, 1); }"
 
-_TAN_F64 = """
-OPK_INLINE double opk_tan_f64(double x) {
-    double low, sine_rest, cosine_rest;
-    unsigned long long quarter;
-    const double r = opk_reduced_f64(x, &low, &quarter);
+_TANGENT64 = """
+OPK_INLINE double opk_tangent_f64(double x, unsigned long long quarter, double r, double low) {
+    double sine_rest, cosine_rest;
     const double sine = opk_sine_f64(r, low, &sine_rest), cosine = opk_cosine_f64(r, low, &cosine_rest);
     const double up = quarter & 1 ? -cosine : sine, down = quarter & 1 ? sine : cosine;
     const double up_rest = quarter & 1 ? -cosine_rest : sine_rest, down_rest = quarter & 1 ? sine_rest : cosine_rest;
     const double q = up / down, p = q * down;
     const double left = ((up - p) - opk_product_error(q, down, p)) + (up_rest - q * down_rest);
     return __builtin_fabs(x) < 0x1p-30 ? x : q + left / down;
+}
+"""
+
+_TAN_F64 = """
+OPK_INLINE double opk_tan_f64(double x) {
+    double low;
+    unsigned long long quarter;
+    const double r = opk_reduced_f64(x, &low, &quarter);
+    return opk_tangent_f64(x, quarter, r, low);
 }
 """
 
@@ -222,15 +236,17 @@ TEXT = {
     "turns": _table(),
     "reduced_f32": fill(_REDUCED32, "f32", c1=_chosen("c1", 0), c2=_chosen("c2", 1)),
     "fused24": fill(_FUSED24, "f64"),
-    "quarter_f32": fill(_QUARTER32, "f32", sin=horner("f32", "s", _SIN32), cos=horner("f32", "s", _COS32)),
+    "quarter_f32": fill(_QUARTER32, "f32", sin=horner("f32", "s", SIN32), cos=horner("f32", "s", COS32)),
     "sin_f32": fill(_SIN_F32, "f32"),
     "cos_f32": fill(_COS_F32, "f32"),
-    "tan_f32": fill(_TAN_F32, "f32", tan=estrin("f32", "s", _TAN32)),
+    "tangent_f32": fill(_TANGENT32, "f32"),
+    "tan_f32": fill(_TAN_F32, "f32", tan=estrin("f32", "s", TAN32)),
     "reduced_f64": fill(_REDUCED64, "f64"),
     "sine_f64": fill(_SINE64, "f64", sin=estrin("f64", "s", _SIN64)),
     "cosine_f64": fill(_COSINE64, "f64", cos=estrin("f64", "s", _COS64)),
     "quarter_f64": fill(_QUARTER64, "f64"),
     "sin_f64": fill(_SIN_F64, "f64"),
     "cos_f64": fill(_COS_F64, "f64"),
+    "tangent_f64": fill(_TANGENT64, "f64"),
     "tan_f64": fill(_TAN_F64, "f64"),
 }
