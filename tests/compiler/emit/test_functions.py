@@ -162,16 +162,29 @@ def test_f32_within_two_ulp(run, op):
 
 # Where every seventh of all arguments is off by most, or most nearly a multiple of a quarter turn.
 WORST = {
+    "sin_f32": [-3.328589105228204e29, 1.5904267681366424e36],
+    "cos_f32": [-2989551714828288.0, -2.919258435287599e20],
+    "tan_f32": [538286841921536.0, 4.8058884401190075e22, 1110715788165120.0],
+    "asin_f32": [0.5338446497917175],
+    "acos_f32": [-0.6074334979057312],
+    "atan_f32": [-1.0450103282928467, -1.8598872423171997],
+    "sinh_f32": [-7.976643085479736, 4.601484298706055],
+    "cosh_f32": [-7.973498821258545],
+    "atanh_f32": [0.6799202561378479],
+    "erfc_f32": [-0.11645068973302841],
+    "sin_near_f32": [76654.609375, 35814.15625],
+    "cos_near_f32": [1840.2159423828125, 29099.001953125],
+    "tan_near_f32": [19345.142578125, 35814.15625],
 }
 
 
 @pytest.mark.parametrize("name", sorted(WORST))
 def test_the_worst_arguments_f32(run, name):
     bits = np.array(WORST[name], np.float32).view(np.int32)[:, None] + np.arange(-20_000, 20_000, dtype=np.int32)
-    x = np.ascontiguousarray(bits).view(np.float32).ravel()
+    x = bits.view(np.float32).ravel()
     op = name.split("_")[0]
     with np.errstate(all="ignore"):
-        assert ulps(run(name, np.concatenate([x, -x])), ORACLE[op](np.concatenate([x, -x]).astype(np.float64)), np.float32).max() <= 2
+        assert ulps(run(name, x), ORACLE[op](x.astype(np.float64)), np.float32).max() <= 2
 
 
 @pytest.mark.parametrize("op", ["sin", "cos", "tan"])

@@ -87,17 +87,6 @@ OPK_INLINE double opk_expm1_f64(double x) {
 }
 """
 
-# exp(x) of |x| < 700.
-_EXP_MODERATE = """
-OPK_INLINE double opk_exp_moderate_f64(double x) {
-    const double shifted = opk_fma_f64(x, 0x1.71547652b82fep+0, 0x1.8p+52);
-    const double n = shifted - 0x1.8p+52;
-    const double r = opk_fma_f64(n, -0x1.a39ef35793c76p-33, opk_fma_f64(n, -0x1.62e42feep-1, x));
-    const double r2 = r * r, r4 = r2 * r2, r8 = r4 * r4, value = 1.0 + opk_fma_f64($q, r2, r);
-    return opk_from_bits_f64(opk_bits_f64(value) + (opk_bits_f64(shifted) << 52));
-}
-"""
-
 # 2**x to 2**-29, for what is rounded to f32; |x| is at most 1000.
 _EXP2_WIDE = """
 OPK_INLINE double opk_exp2_wide(double x) {
@@ -107,7 +96,6 @@ OPK_INLINE double opk_exp2_wide(double x) {
 """
 
 TEXT = {
-    "exp_moderate_f64": fill(_EXP_MODERATE, "f64", **_P),
     "exp2_wide": fill(_EXP2_WIDE, "f64", p=estrin("f64", "r", EXP2)),
     "exp_f32": fill(_EXP_F32, "f32", **_Q),
     "exp_times_f64": fill(

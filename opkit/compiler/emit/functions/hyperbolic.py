@@ -2,6 +2,9 @@
 
 tanh and sinh of small arguments are x + x**3 p(x**2), p minimax; tanh of others is 1 - 2 / (exp(2 |x|) + 1), and sinh and
 cosh are e -+ 1 / (4 e) with e = exp(|x|) / 2. The inverses are logarithms of sums, whose rounding errors are kept.
+
+In f32, sinh above 1 and cosh are sums of cosh(r) and sinh(r), as x = n ln 2 + r, by minimax polynomials to 2**-33; atanh is
+x + x**3 p(x**2) to 2**-29 below 1/2, and log1p(2 x / (1 - x)) / 2 above.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""asin, acos, atan and atan2; those of f32 are computed in f64.
+"""asin, acos, atan and atan2.
 
 atan: the angle of a point in the first quadrant, turned by 0, pi/4 or pi/2 so that its tangent t has |t| <= tan(pi/8),
-is t + t**3 p(t**2). asin: x + x**3 p(x**2) up to 1/2, and pi/2 - 2 asin(sqrt((1 - x) / 2)) above. p is minimax.
+is t + t**3 p(t**2); in f32 the lesser of x and 1 / x is t. asin: x + x**3 p(x**2) up to 1/2, and
+pi/2 - 2 asin(sqrt((1 - x) / 2)) above. p is minimax, in f32 to 2**-28.5 of atan and to 2**-27.6 of asin.
 """
 
 from __future__ import annotations

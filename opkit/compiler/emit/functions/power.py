@@ -1,8 +1,8 @@
 """pow.
 
-Method: exp(y log |x|), the sign after from whether y is odd. In f32 in f64; in f64 log |x| and the product are sums of two
-doubles: log as in ``logarithm``, with the first three terms of the series of atanh, the quotient and the products exact to
-about 2**-68.
+Method: exp(y log |x|), the sign after from whether y is odd. In f32 in f64, with logarithms to base 2: log2(1 + f) is f p(f)
+with p minimax, to 2**-38, for 1 + f in [sqrt(1/2), sqrt(2)]. In f64 log |x| and the product are sums of two doubles: log as
+in ``logarithm``, with the first three terms of the series of atanh, the quotient and the products exact to about 2**-68.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Method: the argument in turns, x / 2 pi, less its whole part, after Payne and Hanek: x is multiplied by pieces of 1 / 2 pi,
 each product is exact, and what it holds of whole turns is dropped before they are added. Pieces whose product with x is
-a whole number are left out, so which are used depends on the exponent of x. f32: products of 24 and 26 bits in f64, one
-of five ranges of exponents by comparison. f64: products with their errors, pieces from a table with a row for 32 exponents.
+a whole number are left out, so which are used depends on the exponent of x. f32: 2 / pi as a sum of two doubles, one of four
+such sums by comparison; the product with the first, less its whole part, is rounded once. f64: products with their errors,
+pieces from a table with a row for 32 exponents.
 Then sin and cos of at most an eighth of a turn by minimax polynomials, exchanged and negated by the quadrant.
 """
 
