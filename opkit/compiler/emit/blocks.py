@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Container, Iterable
 from typing import TypeAlias
 
-from opkit.compiler.emit import indices
+from opkit.compiler.emit import indices, near
 from opkit.compiler.emit.expressions import apply, convert, reinterpret
-from opkit.compiler.emit.types import number, variable_type
+from opkit.compiler.emit.types import C_TYPES, number, variable_type
 from opkit.compiler.ir import expr
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Atom, Div, Index, Mod, Value
@@ -30,6 +30,7 @@ class Writer:
         names: how many variables were named.
         accumulators: those declared so far, by name.
         fails: whether the function has a place to go to where it fails.
+        near: the types of which it calls functions for arguments near zero.
     """
 
     lines: list[str] = dataclasses.field(default_factory=list)
@@ -37,6 +38,7 @@ class Writer:
     names: int = 0
     accumulators: dict[str, Accumulator] = dataclasses.field(default_factory=dict)
     fails: bool = False
+    near: frozenset[str] = frozenset()
 
     def line(self, text: str) -> None:
         self.lines.append("  " * self.depth + text)
@@ -195,6 +197,11 @@ def _bound(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
 
 
 def _scalar(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
+    if scope.writer.near and near.has(node):
+        text, dtype = near.argument(node, args[0])
+        x = scope.writer.name(C_TYPES[dtype], text)
+        scope.writer.line(near.noted(node, x))
+        return near.call(node, x)
     return apply(node.op, node.args[-1].dtype, args, node.dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from opkit.compiler.emit import indices
+from opkit.compiler.emit import indices, near
 from opkit.compiler.emit.blocks import Scope, Writer, marks_nan, values
 from opkit.compiler.emit.expressions import apply, convert
 from opkit.compiler.emit.types import C_TYPES, NARROW, number, variable_type
@@ -20,10 +20,20 @@ _BOOLEAN = {"add": "or", "max": "or", "mul": "and", "min": "and"}
 _POSITIONED = ("argmax", "argmin")
 
 
-def function(kernel: Kernel, name: str, exclusive: bool = True) -> str:
-    """The kernel over the iterations from ``begin`` to ``end``. ``exclusive``: no two arguments are the same memory."""
+def function(kernel: Kernel, name: str, exclusive: bool = True, types: frozenset[str] = frozenset()) -> str:
+    """The kernel over the iterations from ``begin`` to ``end``.
+
+    Args:
+        kernel: what the function computes.
+        name: of the function.
+        exclusive: no two arguments are the same memory.
+        types: in the form of :mod:`opkit.compiler.emit.near` for functions of these types, which says whether it failed.
+    """
     loops, body = parallel(kernel)
-    writer = Writer()
+    writer = Writer(near=types)
+    flags = [f"far_{t}" for t in sorted(types)]
+    for t, flag in zip(sorted(types), flags, strict=True):
+        writer.line(f"{near.FLAGS[t]} {flag} = 0;")
     large = list(_large(kernel.body))
     _allocate(writer, large)
     _iterations(Scope(writer, {}, {}, {}), loops, body, frozenset(s.name for s in large))
@@ -31,8 +41,11 @@ def function(kernel: Kernel, name: str, exclusive: bool = True) -> str:
         writer.lines.append("end:;")
     for scratch in large:
         writer.line(f"free(m_{scratch.name});")
+    if flags:
+        writer.line(f"return {' | '.join(f'({flag} != 0)' for flag in flags)};")
+    result = "int" if flags else "void"
     return "\n".join(
-        [f"static __attribute__((noinline)) void {_signature(kernel, name, exclusive)} {{", *writer.lines, "}"]
+        [f"static __attribute__((noinline)) {result} {_signature(kernel, name, exclusive)} {{", *writer.lines, "}"]
     )
 
 
@@ -97,7 +110,7 @@ def _loop(scope: Scope, loop: Loop, large: frozenset[str]) -> None:
     extent = scope.index(loop.axis.extent)
     a = f"a{loop.axis.number}"
     if _vectorises(scope, loop):
-        scope.writer.line(f"SIMD(omp simd{_clauses(scope.writer, loop)})")
+        scope.writer.line(f"SIMD(omp simd{_clauses(scope.writer, loop)}{_noted(scope.writer, loop)})")
     scope.writer.line(f"for (int64_t {a} = 0; {a} < {extent}; ++{a}) {{")
     _inside(scope, loop.body, large, loop.stop)
     scope.writer.line("}")
@@ -128,6 +141,12 @@ def _clauses(writer: Writer, loop: Loop) -> str:
         if marks_nan(accumulator):
             clauses[f" reduction(|:v_{accumulator.name}_nan)"] = None
     return "".join(clauses)
+
+
+def _noted(writer: Writer, loop: Loop) -> str:
+    """The clauses for what is noted of arguments that are too large."""
+    types = near.of(node for root in _roots(loop.body) for node in root.walk()) if writer.near else ()
+    return "".join(f" reduction(|:far_{t})" for t in sorted(types))
 
 
 def _inside(

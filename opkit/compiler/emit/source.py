@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from opkit.compiler.emit import indices, prelude
+from opkit.compiler.emit import indices, near, prelude
 from opkit.compiler.emit.c import function, parallel
 from opkit.compiler.emit.types import TYPEDEFS
 from opkit.compiler.ir.index import Atom, Div, Mod, Size, product
@@ -89,9 +89,12 @@ def _kernel(kernel: Kernel, name: str, exclusive: bool) -> str:
     """The function, and one that takes its arguments from a call."""
     given = [f"call->buffers[{i}]" for i in range(len(kernel.arguments))]
     given += [f"call->sizes[{i}]" for i in range(len(kernel.sizes))]
-    call = f"{name}({', '.join([*given, 'call->runtime', 'begin', 'end'])});"
-    origins = f"// {', '.join(kernel.origins)}\n" if kernel.origins else ""
-    return f"{origins}{function(kernel, name, exclusive)}\n{_range(name)} {{ {call} }}"
+    arguments = f"({', '.join([*given, 'call->runtime', 'begin', 'end'])})"
+    types = near.types(kernel, exclusive)
+    first = [function(kernel, f"{name}_near", exclusive, types)] if types else []
+    call = f"if ({name}_near{arguments}) {name}{arguments};" if types else f"{name}{arguments};"
+    origins = [f"// {', '.join(kernel.origins)}"] if kernel.origins else []
+    return "\n".join([*origins, *first, function(kernel, name, exclusive), f"{_range(name)} {{ {call} }}"])
 
 
 def _range(name: str) -> str:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from opkit.compiler.emit import functions
+from opkit.compiler.emit.functions.near import LIMITS
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc"),
@@ -44,6 +45,7 @@ ELEMENTARY += ["asinh", "acosh", "atanh"]
 UNARY = [*ELEMENTARY, "erf", "erfc", "sqrt", "floor", "ceil", "trunc", "round"]
 BINARY = ("pow", "atan2", "min", "max")
 FUNCTIONS = [f"{op}_{t}" for op in (*UNARY, *BINARY) for t in ("f32", "f64")]
+NEAR = ["{}_near_{}".format(*name.split("_")) for name in LIMITS]
 CONVERSIONS = ["bf16_to_f32", "f32_to_bf16", "f16_to_f32", "f32_to_f16"]
 SCALAR = [f"{op}_{t}" for op in ("fmod", "rem", "floordiv") for t in ("f32", "f64")]
 SPECIAL = np.array(
@@ -93,7 +95,7 @@ def library(folder, machine):
         for op in ("div", "fmod", "rem", "floordiv", "pow")
         for t in ("i8", "i16", "i32", "i64", "u8", "u64")
     ]
-    compiled(folder, [*FUNCTIONS, *CONVERSIONS, *SCALAR, *integers], machine)
+    compiled(folder, [*FUNCTIONS, *NEAR, *CONVERSIONS, *SCALAR, *integers], machine)
     return ctypes.CDLL(str(folder / "f.so"))
 
 
@@ -140,7 +142,7 @@ _TABLES = {"sin_f64", "cos_f64", "tan_f64"}  # they look numbers up: gcc 12 make
 
 @pytest.mark.parametrize("machine", ["avx512", "avx2"])
 def test_loops_are_made_vectors(tmp_path, machine):
-    names = [n for n in FUNCTIONS if n not in SCALAR] + CONVERSIONS
+    names = [n for n in FUNCTIONS if n not in SCALAR] + NEAR + CONVERSIONS
     log = compiled(tmp_path, names, machine, "-fopt-info-vec")
     lines = (tmp_path / "f.c").read_text().splitlines()
     done = {int(line) for line in re.findall(r"f\.c:(\d+):\d+: optimized: loop vectorized", log)}
@@ -156,6 +158,47 @@ def test_f32_within_two_ulp(run, op):
     off = ulps(run(f"{op}_f32", x), exact, np.float32)
     worst = int(np.argmax(off))
     assert off[worst] <= 2, (float(x[worst]).hex(), exact[worst])
+
+
+# Where every seventh of all arguments is off by most, or most nearly a multiple of a quarter turn.
+WORST = {
+    "sin_f32": [-3.328589105228204e29, 1.5904267681366424e36],
+    "cos_f32": [-2989551714828288.0, -2.919258435287599e20],
+    "tan_f32": [538286841921536.0, 4.8058884401190075e22, 1110715788165120.0],
+    "asin_f32": [0.5338446497917175],
+    "acos_f32": [-0.6074334979057312],
+    "atan_f32": [-1.0450103282928467, -1.8598872423171997],
+    "sinh_f32": [-7.976643085479736, 4.601484298706055],
+    "cosh_f32": [-7.973498821258545],
+    "atanh_f32": [0.6799202561378479],
+    "erfc_f32": [-0.11645068973302841],
+    "sin_near_f32": [76654.609375, 35814.15625],
+    "cos_near_f32": [1840.2159423828125, 29099.001953125],
+    "tan_near_f32": [19345.142578125, 35814.15625],
+}
+
+
+@pytest.mark.parametrize("name", sorted(WORST))
+def test_the_worst_arguments_f32(run, name):
+    bits = np.array(WORST[name], np.float32).view(np.int32)[:, None] + np.arange(-20_000, 20_000, dtype=np.int32)
+    x = bits.view(np.float32).ravel()
+    op = name.split("_")[0]
+    with np.errstate(all="ignore"):
+        assert ulps(run(name, x), ORACLE[op](x.astype(np.float64)), np.float32).max() <= 2
+
+
+@pytest.mark.parametrize("op", ["sin", "cos", "tan"])
+def test_near_zero(run, op):
+    x = spread(200_000, np.float32)
+    x = x[~(np.abs(x) > float.fromhex(LIMITS[f"{op}_f32"].removesuffix("f")))]
+    with np.errstate(all="ignore"):
+        assert ulps(run(f"{op}_near_f32", x), ORACLE[op](x.astype(np.float64)), np.float32).max() <= 2
+    x = spread(3000, np.float64)
+    x = x[(np.abs(x) <= float.fromhex(LIMITS[f"{op}_f64"])) & (x != 0)]
+    quarters = np.arange(1, 2000) * (np.pi / 2)
+    x = np.concatenate([x, quarters, quarters * 2**18])
+    assert worst_f64(op, run(f"{op}_near_f64", x), x) <= 2
+    np.testing.assert_array_equal(np.signbit(run(f"{op}_near_f64", np.array([0.0, -0.0]))), [False, op != "cos"])
 
 
 @pytest.mark.parametrize("op", ["pow", "atan2"])

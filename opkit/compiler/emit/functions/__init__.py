@@ -20,6 +20,7 @@ from opkit.compiler.emit.functions import (
     inverse,
     logarithm,
     narrow,
+    near,
     power,
     random,
     rounding,
@@ -28,7 +29,20 @@ from opkit.compiler.emit.functions import (
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.ops import OPS
 
-_MODULES = (bits, rounding, narrow, exponential, logarithm, inverse, hyperbolic, trigonometric, error, power, random)
+_MODULES = (
+    bits,
+    rounding,
+    narrow,
+    exponential,
+    logarithm,
+    inverse,
+    hyperbolic,
+    trigonometric,
+    near,
+    error,
+    power,
+    random,
+)
 _TEXT = {name: body for module in _MODULES for name, body in module.TEXT.items()}
 _CALL = re.compile(r"\bopk_(\w+)")
 _PREAMBLE = "#define OPK_INLINE static inline __attribute__((always_inline))\n"

@@ -15,6 +15,10 @@ Q64 = (
     "0x1p-1 0x1.5555555555559p-3 0x1.555555555555ap-5 0x1.111111110f748p-7 0x1.6c16c16c1456p-10 0x1.a01a01afb06cbp-13 "
     "0x1.a01a01b073a27p-16 0x1.71ddf8c93bed5p-19 0x1.27e4c619dd6f3p-22 0x1.af5e074bd664ep-26 0x1.1f94c1b25c00fp-29"
 )
+EXP2 = (
+    "0x1.00000002624a4p+0 0x1.62e430c7f2b49p-1 0x1.ebfbdadc34e6p-3 0x1.c6aed4b1c56bfp-5 0x1.3b2dbbe0b5138p-7 "
+    "0x1.5f456d670cb05p-10 0x1.41d32c5be15ecp-13"
+)
 _Q = {"q": estrin("f32", "r", Q32)}
 _P = {"q": estrin("f64", "r", Q64)}
 
@@ -83,7 +87,16 @@ OPK_INLINE double opk_expm1_f64(double x) {
 }
 """
 
+# 2**x to 2**-29, for what is rounded to f32; |x| is at most 1000.
+_EXP2_WIDE = """
+OPK_INLINE double opk_exp2_wide(double x) {
+    const double shifted = x + 0x1.8p+52, r = x - (shifted - 0x1.8p+52), r2 = r * r, r4 = r2 * r2;
+    return opk_from_bits_f64(opk_bits_f64($p) + (opk_bits_f64(shifted) << 52));
+}
+"""
+
 TEXT = {
+    "exp2_wide": fill(_EXP2_WIDE, "f64", p=estrin("f64", "r", EXP2)),
     "exp_f32": fill(_EXP_F32, "f32", **_Q),
     "exp_times_f64": fill(
         _EXP_WITH_F64, "f64", name="exp_times_f64", more="long long k", low="", k=" + (unsigned long long)k", **_P

@@ -2,6 +2,9 @@
 
 tanh and sinh of small arguments are x + x**3 p(x**2), p minimax; tanh of others is 1 - 2 / (exp(2 |x|) + 1), and sinh and
 cosh are e -+ 1 / (4 e) with e = exp(|x|) / 2. The inverses are logarithms of sums, whose rounding errors are kept.
+
+In f32, sinh above 1 and cosh are sums of cosh(r) and sinh(r), as x = n ln 2 + r, by minimax polynomials to 2**-33; atanh is
+x + x**3 p(x**2) to 2**-29 below 1/2, and log1p(2 x / (1 - x)) / 2 above.
 """
 
 from __future__ import annotations
@@ -10,6 +13,10 @@ from opkit.compiler.emit.functions.exponential import Q32
 from opkit.compiler.emit.functions.templates import estrin, fill, through_f64
 
 _NEAR_F32 = "-0x1.55554cp-2 0x1.110d3ep-3 -0x1.b92c0ep-5 0x1.5958bep-6 -0x1.9bc4dp-8"
+_ODD_F32 = "0x1.555556p-3 0x1.110fc2p-7 0x1.a2d6bp-13"
+_EVEN_F32 = "0x1p-1 0x1.5554e2p-5 0x1.6d54cep-10"
+_SINH_NEAR_F32 = "0x1.555556p-3 0x1.1110ep-7 0x1.a022bcp-13 0x1.756c1ep-19"
+_ATANH_NEAR_F32 = "0x1.555538p-2 0x1.99aa48p-3 0x1.2301bp-3 0x1.e91e2cp-4 0x1.7edea8p-5 0x1.779586p-3"
 
 _TANH_F32 = """
 OPK_INLINE float opk_tanh_f32(float x) {
@@ -23,6 +30,47 @@ OPK_INLINE float opk_tanh_f32(float x) {
     const float far = 1.0f - 2.0f / opk_fma_f32(scale, e, scale + 1.0f);
     const float below = a > 9.1f ? 1.0f : far;
     return __builtin_copysignf(a < 0.55f ? near : below, x);
+}
+"""
+
+# With a = n ln 2 + r, sinh and cosh of a are 2**(n-1) ((1 -+ w) cosh(r) + (1 +- w) sinh(r)) where w = 2**-2n. even is
+# cosh(r) - 1; the scale is a quarter of what it should be, for it is not infinite then.
+_PARTS = """
+OPK_INLINE float opk_hyperbolic_f32(float a, float *odd, float *even, float *w) {
+    const float y = a > 90.0f ? 90.0f : a;
+    const float shifted = opk_fma_f32(y, 0x1.715476p+0f, 0x1.8p+23f), n = shifted - 0x1.8p+23f;
+    const float r = opk_fma_f32(n, -0x1.7f7d1cp-20f, opk_fma_f32(n, -0x1.62e4p-1f, y)), s = r * r, s2 = s * s;
+    const int whole = (int)(opk_bits_f32(shifted) - 0x4b400000u);
+    *odd = opk_fma_f32(r * s, $odd, r);
+    *even = s * $even;
+    *w = opk_power_f32(-2 * (whole > 40 ? 40 : whole));
+    return opk_power_f32(whole - 3);
+}
+"""
+
+_SINH_F32 = """
+OPK_INLINE float opk_sinh_f32(float x) {
+    float odd, even, w;
+    const float a = __builtin_fabsf(x), scale = opk_hyperbolic_f32(a, &odd, &even, &w), t = 1.0f - w;
+    const float far = opk_fma_f32(t, even, opk_fma_f32(1.0f + w, odd, t)) * scale * 4.0f;
+    const float s = x * x, s2 = s * s;
+    return __builtin_copysignf(a < 1.0f ? opk_fma_f32(a * s, $near, a) : far, x);
+}
+"""
+
+_COSH_F32 = """
+OPK_INLINE float opk_cosh_f32(float x) {
+    float odd, even, w;
+    const float scale = opk_hyperbolic_f32(__builtin_fabsf(x), &odd, &even, &w), t = 1.0f + w;
+    return (t + opk_fma_f32(t, even, (1.0f - w) * odd)) * scale * 4.0f;
+}
+"""
+
+_ATANH_F32 = """
+OPK_INLINE float opk_atanh_f32(float x) {
+    const float a = __builtin_fabsf(x), s = x * x, s2 = s * s, s4 = s2 * s2;
+    const float near = opk_fma_f32(a * s, $near, a), far = 0.5f * opk_log1p_f32((a + a) / (1.0f - a));
+    return __builtin_copysignf(a < 0.5f ? near : far, x);
 }
 """
 
@@ -118,5 +166,9 @@ TEXT = {
     "asinh_f64": fill(_ASINH_F64, "f64"),
     "acosh_f64": fill(_ACOSH_F64, "f64"),
     "atanh_f64": fill(_ATANH_F64, "f64"),
-    **through_f64("sinh", "cosh", "asinh", "acosh", "atanh"),
+    "hyperbolic_f32": fill(_PARTS, "f32", odd=estrin("f32", "s", _ODD_F32), even=estrin("f32", "s", _EVEN_F32)),
+    "sinh_f32": fill(_SINH_F32, "f32", near=estrin("f32", "s", _SINH_NEAR_F32)),
+    "cosh_f32": fill(_COSH_F32, "f32"),
+    "atanh_f32": fill(_ATANH_F32, "f32", near=estrin("f32", "s", _ATANH_NEAR_F32)),
+    **through_f64("asinh", "acosh"),
 }

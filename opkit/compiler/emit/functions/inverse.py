@@ -1,12 +1,13 @@
-"""asin, acos, atan and atan2; those of f32 are computed in f64.
+"""asin, acos, atan and atan2.
 
 atan: the angle of a point in the first quadrant, turned by 0, pi/4 or pi/2 so that its tangent t has |t| <= tan(pi/8),
-is t + t**3 p(t**2). asin: x + x**3 p(x**2) up to 1/2, and pi/2 - 2 asin(sqrt((1 - x) / 2)) above. p is minimax.
+is t + t**3 p(t**2); in f32 the lesser of x and 1 / x is t. asin: x + x**3 p(x**2) up to 1/2, and
+pi/2 - 2 asin(sqrt((1 - x) / 2)) above. p is minimax, in f32 to 2**-28.5 of atan and to 2**-27.6 of asin.
 """
 
 from __future__ import annotations
 
-from opkit.compiler.emit.functions.templates import estrin, fill, through_f64
+from opkit.compiler.emit.functions.templates import estrin, fill
 
 _ATAN = (
     "-0x1.5555555555543p-2 0x1.999999999632ep-3 -0x1.24924922e5e6ep-3 0x1.c71c70f9240ffp-4 -0x1.745cfac188b68p-4 "
@@ -18,6 +19,11 @@ _ASIN = (
     "0x1.1c6acf903285dp-6 0x1.c71080fa3a7c9p-7 0x1.8e5474ac8cafdp-7 0x1.af3307f01aeacp-8 0x1.3dd526c732cf5p-6 "
     "-0x1.06c06e74c7fd9p-6 0x1.04731d276534p-5"
 )
+_ATAN32 = (
+    "-0x1.55553ep-2 0x1.9991e4p-3 -0x1.242086p-3 0x1.c08c4cp-4 -0x1.580904p-4 0x1.da2942p-5 -0x1.fd7b0ap-6 "
+    "0x1.641f72p-7 -0x1.d34bbcp-10"
+)
+_ASIN32 = "0x1.5555c8p-3 0x1.330204p-4 0x1.747bb8p-5 0x1.8c3e4ep-6 0x1.595c66p-5"
 
 # The angle of (b, a), or of (-b, a) if left, for a and b that are not negative.
 _ANGLE = """
@@ -77,12 +83,72 @@ OPK_INLINE double opk_acos_f64(double x) {
 }
 """
 
+# Up to pi / 4 it is the arctangent of the quotient of the lesser by the greater, and above pi / 2 less it; no scaling
+# is needed, as a quotient that underflows is what then is to be rounded.
+_ANGLE_F32 = """
+OPK_INLINE float opk_angle_f32(float a, float b, int left) {
+    const int high = a > b;
+    const float up = high ? b : a, down = high ? a : b;
+    const float same = a == 0.0f ? 0.0f : 1.0f, t = up == down ? same : up / down;
+    const float s = t * t, s2 = s * s, s4 = s2 * s2, s8 = s4 * s4, rest = t * s * $p;
+    const float turn = high ? 0x1.921fb6p+0f : left ? 0x1.921fb6p+1f : 0.0f;
+    const float turn_rest = high ? -0x1.777a5cp-25f : left ? -0x1.777a5cp-24f : 0.0f;
+    const unsigned sign = (unsigned)(high != left) << 31;
+    const float u = opk_from_bits_f32(opk_bits_f32(t) ^ sign), u_rest = opk_from_bits_f32(opk_bits_f32(rest) ^ sign);
+    return (turn + u) + (turn_rest + u_rest);
+}
+"""
+
+_ATAN_F32 = """
+OPK_INLINE float opk_atan_f32(float x) {
+    const float a = __builtin_fabsf(x), t = a > 1.0f ? 1.0f / a : a;
+    const float s = t * t, s2 = s * s, s4 = s2 * s2, s8 = s4 * s4, rest = t * s * $p;
+    const float far = (0x1.921fb6p+0f - t) + (-0x1.777a5cp-25f - rest);
+    return __builtin_copysignf(a > 1.0f ? far : t + rest, x);
+}
+"""
+
+_ATAN2_F32 = """
+OPK_INLINE float opk_atan2_f32(float y, float x) {
+    const float angle = opk_angle_f32(__builtin_fabsf(y), __builtin_fabsf(x), __builtin_copysignf(1.0f, x) < 0.0f);
+    return __builtin_copysignf(angle, y);
+}
+"""
+
+_ASIN_F32 = """
+OPK_INLINE float opk_asin_f32(float x) {
+    const float a = __builtin_fabsf(x);
+    const float s = a > 0.5f ? opk_fma_f32(-0.5f, a, 0.5f) : a * a, s2 = s * s, s4 = s2 * s2;
+    const float root = a > 0.5f ? __builtin_sqrtf(s) : a;
+    const float rest = root * s * $p;
+    const float y = opk_fma_f32(-2.0f, root, 0x1.921fb6p+0f), lost = opk_fma_f32(-2.0f, root, 0x1.921fb6p+0f - y);
+    const float far = y + opk_fma_f32(-2.0f, rest, lost - 0x1.777a5cp-25f);
+    return __builtin_copysignf(a > 0.5f ? far : a + rest, x);
+}
+"""
+
+_ACOS_F32 = """
+OPK_INLINE float opk_acos_f32(float x) {
+    const float a = __builtin_fabsf(x);
+    const float s = a > 0.5f ? opk_fma_f32(-0.5f, a, 0.5f) : a * a, s2 = s * s, s4 = s2 * s2;
+    const float root = a > 0.5f ? __builtin_sqrtf(s) : x;
+    const float rest = root * s * $p;
+    const float near = (0x1.921fb6p+0f - root) + (-0x1.777a5cp-25f - rest);
+    const float left = opk_fma_f32(-2.0f, root, 0x1.921fb6p+1f) + opk_fma_f32(-2.0f, rest, -0x1.777a5cp-24f);
+    const float far = x < 0.0f ? left : 2.0f * (root + rest);
+    return a > 0.5f ? far : near;
+}
+"""
+
 TEXT = {
     "angle_f64": fill(_ANGLE, "f64", p=estrin("f64", "s", _ATAN)),
     "atan_f64": fill(_ATAN_F64, "f64"),
     "atan2_f64": fill(_ATAN2_F64, "f64"),
     "asin_f64": fill(_ASIN_F64, "f64", p=estrin("f64", "s", _ASIN)),
     "acos_f64": fill(_ACOS_F64, "f64", p=estrin("f64", "s", _ASIN)),
-    **through_f64("asin", "acos", "atan"),
-    **through_f64("atan2", arguments=("y", "x")),
+    "angle_f32": fill(_ANGLE_F32, "f32", p=estrin("f32", "s", _ATAN32)),
+    "atan_f32": fill(_ATAN_F32, "f32", p=estrin("f32", "s", _ATAN32)),
+    "atan2_f32": fill(_ATAN2_F32, "f32"),
+    "asin_f32": fill(_ASIN_F32, "f32", p=estrin("f32", "s", _ASIN32)),
+    "acos_f32": fill(_ACOS_F32, "f32", p=estrin("f32", "s", _ASIN32)),
 }

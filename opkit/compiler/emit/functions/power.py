@@ -1,13 +1,19 @@
 """pow.
 
-Method: exp(y log |x|), the sign after from whether y is odd. In f32 in f64; in f64 log |x| and the product are sums of two
-doubles: log as in ``logarithm``, with the first three terms of the series of atanh, the quotient and the products exact to
-about 2**-68.
+Method: exp(y log |x|), the sign after from whether y is odd. In f32 in f64, with logarithms to base 2: log2(1 + f) is f p(f)
+with p minimax, to 2**-38, for 1 + f in [sqrt(1/2), sqrt(2)]. In f64 log |x| and the product are sums of two doubles: log as
+in ``logarithm``, with the first three terms of the series of atanh, the quotient and the products exact to about 2**-68.
 """
 
 from __future__ import annotations
 
 from opkit.compiler.emit.functions.templates import estrin, fill
+
+_LOG2 = (
+    "0x1.71547652b58e3p+0 -0x1.71547651b2ec7p-1 0x1.ec709de32a356p-2 -0x1.7154788ffa345p-2 0x1.2776b6e17087ap-2 "
+    "-0x1.ec6f2a02bdd95p-3 0x1.a61b716ad4913p-3 -0x1.71893a0b40286p-3 0x1.48212ba880bebp-3 -0x1.23d256fb22a99p-3 "
+    "0x1.0aba291b4b49ep-3 -0x1.13bca78391badp-3 0x1.0fc00391be076p-3 -0x1.1e680880755a4p-4"
+)
 
 # The series 2 atanh(s) = 2 s + s z (2/3 + z (2/5 + z tail(z))), z = s**2.
 _TAIL = (
@@ -42,11 +48,12 @@ OPK_INLINE double opk_log_pair_f64(double a, double *low) {
 }
 """
 
-# With the log of |x| as log + log_low. Nothing that comes of the rest counts where the product is infinite.
+# Nothing that comes of the rest counts where the product is infinite.
 _POW = """
-OPK_INLINE double opk_$name(double x, double y) {
+OPK_INLINE double opk_pow_f64(double x, double y) {
     const double a = __builtin_fabs(x);
-    $log
+    double log_low;
+    const double log = opk_log_pair_f64(a, &log_low);
     const double edge = a == 0.0 ? -__builtin_inf() : a < __builtin_inf() ? log : a;
     const double product = y * edge;
     const double rest = opk_product_error(y, edge, product) + y * log_low;
@@ -62,13 +69,29 @@ OPK_INLINE double opk_$name(double x, double y) {
 }
 """
 
-_POW_F32 = "OPK_INLINE float opk_pow_f32(float x, float y) { return (float)opk_pow_wide(x, y); }"
+# An x of f32 is normal in f64. A y that is clamped makes any other power than one of 1 infinite or 0 as before.
+_POW_F32 = """
+OPK_INLINE float opk_pow_f32(float x, float y) {
+    const double a = __builtin_fabsf(x);
+    const unsigned long long bits = opk_bits_f64(a);
+    const unsigned long long k2048 = (bits - 0x3fe6a09e667f3bcdull + 0x8000000000000000ull) >> 52;
+    const double k = opk_from_bits_f64(0x4330000000000000ull + k2048) - (0x1p+52 + 2048.0);
+    const double f = opk_from_bits_f64(bits - (k2048 << 52) + 0x8000000000000000ull) - 1.0;
+    const double f2 = f * f, f4 = f2 * f2, f8 = f4 * f4, finite = opk_fma_f64(f, $log, k);
+    const double known = a < __builtin_inf() ? finite : a, log = a == 0.0 ? -__builtin_inf() : known;
+    const float most = y > 0x1p+40f ? 0x1p+40f : y, power = most < -0x1p+40f ? -0x1p+40f : most;
+    const double product = power * log, below = product > 200.0 ? 200.0 : product;
+    const float size = (float)opk_exp2_wide(below < -200.0 ? -200.0 : below);
+    const float whole = opk_trunc_f32(y), half = 0.5f * whole;
+    const int negative = __builtin_copysignf(1.0f, x) < 0.0f, odd = opk_trunc_f32(half) != half;
+    const float refused = (x < 0.0f) & (whole != y) & (x > -__builtin_inff()) ? __builtin_nanf("") : size;
+    const float result = negative & odd & (whole == y) ? -refused : refused;
+    return (x == 1.0f) | (y == 0.0f) ? 1.0f : result;
+}
+"""
 
 TEXT = {
     "log_pair_f64": fill(_LOG_PAIR, "f64", tail=estrin("f64", "z", _TAIL)),
-    "pow_f64": fill(
-        _POW, "f64", name="pow_f64", log="double log_low;\n    const double log = opk_log_pair_f64(a, &log_low);"
-    ),
-    "pow_wide": fill(_POW, "f64", name="pow_wide", log="const double log = opk_log_f64(a), log_low = 0.0;"),
-    "pow_f32": fill(_POW_F32, "f32"),
+    "pow_f64": fill(_POW, "f64"),
+    "pow_f32": fill(_POW_F32, "f32", log=estrin("f64", "f", _LOG2)),
 }

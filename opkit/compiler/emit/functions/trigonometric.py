@@ -2,8 +2,9 @@
 
 Method: the argument in turns, x / 2 pi, less its whole part, after Payne and Hanek: x is multiplied by pieces of 1 / 2 pi,
 each product is exact, and what it holds of whole turns is dropped before they are added. Pieces whose product with x is
-a whole number are left out, so which are used depends on the exponent of x. f32: products of 24 and 26 bits in f64, one
-of five ranges of exponents by comparison. f64: products with their errors, pieces from a table with a row for 32 exponents.
+a whole number are left out, so which are used depends on the exponent of x. f32: 2 / pi as a sum of two doubles, one of four
+such sums by comparison; the product with the first, less its whole part, is rounded once. f64: products with their errors,
+pieces from a table with a row for 32 exponents.
 Then sin and cos of at most an eighth of a turn by minimax polynomials, exchanged and negated by the quadrant.
 """
 
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
+from fractions import Fraction
 
 from opkit.compiler.emit.functions.templates import estrin, fill, horner
 
-_SIN32 = "-0x1.555546p-3 0x1.11075cp-7 -0x1.994cd2p-13"
-_COS32 = "0x1.55554ap-5 -0x1.6c0c94p-10 0x1.9a03acp-16"
+SIN32 = "-0x1.55553ap-3 0x1.110322p-7 -0x1.97f88p-13"
+COS32 = "0x1.555542p-5 -0x1.6c07a6p-10 0x1.98b652p-16"
+TAN32 = "0x1.555584p-2 0x1.110492p-3 0x1.bc5914p-5 0x1.4e4bf6p-6 0x1.a8e028p-7 -0x1.3f9644p-9 0x1.6b55d2p-8"
 _SIN64 = (
     "-0x1.5555555555549p-3 0x1.111111110f899p-7 -0x1.a01a019c13194p-13 0x1.71de357793ba7p-19 -0x1.ae5e654405a7dp-26 "
     "0x1.5d9286ab1a1e8p-33"
@@ -26,7 +29,7 @@ _COS64 = (
 )
 
 _BITS = 1300  # of 1 / 2 pi: the largest exponent, and the precision of a reduced argument beside the nearest multiple
-_STARTS = (0, 48, 70, 92, 114)  # exponents from which f32 takes the next pieces
+_STARTS = (0, 50, 77, 103)  # exponents from which f32 takes the next pieces
 
 
 @functools.cache
@@ -52,26 +55,49 @@ def _pieces(shift: int, whole: int, sizes: tuple[int, ...]) -> list[str]:
     return pieces
 
 
-def _chosen(piece: int) -> str:
-    """The expression for one of the pieces, by the size of a."""
-    rows = [_pieces(0, 23 - start, (26, 26, 53)) for start in _STARTS]
-    *chosen, last = [row[piece] for row in rows]
-    return "".join(f"a < 0x1p+{end} ? {c} : " for c, end in zip(chosen, _STARTS[1:], strict=True)) + last
+def _pair(start: int) -> tuple[str, str]:
+    """2 / pi modulo 2**(25 - start), the nearest to zero, as a sum of two doubles, each the nearest.
+
+    Four turns of a quarter divide what is left out times a float of at least 2**start.
+    """
+    scaled, modulus = _turns() << 2, 1 << _BITS + 25 - start
+    left = Fraction((scaled + modulus // 2) % modulus - modulus // 2, 1 << _BITS)
+    high = float(left)
+    return high.hex(), float(left - Fraction(high)).hex()
 
 
-# The angle that is left, at most pi / 4, in f64; quarter: the lowest bits of the number of quarter turns.
+def _chosen(name: str, piece: int) -> str:
+    """Declares one of the pieces, by the size of a: one choice in a statement, for gcc joins those that are nested."""
+    first, *others = [_pair(start)[piece] for start in _STARTS]
+    lines, value = [], first
+    for i, (start, other) in enumerate(zip(_STARTS[1:], others, strict=True), 1):
+        into = name if i == len(others) else f"{name}_{i}"
+        lines.append(f"const double {into} = a < 0x1p+{start} ? {value} : {other};")
+        value = into
+    return "\n    ".join(lines)
+
+
+# x c + d, rounded but once, of an x of 24 bits, where x c or what is left of it with d is no more than 2**51.
+_FUSED24 = """
+OPK_INLINE double opk_fused24(double x, double c, double d) {
+#if defined(__FMA__) || defined(__aarch64__) || defined(__FP_FAST_FMA)
+    return __builtin_fma(x, c, d);
+#else
+    const double high = opk_from_bits_f64(opk_bits_f64(c) & ~0x7ffffffull), p = x * high, sum = p + d;
+    return sum + ((p - (sum - d)) + x * (c - high));
+#endif
+}
+"""
+
+# The angle that is left in f64, at most pi / 4 and a little; quarter: the lowest bits of the number of quarter turns.
 _REDUCED32 = """
 OPK_INLINE double opk_reduced_f32(double x, unsigned long long *quarter) {
     const double a = __builtin_fabs(x);
-    const double c1 = $c1;
-    const double c2 = $c2;
-    const double c3 = $c3;
-    const double p1 = x * c1, p2 = x * c2;
-    const double t = (p1 - opk_round_f64(p1)) + (p2 - opk_round_f64(p2));
-    const double shifted = opk_fma_f64(t, 4.0, 0x1.8p+52);
-    const double rest = opk_fma_f64(x, c3, opk_fma_f64(shifted - 0x1.8p+52, -0.25, t));
+    $c1
+    $c2
+    const double shifted = opk_fused24(x, c1, 0x1.8p+52), n = shifted - 0x1.8p+52;
     *quarter = opk_bits_f64(shifted);
-    return rest * 0x1.921fb54442d18p+2;
+    return opk_fma_f64(x, c2, opk_fused24(x, c1, -n)) * 0x1.921fb54442d18p+0;
 }
 """
 
@@ -95,14 +121,23 @@ OPK_INLINE float opk_sin_f32(float x) {
 
 _COS_F32 = "OPK_INLINE float opk_cos_f32(float x) { return opk_quarter_f32(x, 1); }"
 
+# The tangent of what is left, r + more, and so that of x.
+_TANGENT32 = """
+OPK_INLINE float opk_tangent_f32(float x, unsigned quarter, float r, float more) {
+    const float t = r + more, rest = (r - t) + more, inverse = -1.0f / t;
+    const float y = quarter & 1u ? opk_fma_f32(rest * inverse, inverse, inverse) : t;
+    return x == 0.0f ? x : y;
+}
+"""
+
+# low: what the angle was rounded by; the slope of tan there is nearly 1 + r**2.
 _TAN_F32 = """
 OPK_INLINE float opk_tan_f32(float x) {
     unsigned long long quarter;
-    const double r = opk_reduced_f32(x, &quarter), s = r * r, s2 = s * s, s4 = s2 * s2;
-    const double sine = opk_fma_f64(r * s, $sin, r);
-    const double cosine = opk_fma_f64(s2, $cos, opk_fma_f64(s, -0.5, 1.0));
-    const double up = quarter & 1 ? -cosine : sine, down = quarter & 1 ? sine : cosine;
-    return x == 0.0f ? x : (float)(up / down);
+    const double angle = opk_reduced_f32(x, &quarter);
+    const float r = (float)angle, low = (float)(angle - r), s = r * r, s2 = s * s, s4 = s2 * s2;
+    const float more = opk_fma_f32(r * s, $tan, opk_fma_f32(low, s, low));
+    return opk_tangent_f32(x, (unsigned)quarter, r, more);
 }
 """
 
@@ -170,17 +205,24 @@ OPK_INLINE double opk_sin_f64(double x) {
 
 _COS_F64 = "OPK_INLINE double opk_cos_f64(double x) { return opk_quarter_f64(x, 1); }"
 
-_TAN_F64 = """
-OPK_INLINE double opk_tan_f64(double x) {
-    double low, sine_rest, cosine_rest;
-    unsigned long long quarter;
-    const double r = opk_reduced_f64(x, &low, &quarter);
+_TANGENT64 = """
+OPK_INLINE double opk_tangent_f64(double x, unsigned long long quarter, double r, double low) {
+    double sine_rest, cosine_rest;
     const double sine = opk_sine_f64(r, low, &sine_rest), cosine = opk_cosine_f64(r, low, &cosine_rest);
     const double up = quarter & 1 ? -cosine : sine, down = quarter & 1 ? sine : cosine;
     const double up_rest = quarter & 1 ? -cosine_rest : sine_rest, down_rest = quarter & 1 ? sine_rest : cosine_rest;
     const double q = up / down, p = q * down;
     const double left = ((up - p) - opk_product_error(q, down, p)) + (up_rest - q * down_rest);
     return __builtin_fabs(x) < 0x1p-30 ? x : q + left / down;
+}
+"""
+
+_TAN_F64 = """
+OPK_INLINE double opk_tan_f64(double x) {
+    double low;
+    unsigned long long quarter;
+    const double r = opk_reduced_f64(x, &low, &quarter);
+    return opk_tangent_f64(x, quarter, r, low);
 }
 """
 
@@ -193,16 +235,19 @@ def _table() -> str:
 
 TEXT = {
     "turns": _table(),
-    "reduced_f32": fill(_REDUCED32, "f32", c1=_chosen(0), c2=_chosen(1), c3=_chosen(2)),
-    "quarter_f32": fill(_QUARTER32, "f32", sin=horner("f32", "s", _SIN32), cos=horner("f32", "s", _COS32)),
+    "reduced_f32": fill(_REDUCED32, "f32", c1=_chosen("c1", 0), c2=_chosen("c2", 1)),
+    "fused24": fill(_FUSED24, "f64"),
+    "quarter_f32": fill(_QUARTER32, "f32", sin=horner("f32", "s", SIN32), cos=horner("f32", "s", COS32)),
     "sin_f32": fill(_SIN_F32, "f32"),
     "cos_f32": fill(_COS_F32, "f32"),
-    "tan_f32": fill(_TAN_F32, "f32", sin=estrin("f64", "s", _SIN64), cos=estrin("f64", "s", _COS64)),
+    "tangent_f32": fill(_TANGENT32, "f32"),
+    "tan_f32": fill(_TAN_F32, "f32", tan=estrin("f32", "s", TAN32)),
     "reduced_f64": fill(_REDUCED64, "f64"),
     "sine_f64": fill(_SINE64, "f64", sin=estrin("f64", "s", _SIN64)),
     "cosine_f64": fill(_COSINE64, "f64", cos=estrin("f64", "s", _COS64)),
     "quarter_f64": fill(_QUARTER64, "f64"),
     "sin_f64": fill(_SIN_F64, "f64"),
     "cos_f64": fill(_COS_F64, "f64"),
+    "tangent_f64": fill(_TANGENT64, "f64"),
     "tan_f64": fill(_TAN_F64, "f64"),
 }
