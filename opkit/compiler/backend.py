@@ -9,7 +9,6 @@ import contextvars
 import dataclasses
 import difflib
 import functools
-import itertools
 import logging
 import traceback
 import warnings
@@ -19,11 +18,10 @@ from typing import Any
 from torch import fx
 
 from opkit import config
-from opkit.compiler import given, logs
+from opkit.compiler import given, logs, warm
 from opkit.compiler.capture import conversion, reproduction
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
-from opkit.compiler.emit.flags import flags
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.graph import Node
 from opkit.compiler.ir.program import Program, Strided
@@ -31,8 +29,8 @@ from opkit.compiler.ir.schedule import Launch, Schedule
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
 from opkit.compiler.lower.target import Target
-from opkit.compiler.run import arena, library, stored
-from opkit.compiler.run.assemble import Runner, Surroundings, assemble
+from opkit.compiler.run import arena, stored
+from opkit.compiler.run.assemble import Runner, Surroundings
 from opkit.compiler.run.plan import Plan, plan
 from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, OpkitError, ToolchainError
 from opkit.kernels import isa
@@ -60,7 +58,7 @@ observer: contextvars.ContextVar[Callable[[Compiled], None] | None] = contextvar
 )
 """Who is told of each graph that is compiled. While there is somebody, no plan comes from the disk."""
 
-_numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference")}
+_KINDS = ("forward", "backward", "inference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +104,18 @@ def opkit_backend(
         raise ArgumentError(f"backend='opkit' has no modes, got mode={mode!r}. Leave it out.")
     logs.set_up()
     chosen = _options(options)
-    compilers = {kind: functools.partial(compile_graph, kind=kind, options=chosen) for kind in _numbers}
+    entry = warm.key(module, example_inputs, f"{chosen} {_target()} {sorted(isa.cpu_features())}")
+    found = None if entry is None or _is_watched() else warm.find(entry)
+    return found or _captured_anew(module, example_inputs, chosen, warm.Recording(entry, example_inputs))
+
+
+def _captured_anew(
+    module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, recording: warm.Recording
+) -> Callable[..., Any]:
+    """What runs Dynamo's graph, by way of AOTAutograd."""
+    compilers = {
+        kind: functools.partial(compile_graph, kind=kind, options=options, recording=recording) for kind in _KINDS
+    }
     make = private.aot_autograd(
         fw_compiler=compilers["forward"],
         bw_compiler=compilers["backward"],
@@ -115,7 +124,7 @@ def opkit_backend(
         decompositions={},  # the compiler has rules for composite operators, and tracing fewer nodes takes less time
         keep_inference_input_mutations=True,
     )
-    tokens = inlining.set(chosen.inline), knows_lowerings.set(chosen.inline is None)
+    tokens = inlining.set(options.inline), knows_lowerings.set(options.inline is None)
     try:
         with private.no_donated_buffers():
             return make(module, example_inputs)
@@ -131,17 +140,22 @@ _options = options
 
 
 def compile_graph(
-    module: fx.GraphModule, example_inputs: Sequence[Any], kind: str, options: Options = Options()
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    kind: str,
+    options: Options = Options(),
+    recording: warm.Recording | None = None,
 ) -> Boxed:
-    """A function for a graph of AOTAutograd's: it takes a list of inputs, which it empties.
+    """A function for a graph of AOTAutograd's: it takes a list of inputs, which it empties. ``recording`` is told of it.
 
     Raises:
         CompileError: the compiler failed, and ``options.strict`` holds.
     """
-    name = f"{kind} {next(_numbers[kind])}"
+    name = warm.numbered(kind)
     stages = _Stages()
+    note = functools.partial((recording or warm.Recording(None, ())).note, kind)
     try:
-        return _compiled(module, example_inputs, name, stages, options)
+        return _compiled(module, example_inputs, name, stages, options, note)
     except Unsupported as error:
         reason = str(error)
         logs.compiler.warning("%s runs in eager mode: %s.", name, reason)
@@ -174,22 +188,36 @@ class _Stages:
         return function(*arguments)
 
 
-def _compiled(module: fx.GraphModule, inputs: Sequence[Any], name: str, stages: _Stages, options: Options) -> Boxed:
+def _compiled(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    name: str,
+    stages: _Stages,
+    options: Options,
+    note: Callable[[str, Plan, Surroundings], None],
+) -> Boxed:
     captured = stages.run("capture", conversion.capture, module, name, inputs, private.results_of_the_user())
     lowered = given.operators(captured.targets) if options.inline is None else {}
-    target = Target.of(frozenset(isa.cpu_features()))
+    target = _target()
     identity = stages.run("look-up", stored.key, f"{target} {captured.key} {given.identity(lowered)}")
-    # which kernels there are, and why, a stored plan does not say
-    found = None if observer.get() or logs.fusion.isEnabledFor(logging.DEBUG) else stored.find(identity)
+    found = None if _is_watched() else stored.find(identity)
     planned, text = found or _made(captured, target, stages, lowered, options.strict)
-    segments = stages.run("build", library.load, text, planned.segments, f"torch.compile: {name}", flags())
-    renamed = dataclasses.replace(planned, name=name)  # another graph of the same content may have been compiled first
-    runner = stages.run("assemble", assemble, renamed, _surroundings(captured), segments)
+    surroundings = _surroundings(captured)
+    runner = stages.run("build", warm.loaded, planned, text, name, surroundings)
     if found is None:
         stored.store(identity, planned, text)
     private.report_strides(map(_strides, planned.outputs))
-    logs.output_code.debug("%s\n%s\n%s", name, text, runner.code.text)
+    note(identity, planned, surroundings)
     return _checked(runner, module)
+
+
+def _is_watched() -> bool:
+    """Whether somebody wants to know which kernels there are, and why: a stored plan does not say."""
+    return observer.get() is not None or logs.fusion.isEnabledFor(logging.DEBUG)
+
+
+def _target() -> Target:
+    return Target.of(frozenset(isa.cpu_features()))
 
 
 def _made(

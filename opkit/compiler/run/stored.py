@@ -24,6 +24,7 @@ from opkit import config
 from opkit.compiler.ir.graph import Opaque, TypeName
 from opkit.compiler.ir.index import Axis, Div, Index, Mod, Size
 from opkit.compiler.ir.program import Buffer, Extern, Item, Strided
+from opkit.compiler.run.autograd import Result, Wiring
 from opkit.compiler.run.plan import Plan, Segment
 from opkit.kernels import storing
 
@@ -31,7 +32,7 @@ from opkit.kernels import storing
 
 _CLASSES: dict[str, Any] = {
     each.__name__: each
-    for each in (Axis, Size, Div, Mod, Buffer, Extern, Item, Opaque, Plan, Segment, Strided, TypeName)
+    for each in (Axis, Size, Div, Mod, Buffer, Extern, Item, Opaque, Plan, Result, Segment, Strided, TypeName, Wiring)
 }
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -107,8 +108,8 @@ def _path(identity: str) -> Path:
     return Path(os.path.abspath(config.get().cache_dir)) / "graphs" / identity[:2] / f"{identity}.json"
 
 
-def find(identity: str) -> tuple[Plan, str] | None:
-    """The plan of a graph and its C; None where there is none that can be trusted."""
+def read(identity: str) -> Any:
+    """An entry's content; None where there is none that can be trusted."""
     try:
         path = _path(identity)
         status = path.stat()
@@ -117,23 +118,37 @@ def find(identity: str) -> tuple[Plan, str] | None:
         noted, content = path.read_text(encoding="utf-8").split("\n", 1)
         if noted != hashlib.sha256(content.encode()).hexdigest():
             return None
-        entry = json.loads(content)
-        return decoded(entry["plan"]), entry["text"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return json.loads(content)
+    except (OSError, ValueError):
         return None
 
 
-def store(identity: str, plan: Plan, text: str) -> None:
-    """Keep a plan; where that cannot be done, the next process makes it again."""
+def write(identity: str, content: Any) -> None:
+    """Keep an entry, in terms of JSON; where that cannot be done, the next process makes it again."""
     path = _path(identity)
-    with contextlib.suppress(OSError, TypeError):
-        content = json.dumps({"plan": encoded(plan), "text": text})
+    with contextlib.suppress(OSError):
+        text = json.dumps(content)
         storing.prepare_own(path.parent)
         handle, name = tempfile.mkstemp(prefix=f".{identity[:8]}-", dir=path.parent)
         try:
             with open(handle, "w", encoding="utf-8") as file:
-                file.write(f"{hashlib.sha256(content.encode()).hexdigest()}\n{content}")
+                file.write(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
             os.replace(name, path)
         except BaseException:
             os.unlink(name)
             raise
+
+
+def find(identity: str) -> tuple[Plan, str] | None:
+    """The plan of a graph and its C; None where there is none that can be trusted."""
+    entry = read(identity)
+    try:
+        return None if entry is None else (decoded(entry["plan"]), entry["text"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def store(identity: str, plan: Plan, text: str) -> None:
+    """Keep a plan; one that has no form is left out."""
+    with contextlib.suppress(TypeError):
+        write(identity, {"plan": encoded(plan), "text": text})
