@@ -153,6 +153,8 @@ def compile_graph(
     """
     name = warm.numbered(kind)
     stages = _Stages()
+    if kind == "forward":
+        private.donate_nothing()
     note = functools.partial((recording or warm.Recording(None, ())).note, kind)
     try:
         return _compiled(module, example_inputs, name, stages, options, note)

@@ -16,6 +16,7 @@ import opkit
 from opkit import config, errors
 from opkit.compiler import backend
 from opkit.compiler.backend import opkit_backend
+from opkit.compiler.run import library
 from opkit.compiler.run.assemble import Runner
 
 
@@ -272,7 +273,7 @@ def test_no_compiler(monkeypatch):
     def missing(*_):
         raise errors.ToolchainError("No C compiler was found.")
 
-    monkeypatch.setattr(backend.library, "load", missing)
+    monkeypatch.setattr(library, "load", missing)
     backend._warn_no_compiler.cache_clear()
     x = torch.randn(4)
     with pytest.warns(errors.NoCompilerWarning, match="No C compiler"):

@@ -62,6 +62,13 @@ def no_donated_buffers() -> Iterator[None]:
         yield
 
 
+def donate_nothing() -> None:
+    """Tell AOTAutograd the same of the forward graph that is being compiled, for the calls of its backward."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
 def expression(number: Any) -> Any:
     """The sympy expression of a symbolic integer, before replacements that were found later."""
     return number.node._expr

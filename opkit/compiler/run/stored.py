@@ -143,9 +143,10 @@ def find(identity: str) -> tuple[Plan, str] | None:
     """The plan of a graph and its C; None where there is none that can be trusted."""
     entry = read(identity)
     try:
-        return None if entry is None else (decoded(entry["plan"]), entry["text"])
+        plan, text = decoded(entry["plan"]), entry["text"]
     except (ValueError, KeyError, TypeError):
         return None
+    return (plan, text) if isinstance(plan, Plan) and isinstance(text, str) else None
 
 
 def store(identity: str, plan: Plan, text: str) -> None:
