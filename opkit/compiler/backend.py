@@ -18,39 +18,22 @@ from typing import Any
 from torch import fx
 
 from opkit import config
-from opkit.compiler import given, logs, warm
+from opkit.compiler import logs, warm
 from opkit.compiler.capture import conversion, reproduction
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
-from opkit.compiler.emit.source import source
+from opkit.compiler.compiled import Compiled, Stages
 from opkit.compiler.ir.graph import Node
-from opkit.compiler.ir.program import Program, Strided
-from opkit.compiler.ir.schedule import Launch, Schedule
-from opkit.compiler.lower.lowering import lower
-from opkit.compiler.lower.plan import schedule
+from opkit.compiler.ir.program import Strided
 from opkit.compiler.lower.target import Target
 from opkit.compiler.run import arena, stored
 from opkit.compiler.run.assemble import Runner, Surroundings
-from opkit.compiler.run.plan import Plan, plan
-from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, OpkitError, ToolchainError
+from opkit.compiler.run.plan import Plan
+from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, ToolchainError
 from opkit.kernels import isa
 from opkit.op.core import inlining, knows_lowerings
-from opkit.op.operator import CustomOp
 
 Boxed = Callable[[list[Any]], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What became of a graph, form by form; or None, and the reason for which it runs in eager mode."""
-
-    name: str
-    reason: str = ""
-    captured: Captured | None = None
-    program: Program | None = None
-    schedule: Schedule | None = None
-    plan: Plan | None = None
-    text: str = ""
 
 
 observer: contextvars.ContextVar[Callable[[Compiled], None] | None] = contextvars.ContextVar(
@@ -152,7 +135,7 @@ def compile_graph(
         CompileError: the compiler failed, and ``options.strict`` holds.
     """
     name = warm.numbered(kind)
-    stages = _Stages()
+    stages = Stages()
     if kind == "forward":
         private.donate_nothing()
     note = functools.partial((recording or warm.Recording(None, ())).note, kind)
@@ -179,31 +162,28 @@ def _tell(what: Compiled) -> None:
         told(what)
 
 
-class _Stages:
-    """Which stage a graph is in, for what is said if it fails there."""
-
-    def __init__(self) -> None:
-        self.now = ""
-
-    def run(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        self.now = name
-        return function(*arguments)
+def _told(what: Compiled) -> tuple[Plan, str]:
+    _tell(what)
+    assert what.plan is not None
+    return what.plan, what.text
 
 
 def _compiled(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     name: str,
-    stages: _Stages,
+    stages: Stages,
     options: Options,
     note: Callable[[str, Plan, Surroundings], None],
 ) -> Boxed:
+    from opkit.compiler import given, making  # a process that finds all its graphs on the disk lowers nothing
+
     captured = stages.run("capture", conversion.capture, module, name, inputs, private.results_of_the_user())
     lowered = given.operators(captured.targets) if options.inline is None else {}
     target = _target()
     identity = stages.run("look-up", stored.key, f"{target} {captured.key} {given.identity(lowered)}")
     found = None if _is_watched() else stored.find(identity)
-    planned, text = found or _made(captured, target, stages, lowered, options.strict)
+    planned, text = found or _told(making.made(captured, target, stages, lowered, options.strict))
     surroundings = _surroundings(captured)
     runner = stages.run("build", warm.loaded, planned, text, name, surroundings)
     if found is None:
@@ -220,28 +200,6 @@ def _is_watched() -> bool:
 
 def _target() -> Target:
     return Target.of(frozenset(isa.cpu_features()))
-
-
-def _made(
-    captured: Captured, target: Target, stages: _Stages, lowered: Mapping[str, CustomOp[Any, Any]], strict: bool
-) -> tuple[Plan, str]:
-    """The plan of a graph, and the C of its segments."""
-    rules = given.rules(lowered, functools.partial(_failed_rule, captured.graph.name, strict))
-    program = stages.run("lower", lower, captured.graph, target, True, rules)
-    scheduled = stages.run("fuse", schedule, program)
-    planned, launches = stages.run("plan", plan, scheduled)
-    name = captured.graph.name
-    _log_fusion(name, scheduled)
-    text = stages.run("emit", source, launches, planned.table, planned.sizes)
-    _tell(Compiled(name, "", captured, program, scheduled, planned, text))
-    return planned, text
-
-
-def _failed_rule(graph: str, strict: bool, error: OpkitError) -> None:
-    """An author's rule went wrong: a mistake of theirs, to be told, for which the operator is called instead."""
-    if strict:
-        raise error
-    logs.compiler.warning("%s: %s. The operator is called.", graph, error)
 
 
 def _strides(output: Any) -> tuple[int, ...] | None:
@@ -280,15 +238,6 @@ def eager(module: fx.GraphModule) -> Boxed:
 
 
 # ---- what is told ----------------------------------------------------------------------------------------------------
-
-
-def _log_fusion(name: str, scheduled: Schedule) -> None:
-    if logs.fusion.isEnabledFor(logging.DEBUG):
-        kernels = [
-            f"  {s.kernel.name}: {'; '.join(s.kernel.origins)}" for s in scheduled.steps if isinstance(s, Launch)
-        ]
-        refusals = [f"  not fused: {refusal}" for refusal in scheduled.refusals]
-        logs.fusion.debug("%s: %d kernels\n%s", name, len(kernels), "\n".join([*kernels, *refusals]))
 
 
 @functools.cache

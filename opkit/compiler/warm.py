@@ -6,9 +6,11 @@ graphs alone; what stands against others is logged. One that is damaged, or whos
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,10 +62,24 @@ def find(entry: str) -> Callable[..., Any] | None:
     if content is None:
         return None
     try:
-        return _function(content)
+        with _no_collection():
+            return _function(content)
     except Exception as error:
         logs.compiler.debug("The entry of Dynamo's graph %s is not used.", entry, exc_info=error)
         return None
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Thousands of small objects are made, and all are kept: looking for garbage among Dynamo's takes longer than they do."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _function(content: Mapping[str, Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import torch
 
 import opkit
 from opkit import config, errors
-from opkit.compiler import backend
+from opkit.compiler import backend, making
 from opkit.compiler.backend import opkit_backend
 from opkit.compiler.run import library
 from opkit.compiler.run.assemble import Runner
@@ -244,7 +244,7 @@ def failing(monkeypatch):
             if node.target == "aten.exp.default":
                 raise ValueError("no exponentials")
 
-    monkeypatch.setattr(backend, "lower", wrong)
+    monkeypatch.setattr(making, "lower", wrong)
 
 
 def test_a_failure_runs_in_eager_mode_and_leaves_a_script(monkeypatch, caplog, tmp_path):

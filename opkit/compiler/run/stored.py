@@ -22,7 +22,7 @@ import torch
 
 from opkit import config
 from opkit.compiler.ir.graph import Opaque, TypeName
-from opkit.compiler.ir.index import Axis, Div, Index, Mod, Size
+from opkit.compiler.ir.index import Axis, Div, Index, Mod, Size, index
 from opkit.compiler.ir.program import Buffer, Extern, Item, Strided
 from opkit.compiler.run.autograd import Result, Wiring
 from opkit.compiler.run.plan import Plan, Segment
@@ -47,7 +47,7 @@ def encoded(value: Any) -> Any:
         return value
     name = type(value).__name__
     if isinstance(value, Index):
-        return ["Index", [[encoded(list(monomial)), c] for monomial, c in value.terms.items()]]
+        return ["number", value.constant] if value.constant is not None else _terms(value)
     if name in _CLASSES:
         fields = value if isinstance(value, tuple) else vars(value).values()
         return [name, *map(encoded, fields)]
@@ -60,9 +60,14 @@ def encoded(value: Any) -> Any:
     raise TypeError(f"a {name} cannot be stored")
 
 
+def _terms(value: Index) -> list[Any]:
+    return ["Index", [[encoded(list(monomial)), c] for monomial, c in value.terms.items()]]
+
+
 _MAKERS: dict[str, Callable[..., Any]] = {
     **_CLASSES,
     "complex": complex,
+    "number": index,
     "list": lambda *of: list(of),
     "tuple": lambda *of: of,
     "frozenset": lambda *of: frozenset(of),
