@@ -47,7 +47,8 @@ def key(module: fx.GraphModule, inputs: Sequence[Any], about: str) -> str | None
     try:
         if private.caches_disabled():
             raise Unnamed("caches are disabled")
-        return stored.key(f"dynamo {about} {torch.version.git_version} {identity.identity(module, inputs)}")
+        versions = f"{torch.version.git_version} {private.cache_tag()!r}"
+        return stored.key(f"dynamo {about} {versions} {identity.identity(module, inputs)}")
     except Unnamed as why:
         logs.compiler.debug("Dynamo's graph is not kept: %s.", why)
         return None

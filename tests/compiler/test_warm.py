@@ -490,7 +490,14 @@ def test_the_users_wish_for_no_caches(monkeypatch):
 def test_functions_of_torchs_by_name():
     from opkit.compiler.capture.identity import Unnamed, _target
 
-    for function in (torch.relu, functional.dropout, functional.gelu, torch.split, torch.ops.aten.relu.default):
+    for function in (
+        torch.relu,
+        functional.dropout,
+        functional.max_pool2d,
+        functional.gelu,
+        torch.split,
+        torch.ops.aten.relu.default,
+    ):
         assert _target(function)
     for function in (lambda x: x, scaled, torch.ops.opkit, json.dumps):
         with pytest.raises(Unnamed):

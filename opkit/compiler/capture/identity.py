@@ -71,10 +71,12 @@ def _target(target: Any) -> str:
     if private.is_torchs_own(target):
         return str(target)
     if isinstance(target, types.FunctionType | types.BuiltinFunctionType):
-        module, name = target.__module__ or "torch", target.__qualname__
-        name = name.removeprefix("_VariableFunctionsClass.")  # what most of torch's functions are methods of
-        if module.split(".")[0] in _TORCHS and _found(module, name) == target:
-            return f"{module}.{name}"
+        module = target.__module__ or "torch"
+        # most of torch's functions are methods of _VariableFunctionsClass; some of functional's are made by a function
+        names = (target.__qualname__.removeprefix("_VariableFunctionsClass."), target.__name__)
+        for name in names if module.split(".")[0] in _TORCHS else ():
+            if _found(module, name) == target:
+                return f"{module}.{name}"
     raise Unnamed(f"it calls {getattr(target, '__qualname__', target)}, which is not a function of torch's")
 
 

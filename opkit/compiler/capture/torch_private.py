@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters as _dynamo_counters
 from torch._functorch import config as _functorch_config
 from torch._functorch import partitioners as _partitioners
 from torch._logging._internal import log_state as _log_state
+from torch.compiler import config as _compiler_config
 from torch.utils import _python_dispatch
 from torch.utils._sympy import functions as _sympy_functions
 from torch.utils._sympy.printers import PythonPrinter as _PythonPrinter
@@ -254,9 +255,12 @@ def compiles_backwards() -> bool:
 
 def caches_disabled() -> bool:
     """Whether the user wants no cache of torch.compile's to be used."""
-    import torch.compiler.config as config
+    return bool(getattr(_compiler_config, "force_disable_caches", False))
 
-    return bool(getattr(config, "force_disable_caches", False))
+
+def cache_tag() -> str:
+    """What the user wants to be part of the keys of torch.compile's caches."""
+    return str(getattr(_compiler_config, "cache_key_tag", ""))
 
 
 def autocasts() -> bool:
