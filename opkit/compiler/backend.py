@@ -9,7 +9,6 @@ import contextvars
 import dataclasses
 import difflib
 import functools
-import itertools
 import logging
 import threading
 import traceback
@@ -20,42 +19,22 @@ from typing import Any
 from torch import fx
 
 from opkit import config
-from opkit.compiler import given, logs
+from opkit.compiler import logs, warm
 from opkit.compiler.capture import conversion, reproduction
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
-from opkit.compiler.emit.flags import flags
-from opkit.compiler.emit.source import source
+from opkit.compiler.compiled import Compiled, Stages
 from opkit.compiler.ir.graph import Node
-from opkit.compiler.ir.program import Program, Strided
-from opkit.compiler.ir.schedule import Launch, Schedule
-from opkit.compiler.lower.lowering import lower
-from opkit.compiler.lower.plan import schedule
+from opkit.compiler.ir.program import Strided
 from opkit.compiler.lower.target import Target
-from opkit.compiler.run import arena, library, stored
-from opkit.compiler.run.assemble import Runner, Surroundings, assemble
-from opkit.compiler.run.plan import Plan, plan
-from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, OpkitError, ToolchainError
+from opkit.compiler.run import arena, stored
+from opkit.compiler.run.assemble import Runner, Surroundings
+from opkit.compiler.run.plan import Plan
+from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, ToolchainError
 from opkit.kernels import isa
 from opkit.op.core import inlining, knows_lowerings
-from opkit.op.operator import CustomOp
 
 Boxed = Callable[[list[Any]], Any]
-
-_UNITS = 2  # of C for a large graph: as many compilers run at once
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What became of a graph, form by form; or None, and the reason for which it runs in eager mode."""
-
-    name: str
-    reason: str = ""
-    captured: Captured | None = None
-    program: Program | None = None
-    schedule: Schedule | None = None
-    plan: Plan | None = None
-    texts: tuple[str, ...] = ()
 
 
 observer: contextvars.ContextVar[Callable[[Compiled], None] | None] = contextvars.ContextVar(
@@ -63,7 +42,7 @@ observer: contextvars.ContextVar[Callable[[Compiled], None] | None] = contextvar
 )
 """Who is told of each graph that is compiled. While there is somebody, no plan comes from the disk."""
 
-_numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference")}
+_KINDS = ("forward", "backward", "inference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +88,18 @@ def opkit_backend(
         raise ArgumentError(f"backend='opkit' has no modes, got mode={mode!r}. Leave it out.")
     logs.set_up()
     chosen = _options(options)
-    compilers = {kind: functools.partial(compile_graph, kind=kind, options=chosen) for kind in _numbers}
+    entry = warm.key(module, example_inputs, f"{chosen} {_target()} {sorted(isa.cpu_features())}")
+    found = None if entry is None or _is_watched() else warm.find(entry)
+    return found or _captured_anew(module, example_inputs, chosen, warm.Recording(entry, example_inputs))
+
+
+def _captured_anew(
+    module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, recording: warm.Recording
+) -> Callable[..., Any]:
+    """What runs Dynamo's graph, by way of AOTAutograd."""
+    compilers = {
+        kind: functools.partial(compile_graph, kind=kind, options=options, recording=recording) for kind in _KINDS
+    }
     make = private.aot_autograd(
         fw_compiler=compilers["forward"],
         bw_compiler=compilers["backward"],
@@ -118,7 +108,7 @@ def opkit_backend(
         decompositions={},  # the compiler has rules for composite operators, and tracing fewer nodes takes less time
         keep_inference_input_mutations=True,
     )
-    tokens = inlining.set(chosen.inline), knows_lowerings.set(chosen.inline is None)
+    tokens = inlining.set(options.inline), knows_lowerings.set(options.inline is None)
     try:
         with private.no_donated_buffers():
             return make(module, example_inputs)
@@ -134,15 +124,22 @@ _options = options
 
 
 def compile_graph(
-    module: fx.GraphModule, example_inputs: Sequence[Any], kind: str, options: Options = Options()
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    kind: str,
+    options: Options = Options(),
+    recording: warm.Recording | None = None,
 ) -> Boxed:
-    """A function for a graph of AOTAutograd's: it takes a list of inputs, which it empties.
+    """A function for a graph of AOTAutograd's: it takes a list of inputs, which it empties. ``recording`` is told of it.
 
     Raises:
         CompileError: the compiler failed, and ``options.strict`` holds.
     """
-    graph = _Graph(module, f"{kind} {next(_numbers[kind])}", options)
-    return graph.attempt(lambda: graph.begun(example_inputs))
+    graph = _Graph(module, warm.numbered(kind), options)
+    if kind == "forward":
+        private.donate_nothing()
+    note = functools.partial((recording or warm.Recording(None, ())).note, kind)
+    return graph.attempt(lambda: graph.begun(example_inputs, note))
 
 
 def _tell(what: Compiled) -> None:
@@ -151,12 +148,18 @@ def _tell(what: Compiled) -> None:
         told(what)
 
 
+def _told(what: Compiled) -> tuple[Plan, tuple[str, ...]]:
+    _tell(what)
+    assert what.plan is not None
+    return what.plan, what.texts
+
+
 class _Graph:
     """A graph on its way through the stages. gcc works while AOTAutograd goes on: the last stages wait for the first call."""
 
     def __init__(self, module: fx.GraphModule, name: str, options: Options) -> None:
         self.module, self.name, self.options = module, name, options
-        self.stage = ""  # where it is, for what is said if it fails there
+        self.stages = Stages()
 
     def attempt(self, make: Callable[[], Boxed]) -> Boxed:
         """What ``make`` returns; the graph in eager mode if it fails.
@@ -176,47 +179,33 @@ class _Graph:
             _warn_no_compiler(reason)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            _report(self.module, self.name, self.stage, error, self.options.strict)
+            _report(self.module, self.name, self.stages.now, error, self.options.strict)
         _tell(Compiled(self.name, reason))
         return eager(self.module)
 
-    def run(self, stage: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        self.stage = stage
-        return function(*arguments)
-
-    def begun(self, inputs: Sequence[Any]) -> Boxed:
+    def begun(self, inputs: Sequence[Any], note: Callable[[str, Plan, Surroundings], None]) -> Boxed:
         """A function that finishes the graph when it is called."""
-        captured = self.run(
-            "capture", conversion.capture, self.module, self.name, inputs, private.results_of_the_user()
-        )
-        lowered = given.operators(captured.targets) if self.options.inline is None else {}
-        target = Target.of(frozenset(isa.cpu_features()))
-        identity = self.run("look-up", stored.key, f"{target} {captured.key} {given.identity(lowered)}")
-        # which kernels there are, and why, a stored plan does not say
-        found = None if observer.get() or logs.fusion.isEnabledFor(logging.DEBUG) else stored.find(identity)
-        planned, texts = found or _made(captured, target, self, lowered)
-        label = f"torch.compile: {self.name}"
-        build = self.run("build", library.Build, texts, planned.segments, label, flags())
-        # another graph of the same content may have been compiled first
-        made = dataclasses.replace(planned, name=self.name)
-        private.report_strides(map(_strides, made.outputs))
-        keep = functools.partial(stored.store, identity, planned, texts) if found is None else None
-        return _Awaited(lambda: self.attempt(lambda: self.finished(made, captured, build, texts, keep)))
+        from opkit.compiler import given, making  # a process that finds all its graphs on the disk lowers nothing
 
-    def finished(
-        self,
-        planned: Plan,
-        captured: Captured,
-        build: library.Build,
-        texts: Sequence[str],
-        keep: Callable[[], None] | None,
-    ) -> Boxed:
-        """The function of a plan whose C is being compiled."""
-        segments = self.run("build", build.wait)
-        runner = self.run("assemble", assemble, planned, _surroundings(captured), segments)
+        run, of_user = self.stages.run, private.results_of_the_user()
+        captured = run("capture", conversion.capture, self.module, self.name, inputs, of_user)
+        lowered = given.operators(captured.targets) if self.options.inline is None else {}
+        target = _target()
+        identity = run("look-up", stored.key, f"{target} {captured.key} {given.identity(lowered)}")
+        found = None if _is_watched() else stored.find(identity)
+        planned, texts = found or _told(making.made(captured, target, self.stages, lowered, self.options.strict))
+        surroundings = _surroundings(captured)
+        build = run("build", warm.build, planned, texts, self.name)
+        private.report_strides(map(_strides, planned.outputs))
+        note(identity, planned, surroundings)
+        keep = functools.partial(stored.store, identity, planned, texts) if found is None else None
+        return _Awaited(lambda: self.attempt(lambda: self.finished(build, surroundings, keep)))
+
+    def finished(self, build: warm.Build, surroundings: Surroundings, keep: Callable[[], None] | None) -> Boxed:
+        """The function of a plan whose C is being compiled; ``keep`` is called once it is."""
+        runner = self.stages.run("build", build.loaded, surroundings)
         if keep is not None:
             keep()
-        logs.output_code.debug("%s\n%s\n%s", self.name, "\n".join(texts), runner.code.text)
         return _checked(runner, self.module)
 
 
@@ -224,7 +213,7 @@ class _Awaited:
     """A function that is made when it is called first."""
 
     def __init__(self, make: Callable[[], Boxed]) -> None:
-        self._boxed_call = True
+        self._boxed_call = True  # torch hands over the only references to the inputs
         self._lock = threading.Lock()
         self._make: Callable[[], Boxed] | None = make
         self._run: Boxed | None = None
@@ -240,26 +229,13 @@ class _Awaited:
             return self._run
 
 
-def _made(
-    captured: Captured, target: Target, graph: _Graph, lowered: Mapping[str, CustomOp[Any, Any]]
-) -> tuple[Plan, tuple[str, ...]]:
-    """The plan of a graph, and the C of its segments."""
-    name = captured.graph.name
-    rules = given.rules(lowered, functools.partial(_failed_rule, name, graph.options.strict))
-    program = graph.run("lower", lower, captured.graph, target, True, rules)
-    scheduled = graph.run("fuse", schedule, program)
-    planned, launches = graph.run("plan", plan, scheduled)
-    _log_fusion(name, scheduled)
-    texts = graph.run("emit", source, launches, planned.table, planned.sizes, _UNITS)
-    _tell(Compiled(name, "", captured, program, scheduled, planned, texts))
-    return planned, texts
+def _is_watched() -> bool:
+    """Whether somebody wants to know which kernels there are, and why: a stored plan does not say."""
+    return observer.get() is not None or logs.fusion.isEnabledFor(logging.DEBUG)
 
 
-def _failed_rule(graph: str, strict: bool, error: OpkitError) -> None:
-    """An author's rule went wrong: a mistake of theirs, to be told, for which the operator is called instead."""
-    if strict:
-        raise error
-    logs.compiler.warning("%s: %s. The operator is called.", graph, error)
+def _target() -> Target:
+    return Target.of(frozenset(isa.cpu_features()))
 
 
 def _strides(output: Any) -> tuple[int, ...] | None:
@@ -298,15 +274,6 @@ def eager(module: fx.GraphModule) -> Boxed:
 
 
 # ---- what is told ----------------------------------------------------------------------------------------------------
-
-
-def _log_fusion(name: str, scheduled: Schedule) -> None:
-    if logs.fusion.isEnabledFor(logging.DEBUG):
-        kernels = [
-            f"  {s.kernel.name}: {'; '.join(s.kernel.origins)}" for s in scheduled.steps if isinstance(s, Launch)
-        ]
-        refusals = [f"  not fused: {refusal}" for refusal in scheduled.refusals]
-        logs.fusion.debug("%s: %d kernels\n%s", name, len(kernels), "\n".join([*kernels, *refusals]))
 
 
 @functools.cache

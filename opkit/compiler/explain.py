@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 
 from opkit import page
 from opkit.compiler import explain_page, explain_text
-from opkit.compiler.backend import Compiled, observer, opkit_backend
+from opkit.compiler.backend import observer, opkit_backend
 from opkit.compiler.capture import torch_private as private
+from opkit.compiler.compiled import Compiled
 from opkit.compiler.explained import Explained, explained
 
 

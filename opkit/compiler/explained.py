@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
-from opkit.compiler.backend import Compiled
+from opkit.compiler.compiled import Compiled
 from opkit.compiler.ir.index import Index, Size
 from opkit.compiler.ir.kernel import Kernel
 from opkit.compiler.ir.printer import kernel_text, program_text

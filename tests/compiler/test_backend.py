@@ -14,8 +14,9 @@ import torch
 
 import opkit
 from opkit import config, errors
-from opkit.compiler import backend
+from opkit.compiler import backend, making
 from opkit.compiler.backend import opkit_backend
+from opkit.compiler.run import library
 from opkit.compiler.run.assemble import Runner
 
 
@@ -243,7 +244,7 @@ def failing(monkeypatch):
             if node.target == "aten.exp.default":
                 raise ValueError("no exponentials")
 
-    monkeypatch.setattr(backend, "lower", wrong)
+    monkeypatch.setattr(making, "lower", wrong)
 
 
 def test_a_failure_runs_in_eager_mode_and_leaves_a_script(monkeypatch, caplog, tmp_path):
@@ -272,7 +273,7 @@ def test_no_compiler(monkeypatch):
     def missing(*_):
         raise errors.ToolchainError("No C compiler was found.")
 
-    monkeypatch.setattr(backend.library, "build", missing)
+    monkeypatch.setattr(library, "build", missing)
     backend._warn_no_compiler.cache_clear()
     x = torch.randn(4)
     with pytest.warns(errors.NoCompilerWarning, match="No C compiler"):

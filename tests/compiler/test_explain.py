@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import opkit
-from opkit.compiler.backend import Compiled
+from opkit.compiler.compiled import Compiled
 from opkit.compiler.explain import Explanation
 
 pytestmark = pytest.mark.usefixtures("fresh")

@@ -150,7 +150,7 @@ class _Conversion:
         target = self._target(node)
         arguments = self._argument(node.args)
         named = {key: self._argument(each) for key, each in node.kwargs.items()}
-        return [Node(node.name, target, tuple(arguments), named, self._result(value, node), _origin(node))]
+        return [Node(node.name, target, tuple(arguments), named, self._result(value, node), origin(node))]
 
     def _refuse_data_dependent(self, node: fx.Node) -> None:
         if node.meta.get("unbacked_bindings"):
@@ -264,7 +264,8 @@ def _leaves(result: Any) -> set[Any]:
     return {leaf for number in numbers if isinstance(number, Index) for leaf in number.leaves()}
 
 
-def _origin(node: fx.Node) -> str:
+def origin(node: fx.Node) -> str:
+    """The user's line that a node comes from, or ""."""
     trace = node.meta.get("stack_trace")
     return "" if not trace else _last_line(trace)
 

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 import torch._guards
 from torch import fx
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._dynamo import config as _dynamo_config
 from torch._dynamo import eval_frame as _eval_frame
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._dynamo.utils import counters as _dynamo_counters
 from torch._functorch import config as _functorch_config
 from torch._functorch import partitioners as _partitioners
 from torch._logging._internal import log_state as _log_state
+from torch.compiler import config as _compiler_config
 from torch.utils import _python_dispatch
 from torch.utils._sympy import functions as _sympy_functions
 from torch.utils._sympy.printers import PythonPrinter as _PythonPrinter
@@ -58,6 +61,13 @@ def no_donated_buffers() -> Iterator[None]:
     """Keep AOTAutograd from refusing ``retain_graph=True``: no backward here writes into what was saved for it."""
     with _functorch_config.patch(donated_buffer=False):
         yield
+
+
+def donate_nothing() -> None:
+    """Tell AOTAutograd the same of the forward graph that is being compiled, for the calls of its backward."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def expression(number: Any) -> Any:
@@ -188,3 +198,94 @@ def reset() -> None:
     """Forget everything that Dynamo compiled, and its counters."""
     torch._dynamo.reset()
     _dynamo_counters.clear()
+
+
+# ---- what AOTAutograd makes of Dynamo's graph, and what it depends on --------------------------------------------------
+
+_FIXED_NAMESPACES = ("aten", "prims", "prim")
+_OUTSIDE_GRAPHS = ("subclass_inp_meta", "subclass_fw_graph_out_meta", "subclass_tangent_meta")
+
+
+def forward_metadata() -> Any:
+    """AOTAutograd's ``ViewAndMutationMeta`` of the graph that is being compiled; None outside of it."""
+    context = torch._guards.TracingContext.try_get()
+    return None if context is None else context.fw_metadata
+
+
+def output_kind(output: Any) -> str:
+    """ "non_alias", "is_input" and the like, of an ``OutputAliasInfo``."""
+    return output.output_type.name
+
+
+def has_subclasses(metadata: Any) -> bool:
+    """Whether an input, output or gradient is a tensor of a subclass."""
+    described = [each for name in _OUTSIDE_GRAPHS for each in getattr(metadata, name)]
+    return any(type(each).__name__ not in ("PlainTensorMeta", "int") for each in described)
+
+
+def is_torchs_own(target: Any) -> bool:
+    """Whether an FX target is an operator, or a packet of them, that torch's version decides."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace in _FIXED_NAMESPACES
+    return isinstance(target, torch._ops.OpOverloadPacket) and target._qualified_op_name.split("::")[0] in (
+        _FIXED_NAMESPACES
+    )
+
+
+def functorch_settings() -> dict[str, Any]:
+    """AOTAutograd's settings."""
+    return _functorch_config.get_config_copy()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def modes() -> int:
+    """How many modes of ``__torch_function__`` and ``__torch_dispatch__`` are entered."""
+    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+
+
+def compiles_backwards() -> bool:
+    """Whether Dynamo also traces backward passes, for which it knows AOTAutograd's functions from others."""
+    from torch._dynamo import compiled_autograd
+
+    return bool(
+        getattr(_dynamo_config, "compiled_autograd", False)
+        or getattr(compiled_autograd, "compiled_autograd_enabled", False)
+        or getattr(compiled_autograd, "in_compiled_autograd_region", False)
+    )
+
+
+def caches_disabled() -> bool:
+    """Whether the user wants no cache of torch.compile's to be used."""
+    return bool(getattr(_compiler_config, "force_disable_caches", False))
+
+
+def cache_tag() -> str:
+    """What the user wants to be part of the keys of torch.compile's caches."""
+    return str(getattr(_compiler_config, "cache_key_tag", ""))
+
+
+def autocasts() -> bool:
+    """Whether autocast is on, for any device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+no_autocast: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._DisableAutocast
+
+
+def is_transformed() -> bool:
+    """Whether the caller runs within vmap, grad or another of functorch's transformations."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another one."""
+    return tensor._is_view()
+
+
+def let_go(context: Any) -> None:
+    """Have a backward's context drop the tensors that were saved, unless the graph is kept."""
+    context.maybe_clear_saved_tensors()
+
+
+def give_none_for_undifferentiable(context: Any) -> None:
+    """Have a backward get None, and not zeros, for results that were marked as not differentiable."""
+    context._materialize_non_diff_grads = False

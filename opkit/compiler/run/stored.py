@@ -22,8 +22,9 @@ import torch
 
 from opkit import config
 from opkit.compiler.ir.graph import Opaque, TypeName
-from opkit.compiler.ir.index import Axis, Div, Index, Mod, Size
+from opkit.compiler.ir.index import Axis, Div, Index, Mod, Size, index
 from opkit.compiler.ir.program import Buffer, Extern, Item, Strided
+from opkit.compiler.run.autograd import Result, Wiring
 from opkit.compiler.run.plan import Plan, Segment
 from opkit.kernels import storing
 
@@ -31,7 +32,7 @@ from opkit.kernels import storing
 
 _CLASSES: dict[str, Any] = {
     each.__name__: each
-    for each in (Axis, Size, Div, Mod, Buffer, Extern, Item, Opaque, Plan, Segment, Strided, TypeName)
+    for each in (Axis, Size, Div, Mod, Buffer, Extern, Item, Opaque, Plan, Result, Segment, Strided, TypeName, Wiring)
 }
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -46,7 +47,7 @@ def encoded(value: Any) -> Any:
         return value
     name = type(value).__name__
     if isinstance(value, Index):
-        return ["Index", [[encoded(list(monomial)), c] for monomial, c in value.terms.items()]]
+        return ["number", value.constant] if value.constant is not None else _terms(value)
     if name in _CLASSES:
         fields = value if isinstance(value, tuple) else vars(value).values()
         return [name, *map(encoded, fields)]
@@ -59,9 +60,14 @@ def encoded(value: Any) -> Any:
     raise TypeError(f"a {name} cannot be stored")
 
 
+def _terms(value: Index) -> list[Any]:
+    return ["Index", [[encoded(list(monomial)), c] for monomial, c in value.terms.items()]]
+
+
 _MAKERS: dict[str, Callable[..., Any]] = {
     **_CLASSES,
     "complex": complex,
+    "number": index,
     "list": lambda *of: list(of),
     "tuple": lambda *of: of,
     "frozenset": lambda *of: frozenset(of),
@@ -107,8 +113,8 @@ def _path(identity: str) -> Path:
     return Path(os.path.abspath(config.get().cache_dir)) / "graphs" / identity[:2] / f"{identity}.json"
 
 
-def find(identity: str) -> tuple[Plan, tuple[str, ...]] | None:
-    """The plan of a graph and its C; None where there is none that can be trusted."""
+def read(identity: str) -> Any:
+    """An entry's content; None where there is none that can be trusted."""
     try:
         path = _path(identity)
         status = path.stat()
@@ -117,23 +123,38 @@ def find(identity: str) -> tuple[Plan, tuple[str, ...]] | None:
         noted, content = path.read_text(encoding="utf-8").split("\n", 1)
         if noted != hashlib.sha256(content.encode()).hexdigest():
             return None
-        entry = json.loads(content)
-        return decoded(entry["plan"]), tuple(entry["texts"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return json.loads(content)
+    except (OSError, ValueError):
         return None
 
 
-def store(identity: str, plan: Plan, texts: Sequence[str]) -> None:
-    """Keep a plan; where that cannot be done, the next process makes it again."""
+def write(identity: str, content: Any) -> None:
+    """Keep an entry, in terms of JSON; where that cannot be done, the next process makes it again."""
     path = _path(identity)
-    with contextlib.suppress(OSError, TypeError):
-        content = json.dumps({"plan": encoded(plan), "texts": list(texts)})
+    with contextlib.suppress(OSError):
+        text = json.dumps(content)
         storing.prepare_own(path.parent)
         handle, name = tempfile.mkstemp(prefix=f".{identity[:8]}-", dir=path.parent)
         try:
             with open(handle, "w", encoding="utf-8") as file:
-                file.write(f"{hashlib.sha256(content.encode()).hexdigest()}\n{content}")
+                file.write(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
             os.replace(name, path)
         except BaseException:
             os.unlink(name)
             raise
+
+
+def find(identity: str) -> tuple[Plan, tuple[str, ...]] | None:
+    """The plan of a graph and its C; None where there is none that can be trusted."""
+    entry = read(identity)
+    try:
+        plan, texts = decoded(entry["plan"]), tuple(entry["texts"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return (plan, texts) if isinstance(plan, Plan) and all(isinstance(text, str) for text in texts) else None
+
+
+def store(identity: str, plan: Plan, texts: Sequence[str]) -> None:
+    """Keep a plan; one that has no form is left out."""
+    with contextlib.suppress(TypeError):
+        write(identity, {"plan": encoded(plan), "texts": list(texts)})

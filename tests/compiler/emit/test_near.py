@@ -33,7 +33,7 @@ def stored(value, buffer="y", **options):
 
 
 def text(made, buffers=("x", "y")):
-    return source([[Launch(made, buffers, ())]], ("x", "y"), ())
+    return source([[Launch(made, buffers, ())]], ("x", "y"), ())[0]
 
 
 @pytest.mark.parametrize("far", [None, 3e7, 1e30, np.inf, np.nan])

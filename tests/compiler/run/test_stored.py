@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opkit import config
-from opkit.compiler import backend
+from opkit.compiler import making
 from opkit.compiler.backend import opkit_backend
 from opkit.compiler.ir.graph import Opaque, TypeName
 from opkit.compiler.ir.index import size, value
@@ -75,8 +75,8 @@ def test_what_has_no_form_is_left_out(cache):
 
 def test_a_graph_is_lowered_once(monkeypatch):
     lowered = []
-    original = backend.lower
-    monkeypatch.setattr(backend, "lower", lambda graph, *rest: lowered.append(graph.name) or original(graph, *rest))
+    original = making.lower
+    monkeypatch.setattr(making, "lower", lambda graph, *rest: lowered.append(graph.name) or original(graph, *rest))
     for number in range(2):
         torch._dynamo.reset()
         fast = torch.compile(lambda x: (x.exp() + 1) @ x, backend=opkit_backend, options={"strict": True}, dynamic=True)

@@ -1,0 +1,60 @@
+"""From a captured graph to its plan and its C: all that a process leaves out which finds them on the disk."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from opkit.compiler import given, logs
+from opkit.compiler.capture.conversion import Captured
+from opkit.compiler.compiled import Compiled, Stages
+from opkit.compiler.emit.source import source
+from opkit.compiler.ir.schedule import Launch, Schedule
+from opkit.compiler.lower.lowering import lower
+from opkit.compiler.lower.plan import schedule
+from opkit.compiler.lower.target import Target
+from opkit.compiler.run.plan import plan
+from opkit.errors import OpkitError
+from opkit.op.operator import CustomOp
+
+_UNITS = 2  # of C for a large graph: as many compilers run at once
+
+
+def made(
+    captured: Captured, target: Target, stages: Stages, lowered: Mapping[str, CustomOp[Any, Any]], strict: bool
+) -> Compiled:
+    """The plan of a graph, the C of its segments, and the forms between.
+
+    Args:
+        captured: the graph.
+        target: what its code is for.
+        stages: is told of each stage.
+        lowered: the operators that have rules of their authors', by their targets.
+        strict: whether a rule that goes wrong is an error.
+    """
+    rules = given.rules(lowered, functools.partial(_failed_rule, captured.graph.name, strict))
+    program = stages.run("lower", lower, captured.graph, target, True, rules)
+    scheduled = stages.run("fuse", schedule, program)
+    planned, launches = stages.run("plan", plan, scheduled)
+    name = captured.graph.name
+    _log_fusion(name, scheduled)
+    texts = stages.run("emit", source, launches, planned.table, planned.sizes, _UNITS)
+    return Compiled(name, "", captured, program, scheduled, planned, texts)
+
+
+def _failed_rule(graph: str, strict: bool, error: OpkitError) -> None:
+    """An author's rule went wrong: a mistake of theirs, to be told, for which the operator is called instead."""
+    if strict:
+        raise error
+    logs.compiler.warning("%s: %s. The operator is called.", graph, error)
+
+
+def _log_fusion(name: str, scheduled: Schedule) -> None:
+    if logs.fusion.isEnabledFor(logging.DEBUG):
+        kernels = [
+            f"  {s.kernel.name}: {'; '.join(s.kernel.origins)}" for s in scheduled.steps if isinstance(s, Launch)
+        ]
+        refusals = [f"  not fused: {refusal}" for refusal in scheduled.refusals]
+        logs.fusion.debug("%s: %d kernels\n%s", name, len(kernels), "\n".join([*kernels, *refusals]))

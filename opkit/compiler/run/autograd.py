@@ -1,0 +1,176 @@
+"""Compiled graphs as a function that Dynamo's code calls, without AOTAutograd: what it does around them in plain cases.
+
+In training that is an ``autograd.Function``, whose forward returns results and what is saved, and whose backward is given
+the saved tensors and then gradients of results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from opkit.compiler.capture import torch_private as private
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+Called = Callable[..., list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A result of the user's function.
+
+    Attributes:
+        input: the number of the input that it is; None of a tensor of its own.
+        differentiable: whether gradients flow through it.
+        is_view: whether it is a view of a tensor that nobody else sees, which autograd must not know.
+    """
+
+    input: int | None
+    differentiable: bool
+    is_view: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Wiring:
+    """How graphs are called.
+
+    Attributes:
+        inputs: how many there are.
+        results: those that the graph returns first, in order.
+        written: the inputs that the graph writes to, which autograd must see.
+        detached: the inputs whose history the graph must not be connected with: they never get a gradient.
+        autocast: whether autocast was on, which is not to be applied a second time.
+        deterministic: whether the backward was made of deterministic operators alone.
+    """
+
+    inputs: int
+    results: tuple[Result, ...]
+    written: tuple[int, ...]
+    detached: tuple[int, ...]
+    autocast: bool
+    deterministic: bool
+
+
+def inference(wiring: Wiring, graph: Boxed) -> Called:
+    """The function of a graph that needs no gradients."""
+
+    def run(*inputs: Any) -> list[Any]:
+        _count_writes(wiring, inputs)
+        with torch.no_grad():
+            results = _call(graph, [*inputs], wiring)
+        return [value if r.input is None else inputs[r.input] for value, r in zip(results, wiring.results, strict=True)]
+
+    return run
+
+
+def training(wiring: Wiring, forward: Boxed, backward: Boxed) -> Called:
+    """The function of a forward graph and its backward graph."""
+    untraced: Any = torch.compiler.disable(backward)
+    function = _function(wiring, forward, untraced)
+
+    def run(*inputs: Any) -> list[Any]:
+        _count_writes(wiring, inputs)
+        given = [value.detach() if n in wiring.detached else value for n, value in enumerate(inputs)]
+        with torch.enable_grad():
+            own = iter(function.apply(*given))
+        return [next(own) if r.input is None else inputs[r.input] for r in wiring.results]
+
+    return run
+
+
+def _count_writes(wiring: Wiring, inputs: Sequence[Any]) -> None:
+    if wiring.written:
+        torch.autograd.graph.increment_version([inputs[number] for number in wiring.written])
+
+
+def _call(graph: Boxed, arguments: list[Any], wiring: Wiring) -> Sequence[Any]:
+    with private.no_autocast() if wiring.autocast else contextlib.nullcontext():
+        return graph(arguments)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> Any:
+    own = [result for result in wiring.results if result.input is None]
+
+    class Compiled(torch.autograd.Function):
+        boxed_grads_call = True  # torch 2.13: gradients come in one list, which can be emptied
+
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
+            values = _call(forward_graph, [*inputs], wiring)
+            _save(ctx, values[len(wiring.results) :])
+            return _returned(ctx, wiring, values)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            _refuse(wiring)
+            given = gradients[0] if isinstance(gradients[0], list) else [*gradients]
+            arguments = [*ctx.saved_tensors, *_wanted(given, own)]
+            given.clear()
+            if torch.is_grad_enabled():
+                return _once(ctx, backward_graph, arguments, wiring)
+            private.let_go(ctx)
+            return tuple(_call(backward_graph, arguments, wiring))
+
+    return Compiled
+
+
+def _save(ctx: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """Keep tensors; one that is a view would keep its base and its history."""
+    ctx.save_for_backward(*[tensor.detach() if private.is_view(tensor) else tensor for tensor in tensors])
+
+
+def _returned(ctx: Any, wiring: Wiring, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors of their own among the results, as autograd is to see them."""
+    made: list[torch.Tensor] = []
+    fixed: list[torch.Tensor] = []
+    for value, result in zip(values, wiring.results, strict=False):
+        if result.input is None:
+            made.append(torch.ops.aten._unsafe_view(value, value.shape) if result.is_view else value)
+            fixed += [] if result.differentiable else [made[-1]]
+    ctx.mark_non_differentiable(*fixed)
+    private.give_none_for_undifferentiable(ctx)
+    return tuple(made)
+
+
+def _wanted(gradients: Sequence[Any], own: Sequence[Result]) -> list[Any]:
+    return [each for each, result in zip(gradients, own, strict=True) if result.differentiable]
+
+
+def _refuse(wiring: Wiring) -> None:
+    """Calls of a backward that AOTAutograd refuses.
+
+    Raises:
+        RuntimeError: deterministic algorithms are wanted now and were not in the forward, or it runs within vmap.
+    """
+    if private.is_transformed():
+        raise RuntimeError(
+            "A compiled backward cannot be called within vmap, grad or vjp. Wrap vmap inside torch.compile."
+        )
+    if torch.are_deterministic_algorithms_enabled() and not wiring.deterministic:
+        raise RuntimeError(
+            "This compiled backward function is being run with torch.use_deterministic_algorithms(True), but it was "
+            "previously generated during the forward function while torch.use_deterministic_algorithms(False) was set."
+        )
+
+
+def _once(ctx: Any, graph: Boxed, arguments: list[Any], wiring: Wiring) -> Any:
+    """The gradients, where the caller wants to differentiate them: that raises, as with AOTAutograd."""
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, *given: Any) -> tuple[Any, ...]:
+            private.let_go(ctx)
+            return tuple(_call(graph, arguments, wiring))
+
+        @staticmethod
+        def backward(_: Any, *gradients: Any) -> None:
+            raise RuntimeError("torch.compile with aot_autograd does not currently support double backward")
+
+    return Once.apply(torch.empty(0, requires_grad=True), *arguments)

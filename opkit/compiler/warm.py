@@ -1,0 +1,163 @@
+"""What AOTAutograd made of Dynamo's graphs, on the disk: a process that finds it needs neither AOTAutograd nor lowering.
+
+An entry says how graphs are called (``Wiring``) and under which keys their plans are kept. There are entries for plain
+graphs alone; what stands against others is logged. One that is damaged, or whose plan is not there, is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from opkit.compiler import logs
+from opkit.compiler.capture import identity, wiring
+from opkit.compiler.capture import torch_private as private
+from opkit.compiler.capture.identity import Unnamed
+from opkit.compiler.emit.flags import flags
+from opkit.compiler.run import autograd, library, stored
+from opkit.compiler.run.assemble import Runner, Surroundings, assemble
+from opkit.compiler.run.autograd import Wiring
+from opkit.compiler.run.plan import Plan
+from opkit.compiler.run.surroundings import described, restored
+
+_GRAPHS = {1: ("inference",), 2: ("forward", "backward")}
+_numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference")}
+
+
+def numbered(kind: str) -> str:
+    """The name of the next graph of a kind."""
+    return f"{kind} {next(_numbers[kind])}"
+
+
+def key(module: fx.GraphModule, inputs: Sequence[Any], about: str) -> str | None:
+    """What the entry of Dynamo's graph is kept under; None where there can be none.
+
+    Args:
+        module: the graph.
+        inputs: what it will be called with.
+        about: all that decides how AOTAutograd's graphs are compiled.
+    """
+    try:
+        if private.caches_disabled():
+            raise Unnamed("caches are disabled")
+        versions = f"{torch.version.git_version} {private.cache_tag()!r}"
+        return stored.key(f"dynamo {about} {versions} {identity.identity(module, inputs)}")
+    except Unnamed as why:
+        logs.compiler.debug("Dynamo's graph is not kept: %s.", why)
+        return None
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def find(entry: str) -> Callable[..., Any] | None:
+    """What runs Dynamo's graph; None where there is no entry that can be used."""
+    content = stored.read(entry)
+    if content is None:
+        return None
+    try:
+        with _no_collection():
+            return _function(content)
+    except Exception as error:
+        logs.compiler.debug("The entry of Dynamo's graph %s is not used.", entry, exc_info=error)
+        return None
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Thousands of small objects are made, and all are kept: looking for garbage among Dynamo's takes longer than they do."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _function(content: Mapping[str, Any]) -> Callable[..., Any]:
+    graphs, found = content["graphs"], stored.decoded(content["wiring"])
+    runners = [_runner(each, kind) for each, kind in zip(graphs, _GRAPHS[len(graphs)], strict=True)]
+    made = autograd.inference(found, *runners) if len(runners) == 1 else autograd.training(found, *runners)
+    return torch.compiler.disable(made)
+
+
+def _runner(content: Mapping[str, Any], kind: str) -> Runner:
+    planned, texts = stored.find(content["plan"]) or (None, ())
+    if planned is None:
+        raise LookupError(f"there is no plan {content['plan']}")
+    return build(planned, texts, numbered(kind)).loaded(restored(content["surroundings"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """A plan whose C is being compiled."""
+
+    planned: Plan
+    texts: Sequence[str]
+    segments: library.Build
+
+    def loaded(self, surroundings: Surroundings) -> Runner:
+        """The function that runs the plan, once there is its C.
+
+        Raises:
+            ToolchainError, CompileError: the C cannot be compiled.
+        """
+        runner = assemble(self.planned, surroundings, self.segments.wait())
+        logs.output_code.debug("%s\n%s\n%s", self.planned.name, "\n".join(self.texts), runner.code.text)
+        return runner
+
+
+def build(planned: Plan, texts: Sequence[str], name: str) -> Build:
+    """Have a plan's C compiled; the plan is called ``name``, for another graph of the same content may have been first."""
+    segments = library.Build(texts, planned.segments, f"torch.compile: {name}", flags())
+    return Build(dataclasses.replace(planned, name=name), texts, segments)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class Recording:
+    """What becomes of one graph of Dynamo's, until all is known that its entry needs."""
+
+    def __init__(self, entry: str | None, inputs: Sequence[Any]) -> None:
+        self.entry = entry
+        self._inputs = len(inputs)
+        self._shared = entry is not None and bool(identity.shared(inputs))
+        self._autocast = private.autocasts()
+        self._wiring: Wiring | None = None
+        self._graphs: dict[str, dict[str, Any]] = {}
+
+    def note(self, kind: str, plan_key: str, planned: Plan, surroundings: Surroundings) -> None:
+        """A graph of AOTAutograd's was compiled. The entry appears with the last of them, which may be long after."""
+        if self.entry is None:
+            return
+        try:
+            self._note(kind, plan_key, planned, surroundings)
+        except Exception as why:
+            logs.compiler.debug("Dynamo's graph of %s is not kept: %s.", planned.name, why)
+            self.entry = None
+
+    def _note(self, kind: str, plan_key: str, planned: Plan, surroundings: Surroundings) -> None:
+        if planned.sizes or kind in self._graphs:
+            raise Unnamed("its sizes may change")
+        self._graphs[kind] = {"plan": plan_key, "surroundings": described(surroundings)}
+        if kind != "backward":
+            metadata = private.forward_metadata()
+            self._wiring = wiring.wiring(metadata, self._inputs, self._shared, self._autocast)
+        elif self._wiring is not None:
+            self._wiring = wiring.connected(self._wiring, planned.outputs)
+        if tuple(self._graphs) in _GRAPHS.values() and self._wiring is not None:
+            self._write(self._wiring)
+
+    def _write(self, found: Wiring) -> None:
+        assert self.entry is not None
+        stored.write(self.entry, {"wiring": stored.encoded(found), "graphs": [*self._graphs.values()]})
