@@ -140,6 +140,10 @@ def lossless(node: Expr) -> Expr:
     if node.op != "cast":
         return node
     (inner,) = node.args
+    if inner.op == "where" and inner.dtype in ("bf16", "f16") and not node.data:
+        condition, *chosen = inner.args
+        if any(each.op == "cast" for each in chosen):  # each choice by itself
+            return where(condition, *(lossless(cast(each, node.dtype)) for each in chosen))
     if inner.op == "cast" and not inner.data and inner.dtype in ("bf16", "f16") and inner.args[0].dtype == node.dtype:
         return inner.args[0]
     return cast(inner, node.dtype, bool(node.data))

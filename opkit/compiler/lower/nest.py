@@ -229,9 +229,11 @@ def _block(extent: Index) -> tuple[Index, Index]:
     whole = extent.constant
     if whole is None or whole <= NARROWEST:
         return extent, index(0)
-    most = min(loops.BLOCK, max(NARROWEST, whole // 8))
+    most = min(loops.BLOCK, max(2 * NARROWEST, whole // 8))  # a cache line at least, of narrow floats also
     best = max((b for b in range(1, most + 1) if whole % b == 0), key=lambda b: (b % NARROWEST == 0, b))
     if 2 * best < most:
+        if whole <= 2 * most:
+            return extent, index(0)
         best = most // NARROWEST * NARROWEST
     return index(best), index(whole % best)
 

@@ -17,7 +17,7 @@ from opkit.compiler.ir import expr
 from opkit.compiler.ir.dtypes import DTYPES, is_float
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.graph import TensorType
-from opkit.compiler.ir.index import ZERO, Index, IndexLike, contiguous, index, product
+from opkit.compiler.ir.index import ZERO, Index, IndexLike, contiguous, flat, index, product
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.context import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
@@ -101,14 +101,26 @@ def _maxima_unrolled(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, T
     """The same by a chain of choices in each element, which runs along channels or rows as any other formula does."""
     kind, indices = (dataclasses.replace(b.result(k), strides=_laid_out(b, x, b.result(k))) for k in (0, 1))
     inner = DTYPES[x.dtype].compute
-    greatest, found = f.number(neutral("max", inner), inner), f.number(0, "i32")
-    for number, coordinates in enumerate(windows.elements(kind.shape)):
+    strides = contiguous(x.shape[-windows.rank :])
+    first = [f.maximum(Scalar(expr.position(at)), 0) for at in windows.begins(formal(kind.shape))]
+    greatest = f.number(neutral("max", inner), inner)
+    found = functools.reduce(lambda a, z: a + z, [at * stride for at, stride in zip(first, strides, strict=True)])
+    short = _position_type(x.shape[-windows.rank :])
+    found = f.cast(found, short)
+    for coordinates in windows.elements(kind.shape):
         here = _read(x, coordinates, inner, neutral("max", inner))
         greater = greatest < here
         replaces = f.apply("or", greater, f.is_nan(here)) if is_float(inner) else greater
-        greatest, found = f.where(replaces, here, greatest), f.where(replaces, f.number(number, "i32"), found)
-    position = _linear(windows, f.cast(found, "i64"), x, kind.shape)
-    return b.elementwise(f.cast(greatest, kind.dtype).expr, kind), b.elementwise(position.expr, indices)
+        position = f.cast(Scalar(expr.position(flat(coordinates[-windows.rank :], strides))), short)
+        greatest, found = f.where(replaces, here, greatest), f.where(replaces, position, found)
+    values = b.elementwise(f.cast(greatest, kind.dtype).expr, kind)
+    return values, b.elementwise(f.cast(found, "i64").expr, indices)
+
+
+def _position_type(sizes: Shape) -> str:
+    """The narrowest type that holds a position among so many elements."""
+    count = product(sizes).constant
+    return "i32" if count is not None and count < 1 << 31 else "i64"
 
 
 def _laid_out(b: Builder, x: Tensor, kind: TensorType) -> Shape:
