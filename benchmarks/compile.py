@@ -288,12 +288,14 @@ def main() -> None:
     from compile_report import draw, figures, markdown, show
 
     _chosen(options)
-    given = [row for path in options.given or () for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
-    rows = given or measure(options)
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in options.given or ()] or [
+        _record(measure(options))
+    ]
+    machine, rows = records[0]["machine"], [row for record in records for row in record["rows"]]
     tables = figures(rows, ours=options.backend or "opkit", peer=PEER)
     show(tables)
     if options.markdown:
-        options.markdown.write_text(markdown(tables), encoding="utf-8")
+        options.markdown.write_text(markdown(tables, machine), encoding="utf-8")
     if options.plot:
         draw(rows, options.plot)
     print(json.dumps({table.name: table.summary for table in tables}))

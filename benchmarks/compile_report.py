@@ -19,6 +19,7 @@ GOALS: dict[str, float] = {
 }  # fmt: skip
 """The most that each figure may be; for the bandwidth, the least."""
 
+DRAWN = ("cold", "warm", "run", "depth", "kernels")
 _AT_LEAST = {"bandwidth / copy, worst", "peer / kernel, worst"}
 
 
@@ -223,9 +224,15 @@ def show(tables: Sequence[Table]) -> None:
         print("\n".join(["", *table.lines(), ""]))
 
 
-def markdown(tables: Sequence[Table]) -> str:
-    """The tables as markdown."""
-    blocks = []
+def markdown(tables: Sequence[Table], machine: dict[str, Any]) -> str:
+    """The tables as markdown, below what they were measured on."""
+    blocks = [
+        "# What torch.compile with opkit's backend costs and gives",
+        f"By `benchmarks/compile.py`, which says what each table is; {machine['cpu']}, {machine['threads']} threads, torch "
+        f"{machine['torch']}. The floor is Dynamo and AOTAutograd with Inductor's decompositions; opkit's own asks AOTAutograd "
+        "for none, and so can be below it. Ratios of run times are medians of the rounds' own.",
+        *(f"![{name}](compile_{name}.svg)" for name in DRAWN if any(table.name == name for table in tables)),
+    ]
     for table in tables:
         rule = ("---", *(["---:"] * (len(table.head) - 1)))
         blocks.append("\n".join(f"| {' | '.join(row)} |" for row in (table.head, rule, *table.rows)))
@@ -234,11 +241,11 @@ def markdown(tables: Sequence[Table]) -> str:
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Write ``compile_<what>.png`` for what bars or lines show well: compile times, run times, depth, kernels."""
+    """Write ``compile_<what>.svg`` for what bars or lines show well: compile times, run times, depth, kernels."""
     from compile_plots import PLOTS  # imported here: matplotlib takes a while, and only this needs it
 
     folder.mkdir(parents=True, exist_ok=True)
     for what, plot in PLOTS.items():
         mine = [row for row in rows if row["what"] == what and "error" not in row]
         if mine:
-            plot(mine).savefig(folder / f"compile_{what}.png")
+            plot(mine).savefig(folder / f"compile_{what}.svg", metadata={"Date": None})
