@@ -1,0 +1,63 @@
+"""Convolutions, their norms and pooling, trained: what is between the convolutions is opkit's, channels innermost."""
+
+import pytest
+import torch
+from torch import nn
+
+from opkit.compiler import backend
+from opkit.compiler.ir.program import Extern
+
+
+class Stem(nn.Module):
+    def __init__(self, dilation=1):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(16)
+        self.pool = nn.MaxPool2d(3, 2, padding=1, dilation=dilation)
+
+    def forward(self, x):
+        return self.pool(torch.relu(self.norm(self.convolution(x))))
+
+
+def step(module, call, x):
+    module.zero_grad()
+    found = call(x)
+    (found.float() * torch.linspace(-1, 1, found.numel()).view(found.shape)).sum().backward()
+    return [found, *(p.grad for p in module.parameters()), *module.buffers()]
+
+
+def compiled(module):
+    return torch.compile(module, backend=backend.opkit_backend, options={"strict": True})
+
+
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_a_stem_is_trained_as_in_eager(dilation):
+    torch.manual_seed(0)
+    module, other = Stem(dilation), Stem(dilation)
+    other.load_state_dict(module.state_dict())
+    x = torch.randn(2, 3, 13, 10)
+    for found, expected in zip(step(module, compiled(module), x), step(other, other, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_norms_of_bfloat16_are_not_called():
+    torch.manual_seed(0)
+    module = Stem().bfloat16()
+    seen = []
+    token = backend.observer.set(seen.append)
+    try:
+        step(module, compiled(module), torch.randn(2, 3, 12, 12).bfloat16())
+    finally:
+        backend.observer.reset(token)
+    called = {s.target for graph in seen for s in graph.schedule.steps if isinstance(s, Extern)}
+    assert called == {"aten.convolution.default", "aten.convolution_backward.default"}
+
+
+def test_a_window_of_nan_and_of_nothing_else_than_padding_and_minus_infinity():
+    x = torch.randn(2, 3, 9, 9)
+    x[0, 0, :4, :4] = -torch.inf
+    x[0, 1, 2, 2] = x[0, 1, 3, 3] = torch.nan
+    pool = nn.MaxPool2d(3, 2, padding=1, return_indices=True)
+    for given in (x, x.contiguous(memory_format=torch.channels_last), (x * 5).to(torch.int64)[:, :, :5, :5]):
+        for found, expected in zip(compiled(pool)(given), pool(given), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
