@@ -208,7 +208,7 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
     work = [(function, part) for function in functions for part in _parts(options, ALONG[function])]
     cores = sorted(os.sched_getaffinity(0))
     places: queue.Queue[list[int]] = queue.Queue()
-    for number in range(min(options.jobs, len(cores) // THREADS)):
+    for number in range(max(1, min(options.jobs, len(cores) // THREADS))):
         places.put(cores[number * THREADS : (number + 1) * THREADS])
 
     def one(function: Callable[[argparse.Namespace], Iterator[Row]], part: argparse.Namespace) -> list[Row]:
