@@ -53,6 +53,14 @@ def test_norms_of_bfloat16_are_not_called():
     assert called == {"aten.convolution.default", "aten.convolution_backward.default"}
 
 
+@pytest.mark.parametrize("size", [3, 7])
+def test_the_index_of_a_dilated_window_of_minus_infinity_is_in_the_window(size):
+    x = torch.full((1, 2, 16, 16), -torch.inf)
+    pool = nn.MaxPool2d(size, 1, padding=1, dilation=2, return_indices=True)
+    for found, expected in zip(compiled(pool)(x), pool(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_a_window_of_nan_and_of_nothing_else_than_padding_and_minus_infinity():
     x = torch.randn(2, 3, 9, 9)
     x[0, 0, :4, :4] = -torch.inf

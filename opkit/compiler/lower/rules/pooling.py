@@ -102,7 +102,8 @@ def _maxima_unrolled(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, T
     kind, indices = (dataclasses.replace(b.result(k), strides=_laid_out(b, x, b.result(k))) for k in (0, 1))
     inner = DTYPES[x.dtype].compute
     strides = contiguous(x.shape[-windows.rank :])
-    first = [f.maximum(Scalar(expr.position(at)), 0) for at in windows.begins(formal(kind.shape))]
+    begins = windows.begins(formal(kind.shape))
+    first = [_within(Scalar(expr.position(at)), d) for at, d in zip(begins, windows.dilation, strict=True)]
     greatest = f.number(neutral("max", inner), inner)
     found = functools.reduce(lambda a, z: a + z, [at * stride for at, stride in zip(first, strides, strict=True)])
     short = _position_type(x.shape[-windows.rank :])
@@ -115,6 +116,11 @@ def _maxima_unrolled(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, T
         greatest, found = f.where(replaces, here, greatest), f.where(replaces, position, found)
     values = b.elementwise(f.cast(greatest, kind.dtype).expr, kind)
     return values, b.elementwise(f.cast(found, "i64").expr, indices)
+
+
+def _within(at: Scalar, dilation: Index) -> Scalar:
+    """A coordinate of a window's element, or that of the first element after it which is in the tensor."""
+    return f.maximum(at, 0 if dilation == 1 else at - f.apply("floordiv", at, dilation) * dilation)
 
 
 def _position_type(sizes: Shape) -> str:
@@ -137,7 +143,7 @@ def _linear(windows: Windows, found: Scalar, x: Tensor, shape: Shape) -> Scalar:
     steps = [f.apply("floordiv", found, step) for step in contiguous(windows.size)]
     offsets = [f.apply("rem", i, n) if k else i for k, (i, n) in enumerate(zip(steps, windows.size, strict=True))]
     at = [
-        f.maximum(begin + i * step, 0) if pad != 0 else begin + i * step
+        _within(begin + i * step, step) if pad != 0 else begin + i * step
         for begin, i, step, pad in zip(begins, offsets, windows.dilation, windows.padding, strict=True)
     ]
     strides = contiguous(x.shape[-windows.rank :])
