@@ -68,6 +68,9 @@ def outcome(program: Program, compile_: Callable[..., Any], grad: bool, tally: d
     except EagerError:
         tally["refused by eager"] += 1
         return None
+    except torch._dynamo.exc.TorchRuntimeError:
+        tally["refused by Dynamo"] += 1  # its fake tensors do not take what real ones do
+        return None
     except Exception as error:  # whatever a compiler dies of is what is looked for
         wrong = f"{type(error).__name__}: {error}"
     tally["graphs"] += 1
@@ -84,7 +87,7 @@ def main() -> None:
     def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, backend=chosen, dynamic=options.dynamic or None)
 
-    tally, found, started = {"graphs": 0, "refused by eager": 0}, [], time.monotonic()
+    tally, found, started = {"graphs": 0, "refused by eager": 0, "refused by Dynamo": 0}, [], time.monotonic()
     for number in itertools.count():
         if tally["graphs"] >= options.graphs or len(found) >= options.most:
             break

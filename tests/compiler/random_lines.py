@@ -84,6 +84,8 @@ class Growing:
 
     def write(self, statement: str, into: str, exact: bool) -> None:
         """Add a line that writes into a value: what shares its memory is exact no more, unless what is written is."""
+        if _miswritten(self.value(into)):
+            raise UnfitError
         self._run(statement)
         self.lines.append(statement)
         if not exact:
@@ -171,6 +173,19 @@ _FILLS = (
 
 def _floating(value: Tensor) -> bool:
     return value.is_floating_point()
+
+
+def _overlaps(value: Tensor) -> bool:
+    """Whether elements share memory through a stride of 0."""
+    return any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
+
+
+def _miswritten(value: Tensor) -> bool:
+    """Whether what is written there is lost before any backend sees the graph.
+
+    AOTAutograd takes a row that is repeated by a stride of 0 for many rows, and Dynamo a scalar of float64 for a number.
+    """
+    return _overlaps(value) or (not value.ndim and value.dtype == torch.float64)
 
 
 def _whole(value: Tensor) -> bool:

@@ -67,13 +67,31 @@ def test_gradients_are_as_in_eager(compiled, program):
 FOUND = {
     "an elementary function of one number": Program((Input((), "F32"),), ("v0 = t0.sin()",), ("v0",)),
     "a power of one number": Program((Input((), "F32"),), ("v0 = (t0 * t0 + 1) ** 1.5",), ("v0",)),
+    "an argument that is overwritten, and then passed over again": Program(
+        (Input((5,), "F32"),), ("t0.add_(t0)", "v0 = torch.softmax(t0, 0)"), ("v0",)
+    ),
+    "rows that are overwritten with their own softmax": Program(
+        (Input((8, 5), "F32"),), ("t0.copy_(torch.softmax(t0 + t0, -1))", "v0 = t0.sum(-1)"), ("v0",)
+    ),
+    "rows that are overwritten with what is dear": Program(
+        (Input((8, 5), "F32"),), ("t0.copy_((t0.sin() + t0.exp()).tanh())", "v0 = F.layer_norm(t0, (5,)) + t0"), ("v0",)
+    ),
+    "columns that are overwritten": Program(
+        (Input((8, 33), "F32"),), ("t0.mul_(t0)", "v0 = torch.softmax(t0, 0) + t0"), ("v0",)
+    ),
+    "an argument that is overwritten between two sums": Program(
+        (Input((8, 33), "F32"), Input((8, 33), "F32")),
+        ("v0 = t0.mean(1)", "t0.add_(t1)", "v1 = t0.std(1) + t1.amax(1)"),
+        ("v0", "v1"),
+    ),
 }
 """What programs like these once showed to be wrong."""
 
 
 @pytest.mark.parametrize("program", FOUND.values(), ids=FOUND)
 def test_a_bug_once_found_stays_away(compiled, program):
-    assert not (wrong := unlike(program, compiled, grad=True)), f"{wrong}\n{program.script('opkit')}"
+    grad = not any("_(" in line for line in program.lines)  # eager refuses gradients through an argument it writes to
+    assert not (wrong := unlike(program, compiled, grad)), f"{wrong}\n{program.script('opkit')}"
 
 
 SMALL = Program(

@@ -49,7 +49,7 @@ class Group:
         space: the extents of the axes.
         reduced: the positions of those that reductions go over.
         members: by the buffer that they write.
-        loads: the buffers that are read from outside, or before they are written.
+        loads: the buffers that are read from outside, or before they are written; a step may read what it overwrites.
         closed: whether nothing may join.
     """
 
@@ -66,6 +66,11 @@ class Group:
     @property
     def phases(self) -> int:
         return 1 + max(member.phase for member in self.members.values())
+
+    @property
+    def overwritten(self) -> set[str]:
+        """The buffers of which every point is read and then written."""
+        return {name for name in self.loads.keys() & self.members.keys() if not _per_row(self.members[name])}
 
     def few_rows(self) -> bool:
         """Whether the rows are too few to be shared out among threads, and long enough for that to matter."""
@@ -180,10 +185,10 @@ def _placed(group: Group, space: Extents, reduced: frozenset[int]) -> dict[str, 
 
 def _settle(group: Group, space: Extents, reduced: frozenset[int], members: dict[str, Member], new: Member) -> None:
     group.space, group.reduced, group.members = space, reduced, members
-    group.members[new.step.buffer] = new
     for load in loads_of(new.step):
         if load.data[0] not in group.members:
             group.loads.setdefault(load.data[0])
+    group.members[new.step.buffer] = new
 
 
 # ---- places ----------------------------------------------------------------------------------------------------------
@@ -258,6 +263,6 @@ def _overwritten(group: Group, new: Member, members: dict[str, Member]) -> str |
         for load in loads_of(member.step):
             if load.data[0] == buffer:
                 places = tuple(c.substitute(member.axes) for c in load.data[1])
-                if places != new.target or member.phase or new.phase or _per_row(new) or load.args:
+                if places != new.target or _per_row(new) or load.args:
                     return f"{buffer} is overwritten while other parts of it are read"
     return None

@@ -1,7 +1,8 @@
 """What a group computes, as statements: for each phase what is done at each point, and then what is done once a row.
 
 Steps are not loops of their own here. A step's expression takes the place of what another step of the same phase would
-load from it; a value that a later phase needs is computed again if that is cheap, and else kept for the row.
+load from it; a value that a later phase needs is computed again if that is cheap, and else kept for the row. So what the
+group reads must stay until the last phase: it is there that a step overwrites it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class _Writer:
         self.names = {buffer: f"v{k}" for k, buffer in enumerate(group.members)}
         self.kept: dict[str, Scratch] = {}
         self.done: dict[tuple[str, int], Expr] = {}
+        self.overwritten = group.overwritten & stored
 
     def write(self) -> Statements:
         phases = [Phase() for _ in range(self.group.phases)]
@@ -78,6 +80,8 @@ class _Writer:
 
     def _phase(self, phase: Phase, number: int) -> None:
         for name, member in self.group.members.items():
+            if number + 1 == self.group.phases and name in self.overwritten:
+                phase.points.append(self._store(name, member, self.value(name, number)))
             if member.phase != number:
                 continue
             if member.step.reduction is not None:
@@ -88,7 +92,7 @@ class _Writer:
                 self._point(phase, name, member)
 
     def _point(self, phase: Phase, name: str, member: Member) -> None:
-        if name in self.stored:
+        if name in self.stored - self.overwritten:
             phase.points.append(self._store(name, member, self.value(name, member.phase)))
         if name in self.kept:
             kept = self.kept[name]
@@ -162,7 +166,7 @@ class _Writer:
         if phase == member.phase or not self._dear(body):
             return body
         length = product(self.group.space[k] for k in self.group.reduced)
-        if name in self.stored and body.dtype == _wide(body).dtype:
+        if name in self.stored - self.overwritten and body.dtype == _wide(body).dtype:
             return load(self._pointer(name), body.dtype, flat(member.target, self.buffers[name].strides))
         if (length.constant or MOST_KEPT + 1) > MOST_KEPT or self.by_columns:
             return body
