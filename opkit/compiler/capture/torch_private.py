@@ -50,10 +50,11 @@ def results_of_the_user() -> int | None:
 
 
 def report_strides(strides: Iterable[tuple[int, ...] | None]) -> None:
-    """Tell AOTAutograd how a forward graph lays its results out."""
+    """Tell AOTAutograd how a forward graph lays its results out: those after the tokens that order its effects."""
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.output_strides is not None:
-        context.output_strides.extend(strides)
+        tokens = 0 if context.fw_metadata is None else len(context.fw_metadata.tokens)
+        context.output_strides.extend([*strides][tokens:])
 
 
 @contextlib.contextmanager

@@ -247,15 +247,21 @@ def _greatest(b: Builder, x: Tensor, dims: Sequence[int], inner: str) -> Tensor:
     return b.reduce("max", element(x, x.shape, inner), x.shape, dims, inner, keep=True)
 
 
+def _inverse(b: Builder, total: Tensor, shape: Shape) -> Scalar:
+    """1 / total, one division a row: exact enough for a result that is rounded to a narrow float."""
+    return element(b.temporary((1 / element(total, total.shape)).expr, total.shape), shape)
+
+
 @TABLE.rule(*overloads("_softmax"), *overloads("_safe_softmax"))
 def softmax(b: Builder, x: Tensor, dim: int, half_to_float: Any = False) -> Tensor:
     kind = b.result()
     inner = DTYPES[kind.dtype].compute
     dims = dims_of(x, dim)
     greatest = _greatest(b, x, dims, inner)
-    raised = f.exp(element(x, x.shape, inner) - element(greatest, x.shape))
+    shifted = element(x, x.shape, inner) - element(greatest, x.shape)
+    raised = element(b.temporary(f.exp(shifted).expr, x.shape), x.shape)  # by itself, so that its rows can be kept
     total = b.reduce("sum", raised, x.shape, dims, inner, keep=True)
-    body = raised / element(total, x.shape)
+    body = raised * _inverse(b, total, x.shape) if kind.dtype != inner else raised / element(total, x.shape)
     if "_safe_" in b.node.target:  # a row of -inf alone gives zeros
         body = f.where(f.equal(element(greatest, x.shape), -math.inf), 0, body)
     return b.elementwise(f.cast(body, kind.dtype).expr, kind)
