@@ -176,14 +176,20 @@ def _floating(value: Tensor) -> bool:
 
 
 def _overlaps(value: Tensor) -> bool:
-    """Whether elements share memory through a stride of 0."""
-    return any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    """Whether elements may share memory."""
+    reach = 0
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def _miswritten(value: Tensor) -> bool:
     """Whether what is written there is lost before any backend sees the graph.
 
-    AOTAutograd takes a row that is repeated by a stride of 0 for many rows, and Dynamo a scalar of float64 for a number.
+    AOTAutograd takes a row that is repeated by a stride of 0 for many rows and refuses windows that overlap, and Dynamo
+    takes a scalar of float64 for a number.
     """
     return _overlaps(value) or (not value.ndim and value.dtype == torch.float64)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from opkit.compiler.emit import indices, near
+from opkit.compiler.emit import draws, indices, near
 from opkit.compiler.emit.blocks import Scope, Writer, marks_nan, values
 from opkit.compiler.emit.expressions import apply, convert
 from opkit.compiler.emit.types import C_TYPES, NARROW, number, variable_type
@@ -76,9 +76,7 @@ def _iterations(scope: Scope, loops: Sequence[Loop], body: Sequence[Statement], 
         return _block(scope, body, large)
     axes, writer = [f"a{loop.axis.number}" for loop in loops], scope.writer
     if len(loops) == 1:
-        writer.line(f"for (int64_t {axes[0]} = begin; {axes[0]} < end; ++{axes[0]}) {{")
-        _inside(scope, body, large)
-        return writer.line("}")
+        return _over(scope, loops[0], "begin", "end", large)
     extents = [writer.name("int64_t", scope.index(loop.axis.extent)) for loop in loops]
     writer.line("int64_t rest = begin;")
     for axis, extent in reversed(list(zip(axes, extents, strict=True))):
@@ -107,14 +105,23 @@ def _odometer(
 def _loop(scope: Scope, loop: Loop, large: frozenset[str]) -> None:
     changed = _changed(loop.body)
     scope.forget(changed)
-    extent = scope.index(loop.axis.extent)
-    a = f"a{loop.axis.number}"
-    if _vectorises(scope, loop):
-        scope.writer.line(f"SIMD(omp simd{_clauses(scope.writer, loop)}{_noted(scope.writer, loop)})")
-    scope.writer.line(f"for (int64_t {a} = 0; {a} < {extent}; ++{a}) {{")
-    _inside(scope, loop.body, large, loop.stop)
-    scope.writer.line("}")
+    _over(scope, loop, "0", scope.index(loop.axis.extent), large)
     scope.forget(changed)
+
+
+def _over(scope: Scope, loop: Loop, first: str, last: str, large: frozenset[str]) -> None:
+    """A loop over a part of its axis."""
+    a, writer = f"a{loop.axis.number}", scope.writer
+    drawn = draws.of(loop, _roots(loop.body))
+    if drawn:
+        scope, first, last = draws.begin(scope, loop.axis, drawn, first, last)
+    if _vectorises(scope, loop):
+        writer.line(f"SIMD(omp simd{_clauses(writer, loop)}{_noted(writer, loop)})")
+    writer.line(f"for (int64_t {a} = {first}; {a} < {last}; ++{a}) {{")
+    _inside(scope, loop.body, large, loop.stop)
+    writer.line("}")
+    if drawn:
+        draws.end(scope)
 
 
 def _vectorises(scope: Scope, loop: Loop) -> bool:

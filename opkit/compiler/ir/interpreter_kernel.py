@@ -211,15 +211,23 @@ def _bitcast(node: Expr, args: list[Any], state: _State) -> Any:
 
 
 def _random(node: Expr, args: list[Any], state: _State) -> Any:
-    """Philox-4x32-10: the seed is the key, the count the lower half of the counter."""
+    """As ``opkit.compiler.emit.functions.random`` says: an f64 of two words, an f32 of the one that it shares with others."""
     seed, count = int(args[0]) % 2**64, at(node.data, state) % 2**64
+    if node.dtype == "f64":
+        words = _philox(seed, count)
+        return np.float64((words[0] << 32 | words[1]) >> 11) / 2**53
+    words = _philox(seed, count // 64 * 16 + count % 16)
+    return np.float32((words[count // 16 % 4] >> 8) / 2**24)
+
+
+def _philox(seed: int, count: int) -> list[int]:
+    """Philox-4x32-10: the seed is the key, the count the lower half of the counter."""
     c, k = [count % 2**32, count >> 32, 0, 0], [seed % 2**32, seed >> 32]
     for _ in range(10):
         p, q = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [(q >> 32) ^ c[1] ^ k[0], q % 2**32, (p >> 32) ^ c[3] ^ k[1], p % 2**32]
         k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
-    bits = c[0] << 32 | c[1]
-    return np.float32((bits >> 40) / 2**24) if node.dtype == "f32" else np.float64((bits >> 11) / 2**53)
+    return c
 
 
 _LEAVES: dict[str, Callable[[Expr, list[Any], _State], Any]] = {

@@ -132,6 +132,30 @@ def test_random_numbers(same, dtype):
     assert len(np.unique(found["y"])) == 50
 
 
+@pytest.mark.parametrize("n", [1, 64, 513, 1200])
+def test_random_numbers_that_are_drawn_ahead(same, n):
+    """Of counts that follow one another, from a place that no stretch begins at."""
+    seed = load("seed", "i64", 0)
+    body = op("add", random(seed, axis(0, n) + 37, "f32"), random(seed, axis(0, n) * 2, "f32"))
+    same(pointwise("f32", body, n, seed="i64"), {"seed": np.array([3]), "y": np.zeros(n, np.float32)})
+
+
+def test_random_numbers_of_a_row_that_is_summed(same):
+    rows, n = axis(0, 5), axis(1, 700)
+    drawn = random(load("seed", "i64", 0), rows * 700 + n, "f32")
+    update = Update("s", "sum", op("mul", drawn, load("x", "f32", rows * 700 + n)))
+    body = (
+        Accumulator("s", "f32", "sum"),
+        Loop(Axis(1, index(700)), (update,), "vector"),
+        Store("y", rows, var("s", "f32")),
+    )
+    kernel = Kernel(
+        "sums", arguments(seed="i64", x="f32", y="f32 out"), (), (Loop(Axis(0, index(5)), body, "parallel"),)
+    )
+    x = RANDOM.standard_normal(3500).astype(np.float32)
+    same(kernel, {"seed": np.array([9]), "x": x, "y": np.zeros(5, np.float32)}, ulps=64)
+
+
 # ---- reductions ------------------------------------------------------------------------------------------------------
 
 

@@ -329,22 +329,30 @@ def test_f16_as_numpy(run):
 
 def test_philox(tmp_path):
     """Against numbers that Random123 publishes for Philox-4x32-10, and the mean and spread of many."""
-    source = functions.text(["random_f32", "random_f64"]) + (
-        "unsigned long long one(unsigned long long s, unsigned long long c) { return opk_philox(s, c); }\n"
+    source = functions.text(["random_f32", "random_f64", "random_row"]) + (
+        "void one(unsigned long long s, unsigned long long c, unsigned *w) { opk_philox(s, c, w, 1); }\n"
         "void many(float *x, double *y, long n) { for (long i = 0; i < n; i++) {"
         " x[i] = opk_random_f32(7, i); y[i] = opk_random_f64(7, i); } }\n"
+        "void row(unsigned long long c, long n, float *x) { opk_random_row(7, c, n, x); }\n"
     )
     (tmp_path / "f.c").write_text(source)
     subprocess.run(["gcc", *FLAGS, "-shared", "-fPIC", "-o", "f.so", "f.c"], cwd=tmp_path, check=True)
     loaded = ctypes.CDLL(str(tmp_path / "f.so"))
-    loaded.one.restype = ctypes.c_uint64
-    assert loaded.one(ctypes.c_uint64(0), ctypes.c_uint64(0)) == 0x6627E8D5E169C58D
-    x, y = np.empty(100_000, np.float32), np.empty(100_000)
+    words, x, y = np.empty(4, np.uint32), np.empty(100_000, np.float32), np.empty(100_000)
+    loaded.one(ctypes.c_uint64(0), ctypes.c_uint64(0), ctypes.c_void_p(words.ctypes.data))
+    assert [*words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     loaded.many(ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(y.ctypes.data), ctypes.c_long(x.size))
     for drawn in (x, y):
         assert 0 <= drawn.min() < 1e-3 < 0.999 < drawn.max() < 1
         assert abs(drawn.mean() - 0.5) < 0.005
         assert abs(drawn.var() - 1 / 12) < 0.002
+        assert len(np.unique(drawn)) > 0.99 * drawn.size
+        assert all(abs(np.corrcoef(drawn[apart:], drawn[:-apart])[0, 1]) < 0.02 for apart in (1, 16, 64))
+    for begin, length in ((0, 100_000), (5, 3), (63, 2), (64, 64), (100, 1000), (7, 0)):
+        row = np.full(length + 1, -1, np.float32)
+        loaded.row(ctypes.c_uint64(begin), ctypes.c_long(length), ctypes.c_void_p(row.ctypes.data))
+        np.testing.assert_array_equal(row[:-1], x[begin : begin + length])
+        assert row[-1] == -1
 
 
 def test_text_has_each_function_once_and_nothing_else():
