@@ -235,7 +235,7 @@ def _is_watched() -> bool:
 
 
 def _target() -> Target:
-    return Target.of(frozenset(isa.cpu_features()))
+    return Target.of(frozenset(isa.cpu_features()), isa.last_cache())
 
 
 def _strides(output: Any) -> tuple[int, ...] | None:

@@ -14,6 +14,7 @@ from opkit.compiler.emit.source import source
 from opkit.compiler.ir.schedule import Launch, Schedule
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
+from opkit.compiler.lower.streams import streamed
 from opkit.compiler.lower.target import Target
 from opkit.compiler.run.plan import plan
 from opkit.errors import OpkitError
@@ -36,7 +37,7 @@ def made(
     """
     rules = given.rules(lowered, functools.partial(_failed_rule, captured.graph.name, strict))
     program = stages.run("lower", lower, captured.graph, target, True, rules)
-    scheduled = stages.run("fuse", schedule, program)
+    scheduled = streamed(stages.run("fuse", schedule, program), target.cache)
     planned, launches = stages.run("plan", plan, scheduled)
     name = captured.graph.name
     _log_fusion(name, scheduled)

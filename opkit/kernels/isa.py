@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+from pathlib import Path
 
 from opkit import config
 from opkit.errors import ArgumentError, ConfigError
@@ -28,6 +29,9 @@ _FLAGS = {
     },
     "aarch64": {"native": "-mcpu=native", "baseline": "-march=armv8-a", "neon": "-march=armv8-a"},
 }
+
+
+_UNITS = {"K": 10, "M": 20, "G": 30}
 
 
 def machine() -> str:
@@ -65,6 +69,13 @@ def cpu_features() -> tuple[str, ...]:
     """
     core = {name for name, usable in _from_core().items() if usable}
     return tuple(sorted(core | _from_linux()))
+
+
+@functools.cache
+def last_cache(folder: str = "/sys/devices/system/cpu/cpu0/cache") -> int | None:
+    """The bytes of the largest cache of the first processor that Linux lists; None on another system."""
+    texts = [path.read_text(encoding="utf-8").strip() for path in Path(folder).glob("index*/size")]
+    return max((int(text[:-1]) << _UNITS[text[-1]] for text in texts if text[-1:] in _UNITS), default=None)
 
 
 @functools.cache

@@ -301,3 +301,11 @@ def test_features_are_read_from_linux(tmp_path):
     listing.write_text("processor\t: 0\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nflags\t\t: other\n")
     assert isa._from_linux(str(listing)) == {"fpu", "avx2"}
     assert isa._from_linux(str(tmp_path / "none")) == frozenset()
+
+
+def test_the_last_cache_is_read_from_linux(tmp_path):
+    for name, size in (("index0", "32K"), ("index2", "1M"), ("index3", "32768K"), ("index4", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "size").write_text(size + "\n")
+    assert isa.last_cache(str(tmp_path)) == 32 << 20
+    assert isa.last_cache(str(tmp_path / "nowhere")) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TypeAlias
 
 from opkit.compiler.emit import indices, near
@@ -13,7 +13,7 @@ from opkit.compiler.emit.types import C_TYPES, number, variable_type
 from opkit.compiler.ir import expr
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Atom, Div, Index, Mod, Value
-from opkit.compiler.ir.kernel import Accumulator
+from opkit.compiler.ir.kernel import Accumulator, Loop
 
 Key: TypeAlias = Expr | Div | Mod
 _TRIVIAL = ("const", "var")
@@ -31,6 +31,9 @@ class Writer:
         accumulators: those declared so far, by name.
         fails: whether the function has a place to go to where it fails.
         near: the types of which it calls functions for arguments near zero.
+        dtypes: of the arguments.
+        streamed: the arguments that are written past the caches.
+        second, asked: the loop before which next rows are asked for, and those rows; see :mod:`opkit.compiler.emit.ahead`.
     """
 
     lines: list[str] = dataclasses.field(default_factory=list)
@@ -39,6 +42,10 @@ class Writer:
     accumulators: dict[str, Accumulator] = dataclasses.field(default_factory=dict)
     fails: bool = False
     near: frozenset[str] = frozenset()
+    dtypes: dict[str, str] = dataclasses.field(default_factory=dict)
+    streamed: frozenset[str] = frozenset()
+    second: Loop | None = None
+    asked: Sequence[tuple[str, Index, int, int]] = ()
 
     def line(self, text: str) -> None:
         self.lines.append("  " * self.depth + text)
@@ -59,16 +66,18 @@ class Scope:
         spelled: what was computed before and still holds, with its name.
         reads: what changes the value of each expression: buffers and accumulators.
         uses: how often each expression of the block's own statements is used by others.
+        rows: of buffers that are filled by way of a row: its name, and where in it.
     """
 
     writer: Writer
     spelled: dict[Key, str]
     reads: dict[Key, frozenset[str]]
     uses: dict[Expr, int]
+    rows: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
     def within(self, roots: Iterable[Expr]) -> Scope:
         """The scope of a block inside, whose own statements need ``roots``."""
-        return Scope(self.writer, dict(self.spelled), self.reads, _uses(roots))
+        return Scope(self.writer, dict(self.spelled), self.reads, _uses(roots), dict(self.rows))
 
     def forget(self, changed: frozenset[str]) -> None:
         """Drop what may have another value now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from opkit.compiler.emit import draws, indices, near
+from opkit.compiler.emit import ahead, indices, near, streams, stretches
 from opkit.compiler.emit.blocks import Scope, Writer, marks_nan, values
 from opkit.compiler.emit.expressions import apply, convert
 from opkit.compiler.emit.types import C_TYPES, NARROW, number, variable_type
@@ -31,6 +31,8 @@ def function(kernel: Kernel, name: str, exclusive: bool = True, types: frozenset
     """
     loops, body = parallel(kernel)
     writer = Writer(near=types)
+    writer.second, writer.asked = ahead.of(loops, body)
+    writer.dtypes, writer.streamed = {a.buffer: a.dtype for a in kernel.arguments}, streams.buffers(kernel)
     flags = [f"far_{t}" for t in sorted(types)]
     for t, flag in zip(sorted(types), flags, strict=True):
         writer.line(f"{near.FLAGS[t]} {flag} = 0;")
@@ -41,6 +43,8 @@ def function(kernel: Kernel, name: str, exclusive: bool = True, types: frozenset
         writer.lines.append("end:;")
     for scratch in large:
         writer.line(f"free(m_{scratch.name});")
+    if writer.streamed:
+        writer.line("opk_streamed();")
     if flags:
         writer.line(f"return {' | '.join(f'({flag} != 0)' for flag in flags)};")
     result = "int" if flags else "void"
@@ -105,6 +109,8 @@ def _odometer(
 def _loop(scope: Scope, loop: Loop, large: frozenset[str]) -> None:
     changed = _changed(loop.body)
     scope.forget(changed)
+    for asked in scope.writer.asked if loop is scope.writer.second else ():
+        scope.writer.line(ahead.text(asked, scope.index(asked[1])))
     _over(scope, loop, "0", scope.index(loop.axis.extent), large)
     scope.forget(changed)
 
@@ -112,16 +118,16 @@ def _loop(scope: Scope, loop: Loop, large: frozenset[str]) -> None:
 def _over(scope: Scope, loop: Loop, first: str, last: str, large: frozenset[str]) -> None:
     """A loop over a part of its axis."""
     a, writer = f"a{loop.axis.number}", scope.writer
-    drawn = draws.of(loop, _roots(loop.body))
-    if drawn:
-        scope, first, last = draws.begin(scope, loop.axis, drawn, first, last)
+    rows = stretches.of(loop, _roots(loop.body), writer.streamed)
+    if rows:
+        scope, first, last = stretches.begin(scope, loop.axis, rows, first, last)
     if _vectorises(scope, loop):
         writer.line(f"SIMD(omp simd{_clauses(writer, loop)}{_noted(writer, loop)})")
     writer.line(f"for (int64_t {a} = {first}; {a} < {last}; ++{a}) {{")
     _inside(scope, loop.body, large, loop.stop)
     writer.line("}")
-    if drawn:
-        draws.end(scope)
+    if rows:
+        stretches.end(scope, loop.axis, rows)
 
 
 def _vectorises(scope: Scope, loop: Loop) -> bool:
@@ -199,8 +205,9 @@ def _scratch(scope: Scope, scratch: Scratch, large: frozenset[str]) -> None:
 
 
 def _store(scope: Scope, store: Store) -> None:
-    text, at = scope.value(store.value), scope.index(store.at)
-    element, kind = f"p_{store.buffer}[{at}]", store.value.dtype
+    text = scope.value(store.value)
+    memory, at = scope.rows.get(store.buffer) or (f"p_{store.buffer}", scope.index(store.at))
+    element, kind = f"{memory}[{at}]", store.value.dtype
     if store.atomic and store.update is not None:
         scope.writer.line(f"opk_atomic_{store.update}_{kind}(&{element}, {text});")
     elif store.update is not None:

@@ -17,11 +17,19 @@ How = Literal["parallel", "plain", "vector"]
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """A buffer that a kernel is given a pointer to."""
+    """A buffer that a kernel is given a pointer to.
+
+    Attributes:
+        buffer: its name in the kernel.
+        dtype: of its elements.
+        written: whether the kernel stores to it.
+        streamed: whether it is so large that what is stored had better not go through the processor's caches.
+    """
 
     buffer: str
     dtype: str
     written: bool
+    streamed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

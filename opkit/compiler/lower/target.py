@@ -14,15 +14,18 @@ class Target:
             does not, products of narrow floats are computed in float32, which is several times faster than the emulation
             that torch's libraries fall back on, and rounded once.
         channels_last: whether convolutions of images run on tensors whose channels lie next to each other.
+        cache: bytes of the last cache before memory; None where that is not known. Larger results are written past it.
     """
 
     narrow_products: bool = True
     channels_last: bool = False
+    cache: int | None = None
 
     @staticmethod
-    def of(features: frozenset[str]) -> Target:
-        """The choices for a processor, by the names of what it has, as Linux lists them."""
-        return Target(bool(features & {"avx512_bf16", "amx_bf16", "bf16", "avx_ne_convert"}), channels_last=True)
+    def of(features: frozenset[str], cache: int | None = None) -> Target:
+        """The choices for a processor, by the names of what it has, as Linux lists them, and by its last cache."""
+        narrow = bool(features & {"avx512_bf16", "amx_bf16", "bf16", "avx_ne_convert"})
+        return Target(narrow, channels_last=True, cache=cache)
 
 
 PLAIN = Target()

@@ -24,9 +24,11 @@ from opkit.compiler.emit.functions import (
     power,
     random,
     rounding,
+    stream,
     trigonometric,
 )
 from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.ops import OPS
 
 _MODULES = (
@@ -42,6 +44,7 @@ _MODULES = (
     error,
     power,
     random,
+    stream,
 )
 _TEXT = {name: body for module in _MODULES for name, body in module.TEXT.items()}
 _CALL = re.compile(r"\bopk_(\w+)")
@@ -53,6 +56,11 @@ NAMES = tuple(_TEXT)
 SPELLED: dict[tuple[str, str], str] = {
     (op, dtype): f"{op}_{dtype}" for op in OPS for dtype in DTYPES if f"{op}_{dtype}" in _TEXT
 }
+
+
+def is_called(node: Expr) -> bool:
+    """Whether an expression is an elementary function: many operations for the element or two that it reads."""
+    return (node.op, DTYPES[node.dtype].compute) in SPELLED
 
 
 def text(names: Iterable[str]) -> str:

@@ -1,0 +1,57 @@
+"""Results that are written past the caches: they are larger than these, and whoever reads them finds them in memory anyway.
+
+A store first reads its line of memory; one that is written past the caches does not, and pushes nothing out of them. The
+processor collects such stores by lines, so a stretch of results is made in a row of the first cache and then moved.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from opkit.compiler.emit.blocks import Scope
+from opkit.compiler.emit.functions import is_called
+from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.index import Value
+from opkit.compiler.ir.kernel import Kernel, Let, Loop, Statement, Store, Update
+
+_SHORTEST = 128  # iterations of a loop
+
+
+def buffers(kernel: Kernel) -> frozenset[str]:
+    """The arguments that are written past the caches: those that the kernel is told of, writes once, and does not read."""
+    told = frozenset(a.buffer for a in kernel.arguments if a.streamed)
+    if not told:
+        return told
+    every = list(_walk(kernel.body))
+    stores = Counter(s.buffer for s in every if isinstance(s, Store))
+    nodes = (node for s in every if isinstance(s, Let | Store | Update) for node in s.value.walk())
+    return frozenset(name for name in told if stores[name] == 1) - {n.data[0] for n in nodes if n.op == "load"}
+
+
+def _walk(body: Iterable[Statement]) -> Iterable[Statement]:
+    for s in body:
+        yield s
+        if isinstance(s, Loop):
+            yield from _walk(s.body)
+
+
+def of(loop: Loop, roots: Iterable[Expr], streamed: frozenset[str]) -> list[Store]:
+    """The stores of a loop that fill a row of such a buffer; none where memory has to wait for elementary functions."""
+    extent = loop.axis.extent.constant
+    if not streamed or (extent is not None and extent < _SHORTEST):
+        return []
+    if any(is_called(node) for root in roots for node in root.walk()):
+        return []
+    return [s for s in loop.body if isinstance(s, Store) and s.buffer in streamed and _is_row(s, loop)]
+
+
+def _is_row(store: Store, loop: Loop) -> bool:
+    computed = any(isinstance(leaf, Value) for leaf in store.at.leaves())
+    return store.update is None and not computed and store.at.coefficient(loop.axis) == 1
+
+
+def move(scope: Scope, store: Store, row: str, elements: str) -> None:
+    """The call that moves a row to where its first element belongs; the axis stands at the beginning of the stretch."""
+    at = scope.index(store.at)
+    scope.writer.line(f"opk_stream(p_{store.buffer} + ({at}), {row}, ({elements}) * (int64_t)sizeof *{row});")

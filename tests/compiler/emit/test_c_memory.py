@@ -1,0 +1,68 @@
+"""Memory of kernels in C: results that are written past the caches, rows that are asked for before they are read."""
+
+import numpy as np
+import pytest
+
+from opkit.compiler.emit.c import function
+from opkit.compiler.ir.expr import const, load, op, var
+from opkit.compiler.ir.index import Axis, axis, index
+from opkit.compiler.ir.interpreter_kernel import STORED
+from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Loop, Store, Update
+
+RANDOM = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f64", "i64"])
+@pytest.mark.parametrize("how", ["parallel", "vector"])
+@pytest.mark.parametrize("n", [128, 513, 1300])
+def test_results_that_are_written_past_the_caches(same, dtype, how, n):
+    """Wherever a row begins: to no multiple of a line, by no whole lines."""
+    x = RANDOM.integers(0, 100, n + 3).astype(STORED[dtype])
+    streamed = (Argument("x", dtype, False), Argument("y", dtype, True, streamed=True))
+    store = Store("y", axis(0, n) + 3, op("neg", load("x", dtype, axis(0, n))))
+    kernel = Kernel("streams", streamed, (), (Loop(Axis(0, index(n)), (store,), how),))
+    assert "opk_stream(" in function(kernel, "streams")
+    same(kernel, {"x": x, "y": np.ones(n + 3, STORED[dtype])})
+
+
+def test_what_is_read_or_dear_is_written_as_always():
+    at, both = axis(0, 1000), (Argument("x", "f32", False), Argument("y", "f32", True, streamed=True))
+    for body in (op("exp", load("x", "f32", at)), op("add", load("y", "f32", at), load("x", "f32", at))):
+        kernel = Kernel("k", both, (), (Loop(Axis(0, index(1000)), (Store("y", at, body),), "vector"),))
+        assert "opk_stream(" not in function(kernel, "k")
+
+
+def normed(rows, columns, second):
+    """y = x - the mean of its row; ``second`` makes what the second pass adds up."""
+    row, at = axis(0, rows), axis(0, rows) * columns + axis(1, columns)
+    x, inner = load("x", "f32", at), Axis(1, index(columns))
+    mean = op("div", var("s", "f32"), const(float(columns), "f32"))
+    body = (
+        Accumulator("s", "f32", "sum"),
+        Loop(inner, (Update("s", "sum", x),), "vector"),
+        Accumulator("q", "f32", "sum"),
+        Loop(inner, (Update("q", "sum", second(op("sub", x, mean))),), "vector"),
+        Store("y", row, op("add", mean, var("q", "f32"))),
+    )
+    return Kernel(
+        "normed",
+        (Argument("x", "f32", False), Argument("y", "f32", True)),
+        (),
+        (Loop(Axis(0, index(rows)), body, "parallel"),),
+    )
+
+
+def test_the_next_row_is_asked_for_where_memory_would_wait(same):
+    kernel = normed(1500, 700, lambda off: op("mul", off, off))
+    assert "__builtin_prefetch(p_x + (700 + a0*700) + ahead" in function(kernel, "k")
+    x = RANDOM.standard_normal(1500 * 700).astype(np.float32)
+    same(kernel, {"x": x, "y": np.zeros(1500, np.float32)}, ulps=2000)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "second"),
+    [(20, 700, "neg"), (1500, 100, "neg"), (200, 9000, "neg"), (1500, 700, "exp")],
+    ids=["in the cache", "short", "long", "dear"],
+)
+def test_no_row_is_asked_for_where_that_does_not_pay(rows, columns, second):
+    assert "__builtin_prefetch" not in function(normed(rows, columns, lambda off: op(second, off)), "k")
