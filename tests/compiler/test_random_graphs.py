@@ -1,5 +1,6 @@
 """Random programs, compiled, give what eager torch gives; thousands of them: benchmarks/fuzz_compile.py."""
 
+import functools
 import sys
 import warnings
 from pathlib import Path
@@ -39,7 +40,7 @@ def _one_thread():
 def compiled():
     """``compiled(f)``: ``f`` with opkit's backend, which fails where it would otherwise run a graph eagerly."""
     backend = pytest.importorskip("opkit.compiler.backend", reason="opkit's backend cannot be imported")
-    return lambda function: torch.compile(function, backend=backend.opkit_backend, options={"strict": True})
+    return functools.partial(torch.compile, backend=backend.opkit_backend, options={"strict": True})
 
 
 def unlike(program, compile_, grad=False):
@@ -87,11 +88,24 @@ FOUND = {
 }
 """What programs like these once showed to be wrong."""
 
+FOUND_DYNAMIC = {
+    "half of a size, which a guard says is 1": Program(
+        (Input((3,), "F32"),), ("v0 = torch.log_softmax(t0.narrow(0, 0, t0.shape[0] // 2).sin(), 0)",), ("v0",)
+    ),
+}
+"""The same of symbolic sizes."""
+
 
 @pytest.mark.parametrize("program", FOUND.values(), ids=FOUND)
 def test_a_bug_once_found_stays_away(compiled, program):
     grad = not any("_(" in line for line in program.lines)  # eager refuses gradients through an argument it writes to
     assert not (wrong := unlike(program, compiled, grad)), f"{wrong}\n{program.script('opkit')}"
+
+
+@pytest.mark.parametrize("program", FOUND_DYNAMIC.values(), ids=FOUND_DYNAMIC)
+def test_a_bug_of_symbolic_sizes_stays_away(compiled, program):
+    dynamic = functools.partial(compiled, dynamic=True)
+    assert not (wrong := unlike(program, dynamic, grad=True)), f"{wrong}\n{program.script('opkit')}"
 
 
 SMALL = Program(

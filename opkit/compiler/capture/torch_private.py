@@ -77,8 +77,12 @@ def expression(number: Any) -> Any:
 
 
 def replaced(number: Any) -> Any:
-    """The same in the terms that the shape environment has settled on."""
-    return number.node.expr
+    """The same in the terms that the shape environment has settled on: a number where a guard says that it is 0 or 1."""
+    settled = number.node.expr
+    if settled.is_Atom or not settled.free_symbols or example_of(number) not in (0, 1):
+        return settled
+    known = number.node.shape_env._maybe_evaluate_static(settled)
+    return settled if known is None else known
 
 
 def example(symbol: Any, number: Any) -> int | None:
