@@ -27,14 +27,19 @@ def operators() -> list[CustomOp[Any, Any]]:
         return [_operators[name] for name in sorted(_operators)]
 
 
+def find(name: str) -> CustomOp[Any, Any] | None:
+    """The operator called ``name``; None if opkit defined none of that name."""
+    with lock:
+        return _operators.get(name)
+
+
 def get(name: str) -> CustomOp[Any, Any]:
     """The operator called ``name``, such as "demo::rms_norm".
 
     Raises:
         UnknownOperatorError: opkit defined none of that name; the message offers the nearest names.
     """
-    with lock:
-        found = _operators.get(name)
+    found = find(name)
     if found is None:
         near = _near(name)
         hint = f" Did you mean {' or '.join(near)}?" if near else " Import the module that defines it first."

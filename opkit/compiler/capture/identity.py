@@ -1,7 +1,7 @@
 """All that decides what AOTAutograd makes of a graph of Dynamo's, as text: the graph, its inputs, and torch's state.
 
-The text is the same in every process. A graph of which something cannot be named (functions other than torch's, graphs
-within graphs, symbolic sizes) has none.
+The text is the same in every process. A graph of which something cannot be named (functions other than torch's and
+opkit's operators, graphs within graphs, symbolic sizes) has none.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import fx
 
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import origin
+from opkit.op import registry
 
 _PLAIN = (type(None), bool, int, float, complex, str, type(Ellipsis))
 _BY_NAME = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -61,8 +62,14 @@ def _node(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
         return "input"
     if node.op not in ("call_function", "call_method", "output"):
         raise Unnamed(f"{node.name} is a {node.op}")
-    target = _target(node.target) if node.op == "call_function" else node.target
+    target = _called(node.target) if node.op == "call_function" else node.target
     return f"{node.op} {target} {_text(node.args, numbers)} {_text(node.kwargs, numbers)} {origin(node)}"
+
+
+def _called(target: Any) -> str:
+    """What a node calls: a function of torch's by its name, an operator of opkit's by all that decides what it computes."""
+    op = registry.find(private.qualified_name(target))
+    return _target(target) if op is None else f"{target} {op._operator.contract_hash()}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -77,7 +84,9 @@ def _target(target: Any) -> str:
         for name in names if module.split(".")[0] in _TORCHS else ():
             if _found(module, name) == target:
                 return f"{module}.{name}"
-    raise Unnamed(f"it calls {getattr(target, '__qualname__', target)}, which is not a function of torch's")
+    raise Unnamed(
+        f"it calls {getattr(target, '__qualname__', target)}, which is no function of torch's or operator of opkit's"
+    )
 
 
 def _found(module: str, name: str) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.run.assemble import Surroundings
+from opkit.op import registry
 
 _MOST_NUMBERS = 256  # of a constant tensor
 
@@ -20,7 +21,11 @@ def described(found: Surroundings) -> dict[str, Any]:
         TypeError: they hold what text cannot name: functions, modules, large tensors.
     """
     for text, target in found.targets.items():
-        if text != "getitem" and not private.is_torchs_own(target):
+        if (
+            text != "getitem"
+            and not private.is_torchs_own(target)
+            and not registry.find(private.qualified_name(target))
+        ):
             raise TypeError(f"it calls {text}")
     for text, value in found.opaques.items():
         if named(text) != value:
