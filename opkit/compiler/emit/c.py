@@ -11,7 +11,7 @@ from opkit.compiler.emit.types import C_TYPES, NARROW, number, variable_type
 from opkit.compiler.ir.dtypes import DTYPES, dtype, is_float
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Index
-from opkit.compiler.ir.kernel import Accumulator, Kernel, Let, Loop, Scratch, Statement, Store, Update
+from opkit.compiler.ir.kernel import Accumulator, Kernel, Let, Loop, Scratch, Statement, Store, Update, parallel
 from opkit.compiler.ir.ops import REDUCTIONS
 
 _STACK = 1 << 16  # bytes of scratch memory that a function may have on its stack
@@ -47,16 +47,6 @@ def function(kernel: Kernel, name: str, exclusive: bool = True, types: frozenset
     return "\n".join(
         [f"static __attribute__((noinline)) {result} {_signature(kernel, name, exclusive)} {{", *writer.lines, "}"]
     )
-
-
-def parallel(kernel: Kernel) -> tuple[list[Loop], tuple[Statement, ...]]:
-    """The parallel loops around everything, outermost first, and what they hold."""
-    loops: list[Loop] = []
-    body = kernel.body
-    while len(body) == 1 and isinstance(body[0], Loop) and body[0].how == "parallel":
-        loops.append(body[0])
-        body = body[0].body
-    return loops, body
 
 
 def _signature(kernel: Kernel, name: str, exclusive: bool) -> str:

@@ -26,11 +26,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from opkit.compiler.emit import indices, near, prelude
-from opkit.compiler.emit.c import function, parallel
+from opkit.compiler.emit.c import function
 from opkit.compiler.emit.types import TYPEDEFS
 from opkit.compiler.ir.index import Atom, Div, Mod, Size, product
-from opkit.compiler.ir.kernel import Kernel
-from opkit.compiler.ir.schedule import Launch
+from opkit.compiler.ir.kernel import Kernel, parallel
+from opkit.compiler.ir.schedule import Launch, batches
 
 # The pragma is written by a macro, so that it is only what "-fopenmp-simd" makes of it, and no OpenMP is linked.
 _WORTH_A_UNIT = 12_000  # characters of kernels: gcc takes some 0.2 s for them, and 0.05 s to start and to link
@@ -112,10 +112,9 @@ def _segment(
         f'__attribute__((visibility("default"))) int64_t opkit_segment_{number}'
         "(void *const *buffers, const int64_t *sizes, struct opkit_runtime *runtime) {"
     ]
-    for launch in segment:
-        lines.append(
-            f"  opkit_launch({_call(launch, names[launch.kernel], buffers, sizes)}, {max(1, launch.kernel.grain)});"
-        )
+    for batch in batches(segment):
+        calls = [_call(launch, names[launch.kernel], buffers, sizes) for launch in batch]
+        lines.append(f"  opkit_launch({_array('const struct opkit_call', calls)}, {len(calls)}, runtime);")
         lines.append("  if (runtime->error[0]) return runtime->error[0];")
     return "\n".join([*lines, "  return 0;", "}"])
 
@@ -130,7 +129,7 @@ def _call(launch: Launch, name: str, buffers: Mapping[str, int], sizes: Mapping[
         return f"sizes[{sizes[places[atom.name]]}]" if isinstance(atom, Size) else indices.divided(atom, spell)
 
     count = indices.text(product(loop.axis.extent for loop in parallel(launch.kernel)[0]), spell)
-    return f"(struct opkit_call){{{name}_range, {pointers}, {numbers}, runtime, {count}, 1, 0}}"
+    return f"{{{name}_range, {pointers}, {numbers}, runtime, {count}, {max(1, launch.kernel.grain)}}}"
 
 
 def _array(ctype: str, elements: Sequence[str]) -> str:

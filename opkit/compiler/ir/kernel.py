@@ -119,3 +119,13 @@ class Kernel:
     body: tuple[Statement, ...]
     grain: int = 1
     origins: tuple[str, ...] = ()
+
+
+def parallel(kernel: Kernel) -> tuple[list[Loop], tuple[Statement, ...]]:
+    """The parallel loops around everything, outermost first, and what they hold."""
+    loops: list[Loop] = []
+    body = kernel.body
+    while len(body) == 1 and isinstance(body[0], Loop) and body[0].how == "parallel":
+        loops.append(body[0])
+        body = body[0].body
+    return loops, body
