@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TypeAlias
 
 from opkit.compiler.emit import indices, near
 from opkit.compiler.emit.expressions import apply, convert, reinterpret
 from opkit.compiler.emit.types import C_TYPES, number, variable_type
 from opkit.compiler.ir import expr
+from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Atom, Div, Index, Mod, Value
 from opkit.compiler.ir.kernel import Accumulator
@@ -31,6 +32,7 @@ class Writer:
         accumulators: those declared so far, by name.
         fails: whether the function has a place to go to where it fails.
         near: the types of which it calls functions for arguments near zero.
+        callees: the numbers of libraries' functions in the runtime's table.
     """
 
     lines: list[str] = dataclasses.field(default_factory=list)
@@ -39,6 +41,7 @@ class Writer:
     accumulators: dict[str, Accumulator] = dataclasses.field(default_factory=dict)
     fails: bool = False
     near: frozenset[str] = frozenset()
+    callees: Mapping[Callee, int] = dataclasses.field(default_factory=dict[Callee, int])
 
     def line(self, text: str) -> None:
         self.lines.append("  " * self.depth + text)
@@ -212,6 +215,7 @@ _TEXTS: dict[str, Callable[[Scope, Expr, list[str], list[str]], str]] = {
     "var": _var,
     "random": lambda scope, node, args, at: f"opk_random_{node.dtype}({args[0]}, {at[0]})",
     "bound": _bound,
+    "call": lambda scope, node, args, at: f"c_{scope.writer.callees[node.data]}({', '.join(args)})",
     "cast": lambda scope, node, args, at: convert(args[0], node.args[0].dtype, node.dtype),
     "bitcast": lambda scope, node, args, at: reinterpret(args[0], node.args[0].dtype, node.dtype),
 }

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from opkit.compiler.emit import indices, near
+from opkit.compiler.emit import calls, indices, near
 from opkit.compiler.emit.blocks import Scope, Writer, marks_nan, values
 from opkit.compiler.emit.expressions import apply, convert
 from opkit.compiler.emit.types import C_TYPES, NARROW, number, variable_type
+from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.dtypes import DTYPES, dtype, is_float
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Index
-from opkit.compiler.ir.kernel import Accumulator, Kernel, Let, Loop, Scratch, Statement, Store, Update, parallel
+from opkit.compiler.ir.kernel import (
+    Accumulator,
+    Kernel,
+    Let,
+    Loop,
+    Scratch,
+    Statement,
+    Store,
+    Update,
+    callees,
+    parallel,
+)
 from opkit.compiler.ir.ops import REDUCTIONS
 
 _STACK = 1 << 16  # bytes of scratch memory that a function may have on its stack
@@ -20,7 +32,13 @@ _BOOLEAN = {"add": "or", "max": "or", "mul": "and", "min": "and"}
 _POSITIONED = ("argmax", "argmin")
 
 
-def function(kernel: Kernel, name: str, exclusive: bool = True, types: frozenset[str] = frozenset()) -> str:
+def function(
+    kernel: Kernel,
+    name: str,
+    exclusive: bool = True,
+    types: frozenset[str] = frozenset(),
+    order: Mapping[Callee, int] | None = None,
+) -> str:
     """The kernel over the iterations from ``begin`` to ``end``.
 
     Args:
@@ -28,9 +46,11 @@ def function(kernel: Kernel, name: str, exclusive: bool = True, types: frozenset
         name: of the function.
         exclusive: no two arguments are the same memory.
         types: in the form of :mod:`opkit.compiler.emit.near` for functions of these types, which says whether it failed.
+        order: the numbers of libraries' functions in the runtime's table.
     """
     loops, body = parallel(kernel)
-    writer = Writer(near=types)
+    writer = Writer(near=types, callees=order or {})
+    calls.declare(writer, list(dict.fromkeys(callees(kernel.body))))
     flags = [f"far_{t}" for t in sorted(types)]
     for t, flag in zip(sorted(types), flags, strict=True):
         writer.line(f"{near.FLAGS[t]} {flag} = 0;")
@@ -66,9 +86,7 @@ def _iterations(scope: Scope, loops: Sequence[Loop], body: Sequence[Statement], 
         return _block(scope, body, large)
     axes, writer = [f"a{loop.axis.number}" for loop in loops], scope.writer
     if len(loops) == 1:
-        writer.line(f"for (int64_t {axes[0]} = begin; {axes[0]} < end; ++{axes[0]}) {{")
-        _inside(scope, body, large)
-        return writer.line("}")
+        return _run(scope, axes[0], "begin", "end", body, large)
     extents = [writer.name("int64_t", scope.index(loop.axis.extent)) for loop in loops]
     writer.line("int64_t rest = begin;")
     for axis, extent in reversed(list(zip(axes, extents, strict=True))):
@@ -84,11 +102,9 @@ def _odometer(
     scope.writer.line("for (int64_t left = end - begin; left > 0;) {")
     scope.writer.line(f"  const int64_t until = left < {extents[-1]} - {inner} ? {inner} + left : {extents[-1]};")
     scope.writer.line(f"  left -= until - {inner};")
-    scope.writer.line(f"  for (; {inner} < until; ++{inner}) {{")
     scope.writer.depth += 1
-    _inside(scope, body, large)
+    _run(scope, inner, inner, "until", body, large)
     scope.writer.depth -= 1
-    scope.writer.line("  }")
     carry = " ".join(f"if (++{a} == {e}) {{ {a} = 0;" for a, e in reversed(list(zip(outer, extents, strict=False))))
     scope.writer.line(f"  {inner} = 0; {carry} {'}' * len(outer)}")
     scope.writer.line("}")
@@ -99,12 +115,32 @@ def _loop(scope: Scope, loop: Loop, large: frozenset[str]) -> None:
     scope.forget(changed)
     extent = scope.index(loop.axis.extent)
     a = f"a{loop.axis.number}"
-    if _vectorises(scope, loop):
-        scope.writer.line(f"SIMD(omp simd{_clauses(scope.writer, loop)}{_noted(scope.writer, loop)})")
-    scope.writer.line(f"for (int64_t {a} = 0; {a} < {extent}; ++{a}) {{")
-    _inside(scope, loop.body, large, loop.stop)
-    scope.writer.line("}")
+    _run(scope, a, "0", extent, loop.body, large, loop)
     scope.forget(changed)
+
+
+def _run(
+    scope: Scope,
+    a: str,
+    first: str,
+    until: str,
+    body: Sequence[Statement],
+    large: frozenset[str],
+    loop: Loop | None = None,
+) -> None:
+    """The iterations from ``first`` to ``until``, of ``loop`` or of the parallel loops."""
+    writer = scope.writer
+    parts = calls.first_of_all(body, _roots(body)) if loop is None or loop.how == "vector" else {}
+    if parts:
+        scope, first, until = calls.parted(scope, a, first, until, parts)
+    if loop is not None and _vectorises(scope, loop):
+        writer.line(f"SIMD(omp simd{_clauses(writer, loop)}{calls.noted(writer, _roots(body))})")
+    writer.line(f"for ({'' if first == a else f'int64_t {a} = {first}'}; {a} < {until}; ++{a}) {{")
+    _inside(scope, body, large, None if loop is None else loop.stop)
+    writer.line("}")
+    if parts:
+        writer.depth -= 1
+        writer.line("}")
 
 
 def _vectorises(scope: Scope, loop: Loop) -> bool:
@@ -131,12 +167,6 @@ def _clauses(writer: Writer, loop: Loop) -> str:
         if marks_nan(accumulator):
             clauses[f" reduction(|:v_{accumulator.name}_nan)"] = None
     return "".join(clauses)
-
-
-def _noted(writer: Writer, loop: Loop) -> str:
-    """The clauses for what is noted of arguments that are too large."""
-    types = near.of(node for root in _roots(loop.body) for node in root.walk()) if writer.near else ()
-    return "".join(f" reduction(|:far_{t})" for t in sorted(types))
 
 
 def _inside(

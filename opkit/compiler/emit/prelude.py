@@ -49,6 +49,7 @@ struct opkit_runtime {
   int (*thread)(void);
   int64_t threads;
   int64_t error[3];
+  void *const *functions;
 };
 struct opkit_call {
   void (*range)(const struct opkit_call *, int64_t, int64_t);

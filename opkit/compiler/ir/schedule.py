@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
+from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.index import Index
-from opkit.compiler.ir.kernel import Kernel
+from opkit.compiler.ir.kernel import Kernel, callees
 from opkit.compiler.ir.program import Buffer, Extern, Program
 
 
@@ -72,6 +73,12 @@ def batches(steps: Iterable[Launch | Extern]) -> list[list[Launch]]:
                 found.append([])
             found[-1].append(launch)
     return found
+
+
+def called(launches: Iterable[Launch]) -> tuple[Callee, ...]:
+    """The functions of libraries that kernels call, each once: the order of the table that they are given."""
+    kernels = dict.fromkeys(launch.kernel for launch in launches)
+    return tuple(dict.fromkeys(callee for kernel in kernels for callee in callees(kernel.body)))
 
 
 def moments(steps: Iterable[Launch | Extern]) -> Iterator[tuple[int, Launch | Extern]]:
