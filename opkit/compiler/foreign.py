@@ -19,11 +19,8 @@ from opkit.compiler.lower.context import Builder, element
 from opkit.compiler.lower.registry import NoRule, Rule
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Tensor
-from opkit.errors import KernelError
-from opkit.kernels import shared_library
 from opkit.kernels.dtypes import C_TYPES
 from opkit.kernels.native import Elements, NativeKernel
-from opkit.kernels.shared_library import SharedLibrary
 from opkit.op.native import NativeFunction
 from opkit.op.operator import CustomOp
 from opkit.op.selection import Kernel, forced_kernels
@@ -83,6 +80,8 @@ def _refusal(op: CustomOp[Any, Any]) -> str:
     operator = op._operator
     kernels = [kernel for kernel in operator.kernels.kernels if kernel.device in (None, "cpu")]
     found = [_elements(kernel) for kernel in kernels]
+    if not any(found):
+        return "no kernel of it is a library's function of numbers"
     if None in found or any(kernel.when or kernel.autotune for kernel in kernels):
         return "which of its kernels is called is decided at the call"
     if operator.kernels.disabled & {None, "cpu"} or forced_kernels.get().get(operator.name):
@@ -99,10 +98,7 @@ def _chosen(op: CustomOp[Any, Any], b: Builder, given: Mapping[str, Any]) -> tup
     for kernel in op._operator.kernels.kernels:
         elements = _elements(kernel)
         if elements is not None and _takes(kernel, elements, have, b.result().dtype):
-            try:
-                shared_library.check_function(SharedLibrary(elements.library, elements.library), elements.symbol)
-            except (KernelError, OSError) as error:
-                raise NoRule(f"{elements.symbol} cannot be called: {error}") from error
+            _refuse("" if _is_there(elements) else f"{elements.library}, which has {elements.symbol}, is gone")
             return kernel.function.native, elements  # pyright: ignore[reportFunctionMemberAccess]
     raise NoRule(f"no variant of the function takes {', '.join(have.values())}")
 
@@ -113,6 +109,11 @@ def _takes(kernel: Kernel, elements: Elements, have: Mapping[str, str], result: 
     allowed = None if kernel.dtypes is None else {OF_TORCH.get(str(t).removeprefix("torch.")) for t in kernel.dtypes}
     fits = allowed is None or all(dtype in allowed for dtype in have.values())
     return fits and types == dict(have) and _dtype(elements.returns) == result
+
+
+def _is_there(elements: Elements) -> bool:
+    """Whether the library is where it was found when the operator was made; a bare name is the loader's to find."""
+    return os.sep not in elements.library or os.path.isfile(elements.library)
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------

@@ -22,20 +22,24 @@ Failed = Callable[[OpkitError], None]
 
 
 def operators(targets: Mapping[str, Callable[..., Any]]) -> dict[str, CustomOp[Any, Any]]:
-    """The operators of a graph that have such a rule, by their targets."""
-    known = {op.name: op for op in registry.operators() if op.lowering is not None or foreign.serves(op)}
+    """The operators of a graph that are opkit's, by their targets."""
+    known = {op.name: op for op in registry.operators()}
     named = {text: private.qualified_name(target) for text, target in targets.items()} if known else {}
     return {text: known[name] for text, name in named.items() if name in known}
 
 
 def rules(found: Mapping[str, CustomOp[Any, Any]], failed: Failed) -> dict[str, Rule]:
-    """Their rules. One that goes wrong is handed to ``failed``; if that returns, the operator is called."""
+    """Their rules. One that goes wrong is handed to ``failed``; if that returns, the operator is called.
+
+    Those of operators that neither have a rule of their authors' nor such a function say why they are called.
+    """
     return {text: _guarded(op, private.overload_named(text), failed) for text, op in found.items()}
 
 
 def identity(found: Mapping[str, CustomOp[Any, Any]]) -> str:
     """What decides the rules, for the key of a stored plan."""
-    return " ".join(f"{op._operator.contract_hash()} {foreign.identity(op)}" for op in found.values())
+    decided = [op for op in found.values() if op.lowering is not None or foreign.serves(op)]
+    return " ".join(f"{op._operator.contract_hash()} {foreign.identity(op)}" for op in decided)
 
 
 def _guarded(op: CustomOp[Any, Any], overload: Any, failed: Failed) -> Rule:
