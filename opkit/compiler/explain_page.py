@@ -37,6 +37,8 @@ def _graph(number: int, graph: Explained) -> Iterator[str]:
         yield f'<p><span class="bad">runs in eager mode</span> {escape(graph.reason)}</p>'
     for kernel in graph.kernels:
         yield from _kernel(kernel)
+    yield from _listed("Kernels side by side", graph.batches)
+    yield from _listed("Kernels that are apart", graph.apart)
     yield from _listed("Calls of torch's operators", graph.calls)
     yield from _listed("Not fused", graph.refusals)
     yield from _listed(f"Memory: {graph.arena:,} bytes", map(explain_text.place_text, graph.places))

@@ -45,6 +45,8 @@ def _graph(graph: Explained) -> Iterator[str]:
     if graph.reason:
         yield f"runs in eager mode: {graph.reason}"
     yield from _shortened([_kernel(kernel) for kernel in graph.kernels], "kernels")
+    yield from _shortened([f"side by side: {batch}" for batch in graph.batches], "batches")
+    yield from _shortened([f"apart: {reason}" for reason in graph.apart], "kernels that are apart")
     yield from _shortened([f"call {call}" for call in graph.calls], "calls")
     yield from _shortened([f"not fused: {refusal}" for refusal in graph.refusals], "refusals")
     yield from _shortened([place_text(place) for place in graph.places], "buffers")

@@ -11,7 +11,7 @@ from opkit.compiler.ir.index import Index, Size
 from opkit.compiler.ir.kernel import Kernel
 from opkit.compiler.ir.printer import kernel_text, program_text
 from opkit.compiler.ir.program import Extern, reads, writes
-from opkit.compiler.ir.schedule import Launch, Schedule
+from opkit.compiler.ir.schedule import Launch, Schedule, batches, moments
 from opkit.compiler.lower.arena import nbytes
 
 
@@ -64,6 +64,8 @@ class Explained:
         captured: the graph, as text.
         program: what it was lowered to: a step for each operation, none fused.
         kernels: each once.
+        batches: the kernels of each batch: those that share a parallel region.
+        apart: kernels that are in no batch with those before them, and why.
         calls: the operators that torch computes, with the reason where there is one.
         refusals: steps that were not fused, and why.
         arena: the bytes of memory for what lies between kernels.
@@ -77,6 +79,8 @@ class Explained:
     captured: str = ""
     program: str = ""
     kernels: tuple[KernelText, ...] = ()
+    batches: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
     arena: int = 0
@@ -102,6 +106,8 @@ def explained(compiled: Compiled) -> Explained:
         str(captured.graph),
         program_text(program),
         _kernels(schedule),
+        batch_texts(schedule),
+        schedule.apart,
         tuple(_call(step) for step in schedule.steps if isinstance(step, Extern)),
         tuple(map(str, schedule.refusals)),
         _number(schedule.arena, program.sizes),
@@ -118,6 +124,12 @@ def _kernels(schedule: Schedule) -> tuple[KernelText, ...]:
 def _kernel(kernel: Kernel, launches: int) -> KernelText:
     operators = tuple(origin.split(" ", 1)[0] for origin in kernel.origins)
     return KernelText(kernel.name, operators, kernel.origins, kernel_text(kernel), launches)
+
+
+def batch_texts(schedule: Schedule) -> tuple[str, ...]:
+    """The batches of several launches: their kernels by name, each with how often it runs."""
+    names = [Counter(launch.kernel.name for launch in batch) for batch in batches(schedule.steps) if len(batch) > 1]
+    return tuple(", ".join(name if n == 1 else f"{name} ({n} times)" for name, n in each.items()) for each in names)
 
 
 def _call(step: Extern) -> str:
@@ -148,7 +160,7 @@ def _places(schedule: Schedule) -> tuple[Place, ...]:
 
 def _lives(schedule: Schedule) -> dict[str, tuple[int, int]]:
     lives: dict[str, tuple[int, int]] = {}
-    for number, step in enumerate(schedule.steps):
+    for number, step in moments(schedule.steps):
         names = step.buffers if isinstance(step, Launch) else (*reads(step), *writes(step))
         lives |= {name: (lives.get(name, (number, 0))[0], number) for name in names}
     return lives

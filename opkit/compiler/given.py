@@ -1,4 +1,5 @@
-"""The rules that authors gave with ``register_lowering``, as lowering takes them: with defaults, and checked."""
+"""The rules of operators of opkit, as lowering takes them, with defaults and checked: those that authors gave with
+``register_lowering``, and those of functions of libraries."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from opkit.compiler import foreign
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.program import Buffer, Program, Step, reads, writes
 from opkit.compiler.ir.verifier import verify_program
@@ -20,25 +22,28 @@ Failed = Callable[[OpkitError], None]
 
 
 def operators(targets: Mapping[str, Callable[..., Any]]) -> dict[str, CustomOp[Any, Any]]:
-    """The operators of a graph that have such a rule, by their targets."""
-    known = {op.name: op for op in registry.operators() if op.lowering is not None}
+    """The operators of a graph that are opkit's, by their targets."""
+    known = {op.name: op for op in registry.operators()}
     named = {text: private.qualified_name(target) for text, target in targets.items()} if known else {}
     return {text: known[name] for text, name in named.items() if name in known}
 
 
 def rules(found: Mapping[str, CustomOp[Any, Any]], failed: Failed) -> dict[str, Rule]:
-    """Their rules. One that goes wrong is handed to ``failed``; if that returns, the operator is called."""
+    """Their rules. One that goes wrong is handed to ``failed``; if that returns, the operator is called.
+
+    Those of operators that neither have a rule of their authors' nor such a function say why they are called.
+    """
     return {text: _guarded(op, private.overload_named(text), failed) for text, op in found.items()}
 
 
 def identity(found: Mapping[str, CustomOp[Any, Any]]) -> str:
     """What decides the rules, for the key of a stored plan."""
-    return " ".join(op._operator.contract_hash() for op in found.values())
+    decided = [op for op in found.values() if op.lowering is not None or foreign.serves(op)]
+    return " ".join(f"{op._operator.contract_hash()} {foreign.identity(op)}" for op in decided)
 
 
 def _guarded(op: CustomOp[Any, Any], overload: Any, failed: Failed) -> Rule:
-    rule, parameters = op.lowering, private.schema(overload).arguments
-    assert rule is not None
+    rule, parameters = op.lowering or foreign.rule(op), private.schema(overload).arguments
 
     def lowered(b: Builder, *args: Any, **kwargs: Any) -> Any:
         node, steps, buffers = b.node, len(b.steps), set(b.buffers)
@@ -48,7 +53,7 @@ def _guarded(op: CustomOp[Any, Any], overload: Any, failed: Failed) -> Rule:
         except NoRule as why:
             if not isinstance(why, WrongResult):
                 raise
-            failed(RuleError(f"{op.name}: what register_lowering was given does not fit: {why}"))
+            failed(RuleError(f"{op.name}: its rule does not fit: {why}"))
             raise
         except Exception as error:
             failed(_told(op.name, error))
@@ -59,7 +64,7 @@ def _guarded(op: CustomOp[Any, Any], overload: Any, failed: Failed) -> Rule:
 
 
 def _told(name: str, error: Exception) -> OpkitError:
-    told = RuleError(f"{name}: the rule that register_lowering was given raised {type(error).__name__}: {error}")
+    told = RuleError(f"{name}: its rule raised {type(error).__name__}: {error}")
     told.__cause__ = error
     return told
 

@@ -11,6 +11,7 @@ from opkit.compiler import given, logs
 from opkit.compiler.capture.conversion import Captured
 from opkit.compiler.compiled import Compiled, Stages
 from opkit.compiler.emit.source import source
+from opkit.compiler.explained import batch_texts
 from opkit.compiler.ir.schedule import Launch, Schedule
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
@@ -58,4 +59,6 @@ def _log_fusion(name: str, scheduled: Schedule) -> None:
             f"  {s.kernel.name}: {'; '.join(s.kernel.origins)}" for s in scheduled.steps if isinstance(s, Launch)
         ]
         refusals = [f"  not fused: {refusal}" for refusal in scheduled.refusals]
-        logs.fusion.debug("%s: %d kernels\n%s", name, len(kernels), "\n".join([*kernels, *refusals]))
+        beside = [f"  side by side: {batch}" for batch in batch_texts(scheduled)]
+        apart = [f"  apart: {reason}" for reason in scheduled.apart]
+        logs.fusion.debug("%s: %d kernels\n%s", name, len(kernels), "\n".join([*kernels, *refusals, *beside, *apart]))

@@ -14,7 +14,7 @@ from opkit.kernels.binding import Constant
 from opkit.kernels.declaration import TENSOR, CParameter, Function
 from opkit.kernels.dtypes import C_TYPES
 from opkit.kernels.foreign import Foreign
-from opkit.kernels.native import NativeKernel
+from opkit.kernels.native import Elements, NativeKernel
 from opkit.kernels.shared_library import SharedLibrary
 
 OUTPUT = "out"
@@ -211,7 +211,16 @@ def kernel(
         _row(function),
         _entry(function, entry),
     )
-    return foreigns.native(foreign, library, "\n".join(pieces), entry, {**bind, "opk_out": OUTPUT}, flags)
+    made = foreigns.native(foreign, library, "\n".join(pieces), entry, {**bind, "opk_out": OUTPUT}, flags)
+    return dataclasses.replace(made, elements=_elements(function, library, parallel))
+
+
+def _elements(function: Elementwise, library: SharedLibrary, parallel: bool) -> Elements:
+    declared = function.foreign.function
+    listed = tuple((p.name, foreigns.numeric(p.type)) for p in declared.parameters)
+    tensors = frozenset(p.name for p in function.tensors)
+    returned = foreigns.numeric(declared.returns)
+    return Elements(function.foreign.symbol, library.path, listed, returned, tensors, parallel)
 
 
 def _parameter(parameter: CParameter, tensor: bool) -> CParameter:

@@ -25,6 +25,26 @@ ISAS = ("native", "baseline", "avx2", "avx512", "neon")
 _DEFAULT_DTYPES = ("float32", "float64")
 
 
+@dataclasses.dataclass(frozen=True)
+class Elements:
+    """A library's function of numbers that a kernel applies to each element.
+
+    Attributes:
+        symbol, library: its name, and the path of the library.
+        parameters: the name and the C type of each parameter.
+        returns: the C type of its value.
+        tensors: the parameters that are elements of tensors.
+        parallel: whether several threads may call it at once.
+    """
+
+    symbol: str
+    library: str
+    parameters: tuple[tuple[str, str], ...]
+    returns: str
+    tensors: frozenset[str]
+    parallel: bool
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class NativeKernel:
     """A kernel in C, C++ or CUDA C++, as its author wrote it."""
@@ -43,6 +63,7 @@ class NativeKernel:
     libraries: tuple[str, ...] = ()
     isas: tuple[str, ...] = ("native",)
     debug: bool = False
+    elements: Elements | None = None  # what it applies to each element, where it does that alone
 
     @property
     def name(self) -> str:
@@ -69,7 +90,7 @@ class NativeKernel:
         return [*[(name, str(value)) for name, value in fields.items()], ("contents", tuple(contents))]
 
 
-_NOT_HASHED = {"file", "line", "function"}
+_NOT_HASHED = {"file", "line", "function", "elements"}
 
 
 def c_kernel(

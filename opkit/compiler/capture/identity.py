@@ -69,7 +69,11 @@ def _node(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
 def _called(target: Any) -> str:
     """What a node calls: a function of torch's by its name, an operator of opkit's by all that decides what it computes."""
     op = registry.find(private.qualified_name(target))
-    return _target(target) if op is None else f"{target} {op._operator.contract_hash()}"
+    if op is None:
+        return _target(target)
+    from opkit.compiler import foreign  # it leads to all of lowering, which other graphs need not have
+
+    return f"{target} {op._operator.contract_hash()} {foreign.identity(op)}"
 
 
 @functools.lru_cache(maxsize=1024)

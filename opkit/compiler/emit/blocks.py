@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from opkit.compiler.emit import indices, near
 from opkit.compiler.emit.expressions import apply, convert, reinterpret
 from opkit.compiler.emit.types import C_TYPES, number, variable_type
 from opkit.compiler.ir import expr
+from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Atom, Div, Index, Mod, Value
 from opkit.compiler.ir.kernel import Accumulator, Loop
@@ -34,6 +35,7 @@ class Writer:
         dtypes: of the arguments.
         streamed: the arguments that are written past the caches.
         second, asked: the loop before which next rows are asked for, and those rows; see :mod:`opkit.compiler.emit.ahead`.
+        callees: the numbers of libraries' functions in the runtime's table.
     """
 
     lines: list[str] = dataclasses.field(default_factory=list)
@@ -46,6 +48,7 @@ class Writer:
     streamed: frozenset[str] = frozenset()
     second: Loop | None = None
     asked: Sequence[tuple[str, Index, int, int]] = ()
+    callees: Mapping[Callee, int] = dataclasses.field(default_factory=dict[Callee, int])
 
     def line(self, text: str) -> None:
         self.lines.append("  " * self.depth + text)
@@ -221,6 +224,7 @@ _TEXTS: dict[str, Callable[[Scope, Expr, list[str], list[str]], str]] = {
     "var": _var,
     "random": lambda scope, node, args, at: f"opk_random_{node.dtype}({args[0]}, {at[0]})",
     "bound": _bound,
+    "call": lambda scope, node, args, at: f"c_{scope.writer.callees[node.data]}({', '.join(args)})",
     "cast": lambda scope, node, args, at: convert(args[0], node.args[0].dtype, node.dtype),
     "bitcast": lambda scope, node, args, at: reinterpret(args[0], node.args[0].dtype, node.dtype),
 }

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from opkit.compiler.emit import ahead, indices, near, streams, stretches
+from opkit.compiler.emit import ahead, calls, indices, near, streams, stretches
 from opkit.compiler.emit.blocks import Scope, Writer, marks_nan, values
 from opkit.compiler.emit.expressions import apply, convert
 from opkit.compiler.emit.types import C_TYPES, NARROW, number, variable_type
+from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.dtypes import DTYPES, dtype, is_float
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Index
-from opkit.compiler.ir.kernel import Accumulator, Kernel, Let, Loop, Scratch, Statement, Store, Update
+from opkit.compiler.ir.kernel import (
+    Accumulator,
+    Kernel,
+    Let,
+    Loop,
+    Scratch,
+    Statement,
+    Store,
+    Update,
+    callees,
+    parallel,
+)
 from opkit.compiler.ir.ops import REDUCTIONS
 
 _STACK = 1 << 16  # bytes of scratch memory that a function may have on its stack
@@ -20,7 +32,13 @@ _BOOLEAN = {"add": "or", "max": "or", "mul": "and", "min": "and"}
 _POSITIONED = ("argmax", "argmin")
 
 
-def function(kernel: Kernel, name: str, exclusive: bool = True, types: frozenset[str] = frozenset()) -> str:
+def function(
+    kernel: Kernel,
+    name: str,
+    exclusive: bool = True,
+    types: frozenset[str] = frozenset(),
+    order: Mapping[Callee, int] | None = None,
+) -> str:
     """The kernel over the iterations from ``begin`` to ``end``.
 
     Args:
@@ -28,11 +46,13 @@ def function(kernel: Kernel, name: str, exclusive: bool = True, types: frozenset
         name: of the function.
         exclusive: no two arguments are the same memory.
         types: in the form of :mod:`opkit.compiler.emit.near` for functions of these types, which says whether it failed.
+        order: the numbers of libraries' functions in the runtime's table.
     """
     loops, body = parallel(kernel)
-    writer = Writer(near=types)
+    writer = Writer(near=types, callees=order or {})
     writer.second, writer.asked = ahead.of(loops, body)
     writer.dtypes, writer.streamed = {a.buffer: a.dtype for a in kernel.arguments}, streams.buffers(kernel)
+    calls.declare(writer, list(dict.fromkeys(callees(kernel.body))))
     flags = [f"far_{t}" for t in sorted(types)]
     for t, flag in zip(sorted(types), flags, strict=True):
         writer.line(f"{near.FLAGS[t]} {flag} = 0;")
@@ -51,16 +71,6 @@ def function(kernel: Kernel, name: str, exclusive: bool = True, types: frozenset
     return "\n".join(
         [f"static __attribute__((noinline)) {result} {_signature(kernel, name, exclusive)} {{", *writer.lines, "}"]
     )
-
-
-def parallel(kernel: Kernel) -> tuple[list[Loop], tuple[Statement, ...]]:
-    """The parallel loops around everything, outermost first, and what they hold."""
-    loops: list[Loop] = []
-    body = kernel.body
-    while len(body) == 1 and isinstance(body[0], Loop) and body[0].how == "parallel":
-        loops.append(body[0])
-        body = body[0].body
-    return loops, body
 
 
 def _signature(kernel: Kernel, name: str, exclusive: bool) -> str:
@@ -85,22 +95,18 @@ def _iterations(scope: Scope, loops: Sequence[Loop], body: Sequence[Statement], 
     writer.line("int64_t rest = begin;")
     for axis, extent in reversed(list(zip(axes, extents, strict=True))):
         writer.line(f"int64_t {axis} = rest % {extent}; rest /= {extent};")
-    _odometer(scope, axes, extents, body, large)
+    _odometer(scope, axes, extents, loops[-1], large)
     return None
 
 
-def _odometer(
-    scope: Scope, axes: list[str], extents: list[str], body: Sequence[Statement], large: frozenset[str]
-) -> None:
+def _odometer(scope: Scope, axes: list[str], extents: list[str], innermost: Loop, large: frozenset[str]) -> None:
     *outer, inner = axes
     scope.writer.line("for (int64_t left = end - begin; left > 0;) {")
     scope.writer.line(f"  const int64_t until = left < {extents[-1]} - {inner} ? {inner} + left : {extents[-1]};")
     scope.writer.line(f"  left -= until - {inner};")
-    scope.writer.line(f"  for (; {inner} < until; ++{inner}) {{")
     scope.writer.depth += 1
-    _inside(scope, body, large)
+    _over(scope, innermost, inner, "until", large)
     scope.writer.depth -= 1
-    scope.writer.line("  }")
     carry = " ".join(f"if (++{a} == {e}) {{ {a} = 0;" for a, e in reversed(list(zip(outer, extents, strict=False))))
     scope.writer.line(f"  {inner} = 0; {carry} {'}' * len(outer)}")
     scope.writer.line("}")
@@ -116,14 +122,14 @@ def _loop(scope: Scope, loop: Loop, large: frozenset[str]) -> None:
 
 
 def _over(scope: Scope, loop: Loop, first: str, last: str, large: frozenset[str]) -> None:
-    """A loop over a part of its axis."""
-    a, writer = f"a{loop.axis.number}", scope.writer
-    rows = stretches.of(loop, _roots(loop.body), writer.streamed)
+    """A loop over a part of its axis; from where the axis stands, where ``first`` is its name."""
+    a, writer, roots = f"a{loop.axis.number}", scope.writer, _roots(loop.body)
+    rows = stretches.of(loop, roots, writer.streamed)
     if rows:
         scope, first, last = stretches.begin(scope, loop.axis, rows, first, last)
     if _vectorises(scope, loop):
-        writer.line(f"SIMD(omp simd{_clauses(writer, loop)}{_noted(writer, loop)})")
-    writer.line(f"for (int64_t {a} = {first}; {a} < {last}; ++{a}) {{")
+        writer.line(f"SIMD(omp simd{_clauses(writer, loop)}{calls.noted(writer, roots)})")
+    writer.line(f"for ({'' if first == a else f'int64_t {a} = {first}'}; {a} < {last}; ++{a}) {{")
     _inside(scope, loop.body, large, loop.stop)
     writer.line("}")
     if rows:
@@ -154,12 +160,6 @@ def _clauses(writer: Writer, loop: Loop) -> str:
         if marks_nan(accumulator):
             clauses[f" reduction(|:v_{accumulator.name}_nan)"] = None
     return "".join(clauses)
-
-
-def _noted(writer: Writer, loop: Loop) -> str:
-    """The clauses for what is noted of arguments that are too large."""
-    types = near.of(node for root in _roots(loop.body) for node in root.walk()) if writer.near else ()
-    return "".join(f" reduction(|:far_{t})" for t in sorted(types))
 
 
 def _inside(

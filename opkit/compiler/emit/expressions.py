@@ -36,7 +36,6 @@ SPELLED: dict[str, dict[str, str]] = {
     "eq": dict.fromkeys("bifc", "({a} == {b})"),
     "ne": dict.fromkeys("bifc", "({a} != {b})"),
     "floor": {"f": "__builtin_floor{f}({a})"},
-    "ceil": {"f": "__builtin_ceil{f}({a})"},
     "trunc": {"f": "__builtin_trunc{f}({a})"},
     "round": {"f": "__builtin_rint{f}({a})"},
     "sqrt": {"f": "__builtin_sqrt{f}({a})"},

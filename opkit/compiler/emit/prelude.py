@@ -49,39 +49,78 @@ struct opkit_runtime {
   int (*thread)(void);
   int64_t threads;
   int64_t error[3];
+  void *const *functions;
 };
 struct opkit_call {
   void (*range)(const struct opkit_call *, int64_t, int64_t);
   void *const *buffers;
   const int64_t *sizes;
   struct opkit_runtime *runtime;
-  int64_t count, threads;
+  int64_t count, grain;
+};
+struct opkit_batch {
+  const struct opkit_call *calls;
+  int64_t length, threads, parts, next;
+  double work;
+  const struct opkit_runtime *runtime;
   uint8_t *done;
 };
-static void opkit_part(const struct opkit_call *call, int64_t part) {
-  const int64_t each = call->count / call->threads, more = call->count % call->threads;
-  const int64_t begin = part * each + (part < more ? part : more);
-  call->range(call, begin, begin + each + (part < more));
-  call->done[part] = 1;
+static double opkit_work(const struct opkit_call *call) {
+  return call->count > 0 ? (double)call->count / (double)call->grain : 0;
+}
+static int64_t opkit_after(const struct opkit_call *call, double work) {
+  const double at = work * (double)call->grain;
+  return at <= 0 ? 0 : at < (double)call->count ? (int64_t)at : call->count;
+}
+static void opkit_part(const struct opkit_batch *batch, int64_t part) {
+  double first = batch->work * (double)part / (double)batch->parts;
+  double last = batch->work * (double)(part + 1) / (double)batch->parts;
+  if (part + 1 == batch->parts) last = __builtin_inf();
+  for (int64_t i = 0; i < batch->length; ++i) {
+    const struct opkit_call *call = batch->calls + i;
+    const int64_t begin = opkit_after(call, first), end = opkit_after(call, last);
+    if (begin < end) call->range(call, begin, end);
+    first -= opkit_work(call);
+    last -= opkit_work(call);
+  }
+}
+static void opkit_take(struct opkit_batch *batch) {
+  for (int64_t part; (part = __atomic_fetch_add(&batch->next, 1, __ATOMIC_RELAXED)) < batch->parts;)
+    opkit_part(batch, part);
 }
 static void opkit_thread(void *data) {
-  const struct opkit_call *call = data;
-  const int64_t part = call->runtime->thread();
-  if (part < call->threads) opkit_part(call, part);
-}
-static void opkit_launch(struct opkit_call call, int64_t grain) {
-  uint8_t done[256] = {0};
-  const struct opkit_runtime *runtime = call.runtime;
-  call.threads = runtime->threads < call.count / grain ? runtime->threads : call.count / grain;
-  if (call.threads > 256) call.threads = 256;
-  if (call.threads < 2 || !runtime->parallel || !runtime->thread) {
-    if (call.count > 0) call.range(&call, 0, call.count);
+  struct opkit_batch *batch = data;
+  if (!batch->done) {
+    opkit_take(batch);
     return;
   }
-  call.done = done;
-  runtime->parallel(opkit_thread, &call, (unsigned)call.threads, 0);
-  for (int64_t part = 0; part < call.threads; ++part)
-    if (!done[part]) opkit_part(&call, part);
+  const int64_t part = batch->runtime->thread();
+  if (part >= batch->parts) return;
+  opkit_part(batch, part);
+  batch->done[part] = 1;
+}
+static void opkit_in_parallel(struct opkit_batch *batch) {
+  batch->runtime->parallel(opkit_thread, batch, (unsigned)batch->threads, 0);
+  if (!batch->done) opkit_take(batch);
+  else
+    for (int64_t part = 0; part < batch->parts; ++part)
+      if (!batch->done[part]) opkit_part(batch, part);
+}
+static __attribute__((noinline)) void opkit_launch(
+    const struct opkit_call *calls, int64_t length, const struct opkit_runtime *runtime) {
+  struct opkit_batch batch = {calls, length, runtime->threads, 0, 0, 0, runtime, 0};
+  for (int64_t i = 0; i < length; ++i) batch.work += opkit_work(calls + i);
+  if (batch.work < (double)batch.threads) batch.threads = (int64_t)batch.work;
+  if (batch.threads > 256) batch.threads = 256;
+  if (batch.threads >= 2 && runtime->parallel && runtime->thread) {
+    uint8_t done[256] = {0};
+    batch.done = length == 1 ? done : 0;
+    batch.parts = length == 1 ? batch.threads : 4 * batch.threads;
+    opkit_in_parallel(&batch);
+    return;
+  }
+  for (int64_t i = 0; i < length; ++i)
+    if (calls[i].count > 0) calls[i].range(calls + i, 0, calls[i].count);
 }
 static __attribute__((cold, noinline)) void opkit_fail(struct opkit_runtime *r, int64_t code, int64_t a, int64_t b) {
   int64_t none = 0;

@@ -9,13 +9,15 @@ The program's steps are runs of kernels between calls of torch's operators. Each
       int (*thread)(void);
       int64_t threads;
       int64_t error[3];
+      void *const *functions;
     };
 
 ``buffers`` points at the first element of each buffer and ``sizes`` holds the symbolic sizes, in the orders that
 :func:`source` was given. ``parallel`` is GOMP_parallel and ``thread`` omp_get_thread_num of the OpenMP that torch has
 loaded, so that a process has one pool of threads; where either is NULL, all runs in the calling thread. ``threads`` is how
-many may be used. A segment returns 0, or the code of what went wrong, which is then in ``error`` (zeros before; one
-``opkit_runtime`` for each call that runs at the same time) with two numbers:
+many may be used. ``functions`` are those of libraries that kernels call, in the order of ``schedule.called``. A segment
+returns 0, or the code of what went wrong, which is then in ``error`` (zeros before; one ``opkit_runtime`` for each call
+that runs at the same time) with two numbers:
 
     1   an index that was read from memory is out of range: the index, the extent
     2   there is no memory for scratch: the bytes, 0
@@ -26,11 +28,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from opkit.compiler.emit import indices, near, prelude
-from opkit.compiler.emit.c import function, parallel
+from opkit.compiler.emit.c import function
 from opkit.compiler.emit.types import TYPEDEFS
+from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.index import Atom, Div, Mod, Size, product
-from opkit.compiler.ir.kernel import Kernel
-from opkit.compiler.ir.schedule import Launch
+from opkit.compiler.ir.kernel import Kernel, parallel
+from opkit.compiler.ir.schedule import Launch, batches, called
 
 # The pragma is written by a macro, so that it is only what "-fopenmp-simd" makes of it, and no OpenMP is linked.
 _WORTH_A_UNIT = 12_000  # characters of kernels: gcc takes some 0.2 s for them, and 0.05 s to start and to link
@@ -52,7 +55,8 @@ def source(
     shared = {
         launch.kernel for segment in launches for launch in segment if len(set(launch.buffers)) < len(launch.buffers)
     }
-    code = {name: _kernel(kernel, name, kernel not in shared) for kernel, name in names.items()}
+    order = {callee: i for i, callee in enumerate(called(launch for segment in launches for launch in segment))}
+    code = {name: _kernel(kernel, name, kernel not in shared, order) for kernel, name in names.items()}
     tables = ({name: i for i, name in enumerate(buffers)}, {name: i for i, name in enumerate(sizes)})
     segments = [_segment(number, segment, names, *tables) for number, segment in enumerate(launches)]
     first, *others = _shared_out(code, units)
@@ -85,16 +89,16 @@ def _names(kernels: Iterable[Kernel]) -> dict[Kernel, str]:
     return names
 
 
-def _kernel(kernel: Kernel, name: str, exclusive: bool) -> str:
+def _kernel(kernel: Kernel, name: str, exclusive: bool, order: Mapping[Callee, int]) -> str:
     """The function, and one that takes its arguments from a call."""
     given = [f"call->buffers[{i}]" for i in range(len(kernel.arguments))]
     given += [f"call->sizes[{i}]" for i in range(len(kernel.sizes))]
     arguments = f"({', '.join([*given, 'call->runtime', 'begin', 'end'])})"
     types = near.types(kernel, exclusive)
-    first = [function(kernel, f"{name}_near", exclusive, types)] if types else []
+    first = [function(kernel, f"{name}_near", exclusive, types, order)] if types else []
     call = f"if ({name}_near{arguments}) {name}{arguments};" if types else f"{name}{arguments};"
     origins = [f"// {', '.join(kernel.origins)}"] if kernel.origins else []
-    return "\n".join([*origins, *first, function(kernel, name, exclusive), f"{_range(name)} {{ {call} }}"])
+    return "\n".join([*origins, *first, function(kernel, name, exclusive, order=order), f"{_range(name)} {{ {call} }}"])
 
 
 def _range(name: str) -> str:
@@ -112,10 +116,9 @@ def _segment(
         f'__attribute__((visibility("default"))) int64_t opkit_segment_{number}'
         "(void *const *buffers, const int64_t *sizes, struct opkit_runtime *runtime) {"
     ]
-    for launch in segment:
-        lines.append(
-            f"  opkit_launch({_call(launch, names[launch.kernel], buffers, sizes)}, {max(1, launch.kernel.grain)});"
-        )
+    for batch in batches(segment):
+        calls = [_call(launch, names[launch.kernel], buffers, sizes) for launch in batch]
+        lines.append(f"  opkit_launch({_array('const struct opkit_call', calls)}, {len(calls)}, runtime);")
         lines.append("  if (runtime->error[0]) return runtime->error[0];")
     return "\n".join([*lines, "  return 0;", "}"])
 
@@ -130,7 +133,7 @@ def _call(launch: Launch, name: str, buffers: Mapping[str, int], sizes: Mapping[
         return f"sizes[{sizes[places[atom.name]]}]" if isinstance(atom, Size) else indices.divided(atom, spell)
 
     count = indices.text(product(loop.axis.extent for loop in parallel(launch.kernel)[0]), spell)
-    return f"(struct opkit_call){{{name}_range, {pointers}, {numbers}, runtime, {count}, 1, 0}}"
+    return f"{{{name}_range, {pointers}, {numbers}, runtime, {count}, {max(1, launch.kernel.grain)}}}"
 
 
 def _array(ctype: str, elements: Sequence[str]) -> str:

@@ -1,5 +1,7 @@
 """Loops cut into stretches: what a stretch needs is made in a row before it, what it makes is moved from a row after it.
 
+The rows stay in the processor's first cache.
+
 for (int64_t c0 = begin; c0 < end; c0 += 512) {
   const int64_t u0 = end - c0 < 512 ? end : c0 + 512;
   float r1[512];
@@ -13,10 +15,10 @@ for (int64_t c0 = begin; c0 < end; c0 += 512) {
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from opkit.compiler.emit import draws, streams
+from opkit.compiler.emit import calls, draws, streams
 from opkit.compiler.emit.blocks import Scope
 from opkit.compiler.emit.types import C_TYPES
 from opkit.compiler.ir.expr import Expr
@@ -28,20 +30,28 @@ _LENGTH = 512  # elements: a few KiB of the stack, and what a stretch costs is l
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What a loop has rows for: random numbers, and results that are written past the caches."""
+    """What a loop has rows for.
+
+    Attributes:
+        drawn: random numbers.
+        called: calls of libraries' functions; see ``calls.first_of_all``.
+        moved: results that are written past the caches.
+    """
 
     drawn: Sequence[Expr] = ()
+    called: Mapping[Expr, Expr] = dataclasses.field(default_factory=dict[Expr, Expr])
     moved: Sequence[Store] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.drawn or self.moved)
+        return bool(self.drawn or self.called or self.moved)
 
 
 def of(loop: Loop, roots: Sequence[Expr], streamed: frozenset[str]) -> Rows:
     """What an innermost loop with these expressions of its own has rows for."""
     if loop.stop is not None or any(isinstance(statement, Loop) for statement in loop.body):
         return Rows()
-    return Rows(draws.of(loop.axis, roots), streams.of(loop, roots, streamed))
+    called = {} if loop.how == "plain" else calls.first_of_all(loop.body, roots)
+    return Rows(draws.of(loop.axis, roots), called, streams.of(loop, roots, streamed))
 
 
 def begin(scope: Scope, axis: Axis, rows: Rows, first: str, last: str) -> tuple[Scope, str, str]:
@@ -56,6 +66,7 @@ def begin(scope: Scope, axis: Axis, rows: Rows, first: str, last: str) -> tuple[
         _at_begin(scope, axis, draws.fill, node, row)
         inner.spelled[node] = f"{row}[{a} - {c}]"
         inner.reads[node] = frozenset()
+    calls.write(inner, rows.called, f"for (int64_t {a} = {c}; {a} < {u}; ++{a})", f"[{a} - {c}]", _LENGTH)
     for store in rows.moved:
         inner.rows[store.buffer] = _row(scope, C_TYPES[writer.dtypes[store.buffer]]), f"{a} - {c}"
     return inner, c, u

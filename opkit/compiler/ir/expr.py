@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index, IndexLike, Value, index
 from opkit.compiler.ir.ops import OPS
@@ -115,6 +116,11 @@ def bound(at: Expr, extent: IndexLike) -> Expr:
 def random(seed: Expr, count: IndexLike, dtype: str = "f32") -> Expr:
     """A number in [0, 1) that the seed and the count decide."""
     return make("random", dtype, (seed,), index(count))
+
+
+def call(callee: Callee, *args: Expr) -> Expr:
+    """The value of a library's function."""
+    return make("call", callee.result, args, callee)
 
 
 def cast(value: Expr, dtype: str, asked: bool = False) -> Expr:
@@ -221,5 +227,5 @@ def _printed(node: Expr) -> str:
         mask = f" if {node.args[0]}" if node.args else ""
         return f"{buffer}[{', '.join(map(str, coordinates))}{mask}]"
     inside = [*map(str, node.args), *([str(node.data)] if node.op in ("random", "bound") else [])]
-    name = node.dtype if node.op == "cast" else f"as_{node.dtype}" if node.op == "bitcast" else node.op
-    return f"{name}({', '.join(inside)})"
+    names = {"cast": node.dtype, "bitcast": f"as_{node.dtype}", "call": getattr(node.data, "name", "")}
+    return f"{names.get(node.op, node.op)}({', '.join(inside)})"

@@ -29,13 +29,14 @@ def run(
     sizes: Mapping[str, int] | None = None,
     call: Call | None = None,
     constants: Mapping[str, Any] | None = None,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
 ) -> list[Any]:
     """The program's results for arrays (and integers) as inputs.
 
     Arrays of inputs that the program writes to are changed. ``call`` runs extern calls; ``constants`` holds the arrays of the
-    program's constants, by name.
+    program's constants, by name, and ``functions`` what the functions of libraries are of numbers, by name.
     """
-    machine = _Machine(program, dict(program.sizes if sizes is None else sizes), call)
+    machine = _Machine(program, dict(program.sizes if sizes is None else sizes), call, functions or {})
     return machine.run(inputs, constants or {})
 
 
@@ -60,8 +61,11 @@ def as_dtype(values: Any, dtype: str) -> Any:
 class _Machine:
     """Buffers in flat arrays, and the steps on them."""
 
-    def __init__(self, program: Program, sizes: dict[str, int], call: Call | None) -> None:
+    def __init__(
+        self, program: Program, sizes: dict[str, int], call: Call | None, functions: Mapping[str, Callable[..., Any]]
+    ) -> None:
         self.program = program
+        self.functions = functions
         self.sizes = sizes
         self.call = call
         self.memory: dict[str, Any] = {}
@@ -261,6 +265,10 @@ class _Grid:
             raise IndexError(f"An index of {node} is outside a dimension of {extent}.")
         return np.where(args[0] < 0, args[0] + extent, args[0])
 
+    def callee(self, node: Expr, args: list[Any]) -> Any:
+        function = self.machine.functions[node.data.name]
+        return np.vectorize(function, otypes=[_NUMPY[node.dtype]])(*args)
+
     def where(self, node: Expr, args: list[Any]) -> Any:
         return np.where(*args)
 
@@ -277,6 +285,7 @@ _LEAVES: dict[str, Callable[[_Grid, Expr, list[Any]], Any]] = {
     "load": _Grid.load,
     "random": _Grid.random,
     "bound": _Grid.bound,
+    "call": _Grid.callee,
     "where": _Grid.where,
     "cast": _Grid.cast,
     "bitcast": _Grid.bitcast,

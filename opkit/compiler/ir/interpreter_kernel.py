@@ -6,7 +6,7 @@ Arrays are flat. Those of bf16 hold its bits as uint16; values of it are float32
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,18 +25,24 @@ STORED = {**_NUMPY, "bf16": np.dtype("uint16")}
 _LAST = np.int64(2**63 - 1)
 
 
-def run_kernel(kernel: Kernel, arrays: dict[str, np.ndarray[Any, Any]], sizes: dict[str, int]) -> None:
+def run_kernel(
+    kernel: Kernel,
+    arrays: dict[str, np.ndarray[Any, Any]],
+    sizes: dict[str, int],
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+) -> None:
     """Write to the arrays what the kernel writes to its arguments.
 
     Args:
         kernel: what to run.
         arrays: flat, of the types in ``STORED``, by the names of the kernel's arguments.
         sizes: by the names of the kernel's sizes.
+        functions: what the functions of libraries are of numbers, by name.
 
     Raises:
         IndexError: a ``bound`` failed; its ``args`` are the value and the extent.
     """
-    state = _State(dict(arrays), {a.buffer: a.dtype for a in kernel.arguments}, sizes)
+    state = _State(dict(arrays), {a.buffer: a.dtype for a in kernel.arguments}, sizes, functions or {})
     with np.errstate(all="ignore"):
         _run(kernel.body, state)
 
@@ -48,6 +54,7 @@ class _State:
     arrays: dict[str, np.ndarray[Any, Any]]
     dtypes: dict[str, str]
     sizes: dict[str, int]
+    functions: Mapping[str, Callable[..., Any]]
     axes: dict[int, int] = dataclasses.field(default_factory=dict)
     variables: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -230,7 +237,12 @@ def _philox(seed: int, count: int) -> list[int]:
     return c
 
 
+def _call(node: Expr, args: list[Any], state: _State) -> Any:
+    return _NUMPY[node.dtype].type(state.functions[node.data.name](*args))
+
+
 _LEAVES: dict[str, Callable[[Expr, list[Any], _State], Any]] = {
+    "call": _call,
     "const": lambda node, args, state: _converted(np.asarray(node.data)[()], node.dtype),
     "index": lambda node, args, state: np.int64(at(node.data, state)),
     "load": _load,

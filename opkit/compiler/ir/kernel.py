@@ -7,8 +7,10 @@ from the buffer's first.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
+from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Axis, Index
 
@@ -127,3 +129,22 @@ class Kernel:
     body: tuple[Statement, ...]
     grain: int = 1
     origins: tuple[str, ...] = ()
+
+
+def callees(body: Iterable[Statement]) -> Iterator[Callee]:
+    """The functions of libraries that statements call, some more than once."""
+    for s in body:
+        if isinstance(s, Loop):
+            yield from callees(s.body)
+        elif isinstance(s, Let | Store | Update):
+            yield from (node.data for node in s.value.walk() if node.op == "call")
+
+
+def parallel(kernel: Kernel) -> tuple[list[Loop], tuple[Statement, ...]]:
+    """The parallel loops around everything, outermost first, and what they hold."""
+    loops: list[Loop] = []
+    body = kernel.body
+    while len(body) == 1 and isinstance(body[0], Loop) and body[0].how == "parallel":
+        loops.append(body[0])
+        body = body[0].body
+    return loops, body

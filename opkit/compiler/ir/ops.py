@@ -106,6 +106,7 @@ _ROWS = (
     Op(
         "bound", 1, "leaf", "same"
     ),  # an index that must be in [-n, n), made at least 0; data: n; else the program stops
+    Op("call", None, "leaf", "given"),  # the value of a library's function; data: the Callee
     # choice and type
     Op("where", 3, "scalar", "given"),  # the condition is b1; the other two are of one type
     Op("cast", 1, "scalar", "given"),  # C's conversion; to b1: not 0. data: whether the user asked for it
@@ -137,7 +138,6 @@ _ROWS = (
     Op("ne", 2, result="b1", numpy=np.not_equal),
     # rounding
     Op("floor", 1, numpy=np.floor, takes="f"),
-    Op("ceil", 1, numpy=np.ceil, takes="f"),
     Op("trunc", 1, numpy=np.trunc, takes="f"),
     Op("round", 1, numpy=np.rint, takes="f"),  # halves to even
     # functions

@@ -54,7 +54,8 @@ def schedule_text(schedule: Schedule) -> str:
     lines.append(f"  return {_arguments(schedule.program.outputs)}")
     kernels = dict.fromkeys(step.kernel for step in schedule.steps if isinstance(step, Launch))
     lines += [kernel_text(kernel) for kernel in kernels]
-    return "\n".join([*lines, *(f"not fused: {refusal}" for refusal in schedule.refusals)])
+    lines += [f"not fused: {refusal}" for refusal in schedule.refusals]
+    return "\n".join([*lines, *(f"apart: {reason}" for reason in schedule.apart)])
 
 
 def kernel_text(kernel: Kernel) -> str:
@@ -116,7 +117,7 @@ def _extern(step: Extern) -> str:
 
 
 def _launch(launch: Launch) -> str:
-    return f"launch {launch.kernel.name}({', '.join([*launch.buffers, *launch.sizes])})"
+    return f"{'beside it' if launch.joined else 'launch'} {launch.kernel.name}({', '.join([*launch.buffers, *launch.sizes])})"
 
 
 def _arguments(values: Sequence[Any]) -> str:

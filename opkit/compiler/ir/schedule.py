@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 
+from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.index import Index
-from opkit.compiler.ir.kernel import Kernel
+from opkit.compiler.ir.kernel import Kernel, callees
 from opkit.compiler.ir.program import Buffer, Extern, Program
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A call of a kernel: ``buffers`` and ``sizes`` are what its arguments and sizes are in the program."""
+    """A call of a kernel.
+
+    Attributes:
+        kernel: what is called.
+        buffers, sizes: what its arguments and sizes are in the program.
+        joined: whether it is in a batch with the launch before it. Launches of a batch share one parallel region and run in
+            any order, at the same time too: none of them touches what another one writes.
+    """
 
     kernel: Kernel
     buffers: tuple[str, ...]
     sizes: tuple[str, ...] = ()
+    joined: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +52,7 @@ class Schedule:
             results that extern calls allocate, have none: they are allocated by themselves.
         arena: how many bytes it has.
         refusals: what was not fused.
+        apart: launches that are in no batch, or not in an earlier one, and why.
     """
 
     program: Program
@@ -50,3 +61,29 @@ class Schedule:
     places: dict[str, Index]
     arena: Index
     refusals: tuple[Refusal, ...] = ()
+    apart: tuple[str, ...] = ()
+
+
+def batches(steps: Iterable[Launch | Extern]) -> list[list[Launch]]:
+    """The launches among steps as they run: those of a batch together."""
+    found: list[list[Launch]] = []
+    for launch in steps:
+        if isinstance(launch, Launch):
+            if not launch.joined:
+                found.append([])
+            found[-1].append(launch)
+    return found
+
+
+def called(launches: Iterable[Launch]) -> tuple[Callee, ...]:
+    """The functions of libraries that kernels call, each once: the order of the table that they are given."""
+    kernels = dict.fromkeys(launch.kernel for launch in launches)
+    return tuple(dict.fromkeys(callee for kernel in kernels for callee in callees(kernel.body)))
+
+
+def moments(steps: Iterable[Launch | Extern]) -> Iterator[tuple[int, Launch | Extern]]:
+    """Each step with its number, which is that of its batch: what is needed at one moment has memory of its own."""
+    number = -1
+    for step in steps:
+        number += not (isinstance(step, Launch) and step.joined)
+        yield number, step

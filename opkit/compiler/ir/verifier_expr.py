@@ -128,6 +128,12 @@ def _bound(node: Expr, known: Known) -> None:
     known.require(types == [node.dtype] and is_int(node.dtype), f"bound takes and gives an integer, not {types}")
 
 
+def _call(node: Expr, known: Known) -> None:
+    types, callee = tuple(arg.dtype for arg in node.args), node.data
+    known.require(types == callee.arguments, f"{callee.name} takes {callee.arguments}, not {types}")
+    known.require(node.dtype == callee.result, f"{callee.name} gives {callee.result}, not {node.dtype}")
+
+
 def _where(node: Expr, known: Known) -> None:
     types = [arg.dtype for arg in node.args]
     known.require(types == ["b1", node.dtype, node.dtype], f"where of {types} is not {node.dtype}")
@@ -150,6 +156,7 @@ _RULES: dict[str, Callable[[Expr, Known], None]] = {
     "var": _var,
     "random": _random,
     "bound": _bound,
+    "call": _call,
     "where": _where,
     "cast": _cast,
     "bitcast": _bitcast,

@@ -245,7 +245,7 @@ def _of_one(reduction: str, body: Scalar, dtype: str) -> Scalar:
 
 def _is_lazy(body: Expr) -> bool:
     nodes = body.walk()
-    return len(nodes) <= _LAZY_NODES and not any(node.op in ("load", "random") for node in nodes)
+    return len(nodes) <= _LAZY_NODES and not any(node.op in ("load", "random", "call") for node in nodes)
 
 
 def reads_buffer(tensor: Tensor, name: str) -> bool:

@@ -12,6 +12,7 @@ from opkit.compiler.ir.program import Compute
 _FREE = frozenset({"const", "index", "load", "cast", "var", "bitcast"})
 _QUICK = frozenset("add sub mul neg abs min max where lt le eq ne and or xor not".split())  # noqa: SIM905
 _DEAR = 10
+_CALL = 100  # of a function that nobody can look into
 
 Parts = Sequence[Compute]
 """The steps that fill a buffer: one, or several that fill parts which lie next to each other."""
@@ -19,7 +20,11 @@ Parts = Sequence[Compute]
 
 def cost(root: Expr) -> int:
     """What computing an expression costs; reading an element from memory costs about 6."""
-    return sum(0 if node.op in _FREE else 1 if node.op in _QUICK else _DEAR for node in root.walk())
+    return sum(_cost(node.op) for node in root.walk())
+
+
+def _cost(op: str) -> int:
+    return 0 if op in _FREE else 1 if op in _QUICK else _CALL if op == "call" else _DEAR
 
 
 def substituted(step: Compute, inlined: Mapping[str, Parts]) -> Compute:

@@ -21,6 +21,7 @@ from opkit.compiler.lower.domain import number
 from opkit.compiler.lower.statements import Phase
 
 WORK = 1 << 15  # operations that are worth a thread
+CALL = 64  # operations that a call of a library's function counts for
 BLOCK = 512  # the elements of a block of accumulators, at most
 
 
@@ -226,6 +227,7 @@ def _with_values(statement: Statement, known: Mapping[Expr, Expr]) -> Statement:
 
 def grain(kept: Sequence[Axis], inner: Sequence[Axis], phases: Sequence[Phase], sizes: Mapping[str, int]) -> int:
     """How many iterations of the parallel loops are worth a thread."""
-    nodes = sum(len(root.walk()) for phase in phases for s in phase.points for root in roots(s))
+    walked = [node for phase in phases for s in phase.points for root in roots(s) for node in root.walk()]
+    nodes = sum(CALL if node.op == "call" else 1 for node in walked)
     points = number(product(a.extent for a in inner), sizes)
     return max(1, int(WORK / max(1.0, points * max(1, nodes) / 4)))

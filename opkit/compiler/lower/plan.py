@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.kernel import Kernel
 from opkit.compiler.ir.program import Buffer, Extern, Item, Program, Strided, reads, writes
-from opkit.compiler.ir.schedule import Launch, Schedule
+from opkit.compiler.ir.schedule import Launch, Schedule, moments
 from opkit.compiler.lower import arena
+from opkit.compiler.lower.batch import Sizes, batched
 from opkit.compiler.lower.fuse import Fused, fuse
 from opkit.compiler.lower.nest import nests
 from opkit.compiler.lower.rules.externs import FROM_STORAGE
@@ -36,10 +37,12 @@ def planned(program: Program, fused: Fused) -> Schedule:
         made = nests(entry, buffers, stored, program.sizes, f"k{len(shared)}")
         buffers |= {buffer.name: buffer for buffer in made.buffers}
         steps += [_shared(launch, shared) for launch in made.launches]
-    places, size = _places(program, buffers, steps)
+    inside = _inside(program, buffers, steps)
+    steps, apart = batched(steps, Sizes.of(program.sizes, inside))
+    places, size = _places(inside, steps)
     used = {name for step in steps for name in _touched(step)} | set(program.buffers) & _outputs(program)
     kept = {name: buffer for name, buffer in buffers.items() if name in used or buffer.role != "made"}
-    return Schedule(program, kept, tuple(steps), places, size, tuple(fused.refusals))
+    return Schedule(program, kept, tuple(steps), places, size, tuple(fused.refusals), tuple(apart))
 
 
 def _needed(program: Program, fused: Fused) -> set[str]:
@@ -69,20 +72,23 @@ def _touched(step: Launch | Extern) -> list[str]:
     return list(step.buffers) if isinstance(step, Launch) else [*reads(step), *writes(step)]
 
 
-def _places(
-    program: Program, buffers: dict[str, Buffer], steps: Sequence[Launch | Extern]
-) -> tuple[dict[str, Index], Index]:
-    """Places for what kernels and calls with ``out`` make and nobody outside sees."""
-    made: dict[str, int] = {}
-    last: dict[str, int] = {}
+def _inside(program: Program, buffers: dict[str, Buffer], steps: Sequence[Launch | Extern]) -> dict[str, Buffer]:
+    """What lies in the arena: what kernels and calls with ``out`` make and nobody outside sees."""
     allocated = {name for step in steps if isinstance(step, Extern) and not step.out for name in writes(step)}
-    for at, step in enumerate(steps):
-        for name in _touched(step):
-            made.setdefault(name, at)
-            last[name] = at
     aside = _outputs(program) | allocated | _owned(steps)
-    inside = [name for name in made if buffers[name].role == "made" and name not in aside]
-    return arena.places([arena.Life(name, made[name], last[name]) for name in inside], buffers)
+    made = dict.fromkeys(name for step in steps for name in _touched(step))
+    return {name: buffers[name] for name in made if buffers[name].role == "made" and name not in aside}
+
+
+def _places(inside: dict[str, Buffer], steps: Sequence[Launch | Extern]) -> tuple[dict[str, Index], Index]:
+    """Their places."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for at, step in moments(steps):
+        for name in _touched(step):
+            first.setdefault(name, at)
+            last[name] = at
+    return arena.places([arena.Life(name, first[name], last[name]) for name in inside], inside)
 
 
 def _owned(steps: Sequence[Launch | Extern]) -> set[str]:

@@ -55,9 +55,7 @@ def _folded(node: Expr) -> Expr | None:
 
 
 # IEEE 754 says what these give; of other functions every library has its own last bit.
-_EXACT = frozenset(
-    ["add", "sub", "mul", "div", "neg", "abs", "min", "max", "floor", "ceil", "trunc", "round", "sqrt", "fmod"]
-)
+_EXACT = frozenset(["add", "sub", "mul", "div", "neg", "abs", "min", "max", "floor", "trunc", "round", "sqrt", "fmod"])
 
 
 # ---- identities ------------------------------------------------------------------------------------------------------

@@ -140,8 +140,13 @@ def function(op: str) -> Callable[..., Scalar]:
 absolute, minimum, maximum = function("abs"), function("min"), function("max")
 exp, expm1, log, log1p, sqrt = function("exp"), function("expm1"), function("log"), function("log1p"), function("sqrt")
 sin, cos, tanh, erf, erfc = function("sin"), function("cos"), function("tanh"), function("erf"), function("erfc")
-floor, ceil, trunc, power = function("floor"), function("ceil"), function("trunc"), function("pow")
+floor, trunc, power = function("floor"), function("trunc"), function("pow")
 equal, unequal, fmod = function("eq"), function("ne"), function("fmod")
+
+
+def ceil(x: Scalar) -> Scalar:
+    """The least whole number that is not less; of (-1, 0) it is -0."""
+    return -floor(-x)
 
 
 def is_nan(x: Scalar) -> Scalar:

@@ -17,7 +17,7 @@ import torch
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.program import Strided
-from opkit.compiler.run import arena, calling, code, library, openmp
+from opkit.compiler.run import arena, callees, calling, code, library, openmp
 from opkit.compiler.run.arena import Arena
 from opkit.compiler.run.library import Segments
 from opkit.compiler.run.plan import Plan, Segment
@@ -57,6 +57,7 @@ class Runner:
         self.code = code.write(plan, single, surroundings.resolved)
         self._program = compile(self.code.text, f"<opkit {plan.name}>", "exec")
         self._bind, self._bytes, self._values = _sizing(plan, surroundings.computed, self.code)
+        self._callees = callees.table(plan.functions)
         self._names = self._fixed_names()
         self._frames: weakref.WeakKeyDictionary[Arena, dict[tuple[int, ...], Frame]] = weakref.WeakKeyDictionary()
 
@@ -93,7 +94,7 @@ class Runner:
             views = {name: self._view(tensor, block, values) for name, tensor in self.code.views.items()}
         pointers = (ctypes.c_void_p * max(1, len(self.plan.table)))(*self._addresses(block, values))
         numbers = (ctypes.c_int64 * max(1, len(sizes)))(*sizes)
-        state = library.runtime()
+        state = library.runtime(ctypes.addressof(self._callees) if self.plan.functions else None)
         names = {
             **self._names,
             **views,
@@ -103,7 +104,7 @@ class Runner:
             "sizes": ctypes.addressof(numbers),
             "runtime": ctypes.addressof(state),
             "fail": functools.partial(_fail, state, self._origins(), self.plan.name),
-            "kept": (numbers, state, block.memory),
+            "kept": (numbers, state, self._callees, block.memory),
         }
         exec(self._program, names)
         return Frame(names["run"], state)
@@ -177,7 +178,7 @@ def assemble(plan: Plan, surroundings: Surroundings, segments: Segments) -> Runn
     """The function that runs a plan.
 
     Raises:
-        CompileError: a size is needed that no input tells.
+        CompileError: a size is needed that no input tells, or a library that kernels call is gone.
         AttributeError: the plan calls an operator that does not exist.
     """
     return Runner(plan, surroundings, segments)

@@ -29,6 +29,7 @@ class Runtime(ctypes.Structure):
         ("thread", ctypes.c_void_p),
         ("threads", ctypes.c_int64),
         ("error", ctypes.c_int64 * 3),
+        ("functions", ctypes.c_void_p),
     )
 
 
@@ -86,9 +87,9 @@ def _function(library: ctypes.CDLL, number: int) -> Callable[[int, int, int], in
     return function
 
 
-def runtime() -> Runtime:
-    """A runtime for one call at a time, with torch's OpenMP."""
-    return Runtime(*openmp.functions(), 1)
+def runtime(functions: int | None = None) -> Runtime:
+    """A runtime for one call at a time, with torch's OpenMP; ``functions`` is the address of the table of callees."""
+    return Runtime(*openmp.functions(), 1, (0, 0, 0), functions)
 
 
 def raise_error(state: Runtime, origins: Sequence[str], graph: str) -> None:

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.index import Index, Size
 from opkit.compiler.ir.program import Buffer, Extern, Item, Strided
-from opkit.compiler.ir.schedule import Launch, Schedule
+from opkit.compiler.ir.schedule import Launch, Schedule, called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Plan:
         places, arena: as those of a Schedule.
         table: the buffers in the order of the table of pointers that segments are given.
         sizes: the names of the sizes in the order of the table of sizes.
+        functions: those of libraries that kernels call, in the order of their table.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Plan:
     arena: Index
     table: tuple[str, ...]
     sizes: tuple[str, ...]
+    functions: tuple[Callee, ...] = ()
 
     @property
     def segments(self) -> int:
@@ -64,7 +67,7 @@ def plan(schedule: Schedule) -> tuple[Plan, list[list[Launch]]]:
     buffers = {**program.buffers, **schedule.buffers}
     made = Plan(
         program.name, program.inputs, buffers, tuple(steps), program.outputs, schedule.places, schedule.arena,
-        tuple(used), (),
+        tuple(used), (), called(launch for segment in launches for launch in segment),
     )  # fmt: skip
     names = dict.fromkeys(n for segment in launches for launch in segment for n in launch.sizes)
     names |= dict.fromkeys(leaf.name for at in indices(made) for leaf in at.leaves() if isinstance(leaf, Size))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from opkit import config
+from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.graph import Opaque, TypeName
 from opkit.compiler.ir.index import Axis, Div, Index, Mod, Size, index
 from opkit.compiler.ir.program import Buffer, Extern, Item, Strided
@@ -32,7 +33,23 @@ from opkit.kernels import storing
 
 _CLASSES: dict[str, Any] = {
     each.__name__: each
-    for each in (Axis, Size, Div, Mod, Buffer, Extern, Item, Opaque, Plan, Result, Segment, Strided, TypeName, Wiring)
+    for each in (
+        Axis,
+        Size,
+        Div,
+        Mod,
+        Buffer,
+        Callee,
+        Extern,
+        Item,
+        Opaque,
+        Plan,
+        Result,
+        Segment,
+        Strided,
+        TypeName,
+        Wiring,
+    )
 }
 _PLAIN = (str, int, float, bool, type(None))
 

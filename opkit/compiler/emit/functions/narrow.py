@@ -1,8 +1,10 @@
 """The narrow floats as bits in an unsigned short, to f32 and back, rounding to the nearest, halves to even.
 
 bf16 is the upper half of an f32; rounding adds half of the last place, less one where the kept part is even. NaN, which
-that would make infinite or a number, gets its quiet bit instead. f16 by bits, where the compiler has no instruction: a
-product with 2**112 rescales normal and subnormal numbers alike, and adding a power of two rounds at the place it has.
+that would make infinite or a number, gets its quiet bit instead. The choice is made of 32 bits, by a comparison of floats:
+so vectors are narrowed once, and AVX2 has no comparison of unsigned integers. f16 by bits, where the compiler has no
+instruction: a product with 2**112 rescales normal and subnormal numbers alike, and adding a power of two rounds at the
+place it has.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ OPK_INLINE float opk_f16_to_f32(unsigned short h) {
 _TO_BF16 = """\
 OPK_INLINE unsigned short opk_f32_to_bf16(float x) {
     const unsigned bits = opk_bits_f32(x);
-    const unsigned rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    return (unsigned short)((bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded);
+    const unsigned rounded = bits + (0x7fffu + (bits >> 16 & 1u)), quiet = bits | 0x400000u;
+    return (unsigned short)((x != x ? quiet : rounded) >> 16);
 }
 """
 

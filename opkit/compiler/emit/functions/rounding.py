@@ -29,17 +29,6 @@ OPK_INLINE $T opk_floor_$t($T x) {
 }
 """
 
-_CEIL = """
-OPK_INLINE $T opk_ceil_$t($T x) {
-#if defined(__SSE4_1__) || defined(__aarch64__)
-    return __builtin_ceil$f(x);
-#else
-    const $T near = opk_round_$t(x);
-    return __builtin_copysign$f(near + (near < x ? 1.0$f : 0.0$f), x);
-#endif
-}
-"""
-
 _TRUNC = """
 OPK_INLINE $T opk_trunc_$t($T x) {
 #if defined(__SSE4_1__) || defined(__aarch64__)
@@ -132,7 +121,6 @@ TEXT = both(
     {
         "round": _ROUND,
         "floor": _FLOOR,
-        "ceil": _CEIL,
         "trunc": _TRUNC,
         "sqrt": _SQRT,
         "abs": _ABS,

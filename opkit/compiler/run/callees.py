@@ -1,0 +1,33 @@
+"""The functions of libraries that kernels call, by address."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from opkit.compiler.ir.callee import Callee
+from opkit.errors import CompileError
+
+
+def table(functions: Sequence[Callee]) -> ctypes.Array[Any]:
+    """Their addresses, in order.
+
+    Raises:
+        CompileError: a library is not there, or has no such function.
+    """
+    return (ctypes.c_void_p * max(1, len(functions)))(*map(_address, functions))
+
+
+def _address(callee: Callee) -> int:
+    try:
+        function = getattr(_loaded(callee.library), callee.name)
+    except (OSError, AttributeError) as error:
+        raise CompileError(f"the function {callee.name} of {callee.library} cannot be called: {error}") from error
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+@functools.cache
+def _loaded(path: str) -> ctypes.CDLL:
+    return ctypes.CDLL(path)

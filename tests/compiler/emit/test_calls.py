@@ -1,0 +1,136 @@
+"""Calls of libraries' functions in C beside the interpreter, which is given the same functions in Python."""
+
+import ctypes
+import math
+
+import numpy as np
+import pytest
+
+from opkit.compiler.emit.source import source
+from opkit.compiler.ir.callee import Callee
+from opkit.compiler.ir.expr import bound, call, cast, const, load, op, var
+from opkit.compiler.ir.index import Axis, axis, size, value
+from opkit.compiler.ir.interpreter_kernel import run_kernel
+from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
+from opkit.compiler.ir.printer import kernel_text
+from opkit.compiler.ir.schedule import Launch, called
+from opkit.compiler.ir.verifier import verify_kernel
+from opkit.compiler.run import callees
+from opkit.errors import CompileError, CompilerError
+
+LIBM = "libm.so.6"
+GAMMA = Callee("tgamma", LIBM, ("f64",), "f64")
+HYPOT = Callee("hypotf", LIBM, ("f32", "f32"), "f32")
+SCALED = Callee("ldexp", LIBM, ("f64", "i32"), "f64")
+ROUNDED = Callee("lround", LIBM, ("f64",), "i64")
+
+
+def rounded(x):
+    return math.floor(abs(x) + 0.5) * (1 if x >= 0 else -1)
+
+
+PYTHON = {
+    "tgamma": lambda x: math.gamma(x),
+    "hypotf": lambda x, y: np.float32(math.hypot(x, y)),
+    "ldexp": lambda x, n: math.ldexp(x, int(n)),
+    "lround": rounded,
+}
+N = size("n")
+AT = axis(0, N)
+X = load("x", "f64", AT)
+F = load("f", "f32", AT)
+
+
+def kernel(*statements, how="parallel", before=(), after=(), scratch=()):
+    loop = (*before, Loop(Axis(0, N), statements, how), *after)
+    given = (Argument("x", "f64", False), Argument("f", "f32", False), Argument("y", "f64", True))
+    return Kernel("called", (*given, Argument("z", "f32", True)), ("n",), loop)
+
+
+def y(expression):
+    return Store("y", AT, expression)
+
+
+KERNELS = {
+    "alone": kernel(y(call(GAMMA, X))),
+    "a vector": kernel(y(call(GAMMA, X)), how="vector"),
+    "what is before and after": kernel(
+        y(op("add", call(GAMMA, op("mul", op("sin", X), const(2.0, "f64"))), const(1.0, "f64")))
+    ),
+    "a call of a call": kernel(y(call(GAMMA, op("add", op("abs", call(GAMMA, X)), const(1.5, "f64"))))),
+    "twice the same": kernel(y(op("mul", call(GAMMA, X), call(GAMMA, X))), Store("z", AT, cast(call(GAMMA, X), "f32"))),
+    "two functions": kernel(y(op("add", call(GAMMA, X), cast(call(HYPOT, F, const(2.0, "f32")), "f64")))),
+    "an integer": kernel(y(call(SCALED, X, const(3, "i32")))),
+    "of nothing but numbers": kernel(y(op("add", X, call(SCALED, const(1.0, "f64"), const(3, "i32"))))),
+    "in place": kernel(Let("old", load("y", "f64", AT)), y(op("add", call(GAMMA, var("old", "f64")), X))),
+    "in place, without a variable": kernel(y(call(GAMMA, load("y", "f64", AT)))),
+    "a variable that a call is in": kernel(
+        Let("v", op("add", call(GAMMA, X), const(0.5, "f64"))), y(call(GAMMA, op("abs", var("v", "f64"))))
+    ),
+    "after a store": kernel(
+        y(X), Let("v", load("y", "f64", AT)), Store("z", AT, cast(call(GAMMA, var("v", "f64")), "f32"))
+    ),
+    "an index": kernel(y(load("x", "f64", value(bound(op("min", call(ROUNDED, X), const(0, "i64")), N))))),
+    "a sum": kernel(
+        Update("s", "sum", call(GAMMA, X)),
+        how="vector",
+        before=(Accumulator("s", "f64", "sum"),),
+        after=(Store("y", size("n") - size("n"), var("s", "f64")),),
+    ),
+    "of a sum": kernel(
+        y(call(GAMMA, op("add", X, var("s", "f64")))),
+        how="vector",
+        before=(Accumulator("s", "f64", "sum"), Loop(Axis(1, N), (Update("s", "sum", const(0.125, "f64")),), "vector")),
+    ),
+    "from scratch memory": kernel(
+        Store("m", AT, X), y(call(GAMMA, load("m", "f64", AT))), how="plain", before=(Scratch("m", "f64", N),)
+    ),
+}
+
+
+class Runtime(ctypes.Structure):
+    _fields_ = (("openmp", ctypes.c_void_p * 2), ("threads", ctypes.c_int64), ("error", ctypes.c_int64 * 3),
+                ("functions", ctypes.c_void_p))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("length", [1, 3, 511, 512, 513, 1100])
+def test_the_numbers_are_those_of_the_interpreter(segments, name, length):
+    made, (library, call_segment) = KERNELS[name], segments
+    verify_kernel(made)
+    rng = np.random.default_rng(length)
+    arrays = {"x": rng.uniform(0.6, 4, length), "f": rng.uniform(0.1, 2, length).astype(np.float32)}
+    arrays |= {"y": rng.uniform(0.6, 4, length), "z": np.zeros(length, np.float32)}
+    expected = {key: array.copy() for key, array in arrays.items()}
+    run_kernel(made, expected, {"n": length}, PYTHON)
+    table = callees.table(called([Launch(made, tuple(arrays), ("n",))]))
+    runtime = Runtime(threads=1, functions=ctypes.addressof(table))
+    segment = library([[Launch(made, tuple(arrays), ("n",))]], list(arrays), ["n"]).opkit_segment_0
+    assert call_segment(segment, list(arrays.values()), [length], runtime) == (0, [0, 0, 0])
+    for key, array in arrays.items():
+        np.testing.assert_allclose(array, expected[key], rtol=1e-13 if array.dtype == np.float64 else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "parted"), [("what is before and after", True), ("in place", True), ("after a store", False)]
+)
+def test_calls_are_loops_of_their_own_where_they_can_go_first(name, parted):
+    made = KERNELS[name]
+    (text,) = source([[Launch(made, ("x", "f", "y", "z"), ("n",))]], ["x", "f", "y", "z"], ["n"])
+    assert ("+= 512" in text) == parted
+
+
+def test_it_is_printed_by_its_name():
+    assert "y[a0] = tgamma(x[a0])" in kernel_text(KERNELS["alone"])
+
+
+@pytest.mark.parametrize("wrong", [call(GAMMA, F), call(GAMMA, X, X), cast(call(HYPOT, F, F), "i32")])
+def test_the_verifier_knows_what_a_function_takes(wrong):
+    with pytest.raises(CompilerError):
+        verify_kernel(kernel(y(wrong)))
+
+
+def test_a_library_that_is_gone_is_an_error():
+    for name, path in (("tgamma", "/nowhere/libnothing.so"), ("no_such_function", LIBM)):
+        with pytest.raises(CompileError, match=f"the function {name} of {path} cannot be called"):
+            callees.table([Callee(name, path, (), "f64")])
