@@ -11,7 +11,7 @@ from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.expr import bound, call, cast, const, load, op, var
 from opkit.compiler.ir.index import Axis, axis, size, value
 from opkit.compiler.ir.interpreter_kernel import run_kernel
-from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
+from opkit.compiler.ir.kernel import Accumulator, Argument, How, Kernel, Let, Loop, Scratch, Store, Update
 from opkit.compiler.ir.printer import kernel_text
 from opkit.compiler.ir.schedule import Launch, called
 from opkit.compiler.ir.verifier import verify_kernel
@@ -41,7 +41,7 @@ X = load("x", "f64", AT)
 F = load("f", "f32", AT)
 
 
-def kernel(*statements, how="parallel", before=(), after=(), scratch=()):
+def kernel(*statements, how: How = "parallel", before=(), after=()):
     loop = (*before, Loop(Axis(0, N), statements, how), *after)
     given = (Argument("x", "f64", False), Argument("f", "f32", False), Argument("y", "f64", True))
     return Kernel("called", (*given, Argument("z", "f32", True)), ("n",), loop)
