@@ -112,7 +112,9 @@ class Build:
             ToolchainError, CompileError: the C cannot be compiled.
         """
         runner = assemble(self.planned, surroundings, self.segments.wait())
-        logs.output_code.debug("%s\n%s\n%s", self.planned.name, "\n".join(self.texts), runner.code.text)
+        logs.output_code.debug(
+            "%s\n%s\n%s", self.planned.name, "\n".join(self.texts), f"{runner.code.python}\n{runner.code.text}"
+        )
         return runner
 
 

@@ -289,3 +289,17 @@ def let_go(context: Any) -> None:
 def give_none_for_undifferentiable(context: Any) -> None:
     """Have a backward get None, and not zeros, for results that were marked as not differentiable."""
     context._materialize_non_diff_grads = False
+
+
+# ---- what runs compiled graphs ---------------------------------------------------------------------------------------
+
+handles_of: Callable[[list[torch.Tensor]], list[Any]] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
+"""Handles of the C shim, in capsules: each is to be deleted."""
+
+tensors_of: Callable[[list[Any]], list[torch.Tensor]] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
+"""Tensors for handles in capsules, which it takes over."""
+
+
+def is_watched() -> bool:
+    """Whether a profiler or a mode wants to see the operators that are called."""
+    return torch._C._autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() > 0
