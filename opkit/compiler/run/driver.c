@@ -45,7 +45,6 @@ extern void Py_DecRef(PyObject *);
 struct shim {
   int (*empty_strided)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, void **);
   int (*reinterpret_tensor)(void *, int64_t, const int64_t *, const int64_t *, int64_t, void **);
-  int (*get_storage_offset)(void *, int64_t *);
   int (*get_data_ptr)(void *, void **);
   int (*new_tensor_handle)(void *, void **);
   int (*delete_tensor_object)(void *);
@@ -131,10 +130,9 @@ static const int64_t *point(struct frame *f, const int64_t *w) {  // slot, entry
 
 static const int64_t *view(struct frame *f, const int64_t *w) {  // slot, of slot, offset, dimensions, sizes, strides
   const int64_t n = w[4];
-  int64_t begin;
-  if (f->shim->get_storage_offset(handle(f, w[2]), &begin)) return 0;
-  if (f->shim->reinterpret_tensor(handle(f, w[2]), n, w + 5, w + 5 + n, begin + w[3], &f->slots[w[1]])) return 0;
-  return w + 5 + 2 * n;
+  // the offset counts from where the other tensor begins
+  const int failed = f->shim->reinterpret_tensor(handle(f, w[2]), n, w + 5, w + 5 + n, w[3], &f->slots[w[1]]);
+  return failed ? 0 : w + 5 + 2 * n;
 }
 
 static const int64_t *allocate(struct frame *f, const int64_t *w) {  // slot, entry or -1, dtype, dimensions, sizes, strides
