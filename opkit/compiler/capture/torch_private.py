@@ -271,6 +271,10 @@ def autocasts() -> bool:
 no_autocast: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._DisableAutocast
 
 
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Switch autograd's recording on or off."""
+
+
 def is_transformed() -> bool:
     """Whether the caller runs within vmap, grad or another of functorch's transformations."""
     return _functorch.peek_interpreter_stack() is not None

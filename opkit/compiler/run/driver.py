@@ -19,7 +19,8 @@ from opkit.kernels.compilation import Request, Unit, build
 
 _SOURCE = Path(__file__).with_name("driver.c")
 _SHIM = (
-    "aoti_torch_empty_strided", "aoti_torch__reinterpret_tensor", "aoti_torch_get_data_ptr", "aoti_torch_new_tensor_handle", "aoti_torch_delete_tensor_object",
+    "aoti_torch_empty_strided", "aoti_torch__reinterpret_tensor", "aoti_torch_get_data_ptr",
+    "aoti_torch_new_tensor_handle", "aoti_torch_delete_tensor_object",
 )  # fmt: skip
 
 Boxed = Callable[[list[Any]], list[Any]]
