@@ -297,13 +297,14 @@ def give_none_for_undifferentiable(context: Any) -> None:
 
 # ---- what runs compiled graphs ---------------------------------------------------------------------------------------
 
-handles_of: Callable[[list[torch.Tensor]], list[Any]] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
+handles_of: Callable[[list[torch.Tensor]], list[Any]] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors  # pyright: ignore[reportAttributeAccessIssue]
 """Handles of the C shim, in capsules: each is to be deleted."""
 
-tensors_of: Callable[[list[Any]], list[torch.Tensor]] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
+tensors_of: Callable[[list[Any]], list[torch.Tensor]] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs  # pyright: ignore[reportAttributeAccessIssue]
 """Tensors for handles in capsules, which it takes over."""
 
 
 def is_watched() -> bool:
     """Whether a profiler or a mode wants to see the operators that are called."""
-    return torch._C._autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() > 0
+    profiled = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+    return profiled or torch._C._len_torch_dispatch_stack() > 0

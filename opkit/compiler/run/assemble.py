@@ -123,8 +123,8 @@ class Runner:
         failed = functools.partial(calling.failed, words, runtime, self._origins(), self.plan.name)
         return {"functions": functions, "finished": python.get("finish"), "failed": failed}
 
-    def _product(self, target: str, factors: tuple[tuple[str, Any], ...]) -> Callable[[list[Any]], None]:
-        return functools.partial(calling.into, calling.function(target, self.surroundings.targets, True), dict(factors))
+    def _product(self, target: str) -> Callable[[list[Any]], None]:
+        return functools.partial(calling.into, calling.function(target, self.surroundings.targets, True))
 
     def _fixed_words(self) -> dict[str, int]:
         """The numbers of programs that are the same for all frames."""

@@ -16,7 +16,6 @@ that a frame knows. ``text`` is the same for people::
 from __future__ import annotations
 
 import dataclasses
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +47,7 @@ class Code:
         slots: how many slots it has.
         taken: of each input, its slot; -1 for one that is no tensor, or that nothing needs.
         names: what its Python knows by name: views, numbers, operators.
-        functions: of Python's: each is a name in ``python``, or the target of a product and its factors.
+        functions: of Python's: each is a name in ``python``, or the target of a product in a tuple.
         python: the text of those functions; of ``prepare``, which is given the inputs first, if some must be fitted; and of
             ``finish``, which makes the results of those that are tensors, if some are not.
         text: for people.
@@ -232,12 +231,9 @@ class _Writer:
 
     def _product(self, step: Extern) -> None:
         slots = [self._whole(str(step.outputs[0])), *map(self._tensor, step.args)]
-        factors = {name: float(step.kwargs.get(name, 1)) for name in ("beta", "alpha")}
-        bits = struct.unpack("qq", struct.pack("dd", *factors.values()))
-        function = self._function_number((step.target, tuple(step.kwargs.items())))
-        self._step("product", PRODUCTS[step.target][0], function, bits, len(slots), slots)
+        function = self._function_number((step.target,))
+        self._step("product", PRODUCTS[step.target][0], function, len(slots), slots)
         out, *given = map(self.names.tensor, slots)
-        given += [f"{name}={value}" for name, value in step.kwargs.items()]
         self.lines.append(f"{self.names.function(step.target, True)}({', '.join(given)}, out={out})")
 
     def _function_number(self, function: Any) -> int:
@@ -303,14 +299,14 @@ class _Writer:
 
 
 def _is_product(step: Extern, plan: Plan) -> bool:
-    """Whether the driver computes it: a product of tensors of one floating type, by numbers, into a buffer."""
+    """Whether the driver computes it: a product of tensors of one floating type, not scaled, into a buffer."""
     found = PRODUCTS.get(step.target)
-    if found is None or not step.out or len(step.args) != found[1] or not isinstance(step.outputs[0], str):
+    if found is None or not step.out or step.kwargs or len(step.args) != found[1]:
         return False
-    if not all(isinstance(each, Strided) for each in step.args) or not set(step.kwargs) <= {"beta", "alpha"}:
+    if not isinstance(step.outputs[0], str) or not all(isinstance(each, Strided) for each in step.args):
         return False
     kinds = {plan.buffers[name].dtype for name in (step.outputs[0], *(each.buffer for each in step.args))}
-    return len(kinds) == 1 and is_float(*kinds) and all(type(v) in (int, float) for v in step.kwargs.values())
+    return len(kinds) == 1 and is_float(*kinds)
 
 
 def _covers(tensor: Strided, buffer: Buffer) -> bool:

@@ -155,27 +155,23 @@ static const int64_t *python(struct frame *f, const int64_t *w) {  // function, 
   return failed ? 0 : to + 1 + to[0];
 }
 
-// address of the shim's function, function of Python's, beta, alpha, count, slots: 3 of "out = a b", or 4 of
-// "out = beta c + alpha a b"
+// address of the shim's function, function of Python's, count, slots: "out = a b" of 3, or "out = c + a b" of 4: out c a b
 static const int64_t *product(struct frame *f, const int64_t *w) {
-  const int64_t *s = w + 6;
+  const int64_t *s = w + 4;
   int failed = 1;
   if (w[1] && !f->by_python) {
     void *out = handle(f, s[0]), *x = handle(f, s[1]), *y = handle(f, s[2]);
-    double factors[2];
-    __builtin_memcpy(factors, w + 3, sizeof factors);
-    if (w[5] == 3)
+    if (w[3] == 3)
       failed = ((int (*)(void *, void *, void *))w[1])(out, x, y);
     else
-      failed = ((int (*)(void *, void *, void *, void *, double, double))w[1])(out, x, y, handle(f, s[3]), factors[0],
-                                                                             factors[1]);
+      failed = ((int (*)(void *, void *, void *, void *, double, double))w[1])(out, x, y, handle(f, s[3]), 1, 1);
   }
   if (failed) {  // the shim keeps its exception to itself; the same call raises it in Python
     PyEval_RestoreThread(f->thread);
-    failed = call(f, w[2], w[5], s, 0, 0);
+    failed = call(f, w[2], w[3], s, 0, 0);
     f->thread = PyEval_SaveThread();
   }
-  return failed ? 0 : s + w[5];
+  return failed ? 0 : s + w[3];
 }
 
 static const int64_t *forget(struct frame *f, const int64_t *w) {  // count, slots

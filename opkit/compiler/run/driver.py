@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from opkit.compiler.capture import torch_private as private
+from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.run.code import PRODUCTS
 from opkit.kernels.compilation import Request, Unit, build
 
@@ -125,6 +126,12 @@ def dtype(name: str) -> int:
     return int(getattr(_torch(), f"aoti_torch_dtype_{name}")())
 
 
+@functools.cache
+def dtype_numbered(number: int) -> torch.dtype:
+    """The dtype of a number of the shim's."""
+    return next(getattr(torch, row.torch) for row in DTYPES.values() if dtype(row.torch) == number)
+
+
 # ---- the library -----------------------------------------------------------------------------------------------------
 
 _path: Future[Path] | None = None
@@ -145,7 +152,7 @@ def prepare() -> None:
 def _build(path: Future[Path]) -> None:
     try:
         unit = Unit(_SOURCE.name, _SOURCE.read_text(encoding="utf-8"), "c")
-        path.set_result(build(Request("torch.compile: the driver", (unit,))))
+        path.set_result(build(Request("torch.compile: the driver", (unit,), ("-O1",))))
     except BaseException as error:
         path.set_exception(error)
 
