@@ -111,7 +111,7 @@ def _captured_anew(
     tokens = inlining.set(options.inline), knows_lowerings.set(options.inline is None)
     try:
         with private.no_donated_buffers():
-            return make(module, example_inputs)
+            return recording.shortened(make(module, example_inputs))
     finally:
         inlining.reset(tokens[0])
         knows_lowerings.reset(tokens[1])
@@ -135,11 +135,12 @@ def compile_graph(
     Raises:
         CompileError: the compiler failed, and ``options.strict`` holds.
     """
-    graph = _Graph(module, warm.numbered(kind), options)
+    graph, recording = _Graph(module, warm.numbered(kind), options), recording or warm.Recording(None, ())
     if kind == "forward":
         private.donate_nothing()
-    note = functools.partial((recording or warm.Recording(None, ())).note, kind)
-    return graph.attempt(lambda: graph.begun(example_inputs, note))
+    made = graph.attempt(lambda: graph.begun(example_inputs, functools.partial(recording.note, kind)))
+    recording.keep(kind, made)
+    return made
 
 
 def _tell(what: Compiled) -> None:

@@ -112,7 +112,9 @@ class Build:
             ToolchainError, CompileError: the C cannot be compiled.
         """
         runner = assemble(self.planned, surroundings, self.segments.wait())
-        logs.output_code.debug("%s\n%s\n%s", self.planned.name, "\n".join(self.texts), runner.code.text)
+        logs.output_code.debug(
+            "%s\n%s\n%s", self.planned.name, "\n".join(self.texts), f"{runner.code.python}\n{runner.code.text}"
+        )
         return runner
 
 
@@ -135,6 +137,33 @@ class Recording:
         self._autocast = private.autocasts()
         self._wiring: Wiring | None = None
         self._graphs: dict[str, dict[str, Any]] = {}
+        self._made: dict[str, Callable[[list[Any]], Any]] = {}
+
+    def keep(self, kind: str, made: Callable[[list[Any]], Any]) -> None:
+        """The function of a graph of AOTAutograd's."""
+        self._made[kind] = made
+
+    def shortened(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, which AOTAutograd made; a training goes without AOTAutograd once its backward was compiled."""
+        if self.entry is None or tuple(self._graphs) != ("forward",):
+            return function
+        own: list[Callable[..., Any]] = []
+
+        def run(*inputs: Any) -> Any:
+            if not own:
+                if not self._is_complete():
+                    return function(*inputs)
+                own.append(self._training())
+            return own[0](*inputs)
+
+        return run
+
+    def _is_complete(self) -> bool:
+        return self.entry is not None and tuple(self._graphs) == tuple(self._made) == _GRAPHS[2]
+
+    def _training(self) -> Callable[..., Any]:
+        assert self._wiring is not None
+        return autograd.training(self._wiring, self._made["forward"], self._made["backward"])
 
     def note(self, kind: str, plan_key: str, planned: Plan, surroundings: Surroundings) -> None:
         """A graph of AOTAutograd's was compiled. The entry appears with the last of them, which may be long after."""

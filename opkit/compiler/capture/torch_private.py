@@ -276,6 +276,10 @@ def autocasts() -> bool:
 no_autocast: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._DisableAutocast
 
 
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Switch autograd's recording on or off."""
+
+
 def is_transformed() -> bool:
     """Whether the caller runs within vmap, grad or another of functorch's transformations."""
     return _functorch.peek_interpreter_stack() is not None
@@ -294,3 +298,18 @@ def let_go(context: Any) -> None:
 def give_none_for_undifferentiable(context: Any) -> None:
     """Have a backward get None, and not zeros, for results that were marked as not differentiable."""
     context._materialize_non_diff_grads = False
+
+
+# ---- what runs compiled graphs ---------------------------------------------------------------------------------------
+
+handles_of: Callable[[list[torch.Tensor]], list[Any]] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors  # pyright: ignore[reportAttributeAccessIssue]
+"""Handles of the C shim, in capsules: each is to be deleted."""
+
+tensors_of: Callable[[list[Any]], list[torch.Tensor]] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs  # pyright: ignore[reportAttributeAccessIssue]
+"""Tensors for handles in capsules, which it takes over."""
+
+
+def is_watched() -> bool:
+    """Whether a profiler or a mode wants to see the operators that are called."""
+    profiled = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+    return profiled or torch._C._len_torch_dispatch_stack() > 0

@@ -35,6 +35,8 @@ class Arena:
 def take(size: int) -> Arena:
     """A block of at least ``size`` bytes that nobody else uses; one that is too small is replaced."""
     with _lock:
+        if _free and _free[-1].size >= size:
+            return _free.pop()
         for position in range(len(_free) - 1, -1, -1):
             if _free[position].size >= size:
                 return _free.pop(position)

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.program import Strided
-from opkit.compiler.run import arena, callees, calling, code, library, openmp
+from opkit.compiler.run import arena, callees, calling, code, driver, library, openmp
 from opkit.compiler.run.arena import Arena
 from opkit.compiler.run.library import Segments
 from opkit.compiler.run.plan import Plan, Segment
+from opkit.compiler.run.sizing import binding, spelled
 from opkit.errors import CompileError
 
 _MOST_FRAMES = 16  # for one arena; sizes that are seen for the first time push out those seen first
@@ -39,9 +41,11 @@ class Surroundings:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """The function for one arena and one set of sizes, and the state of segments, which lives as long."""
+    """The function for one arena and one set of sizes, and the state of segments and of the driver, which live as long."""
 
-    run: Callable[[list[Any]], list[Any]]
+    run: driver.Boxed
+    prepare: Callable[[list[Any]], None] | None
+    state: driver.State
     runtime: library.Runtime
 
 
@@ -55,10 +59,11 @@ class Runner:
         self.plan, self.surroundings, self.segments = plan, surroundings, segments
         single = functools.partial(calling.single, targets=surroundings.targets)
         self.code = code.write(plan, single, surroundings.resolved)
-        self._program = compile(self.code.text, f"<opkit {plan.name}>", "exec")
+        self._python = compile(self.code.python, f"<opkit {plan.name}>", "exec")
         self._bind, self._bytes, self._values = _sizing(plan, surroundings.computed, self.code)
         self._callees = callees.table(plan.functions)
         self._names = self._fixed_names()
+        self._words = self._fixed_words()
         self._frames: weakref.WeakKeyDictionary[Arena, dict[tuple[int, ...], Frame]] = weakref.WeakKeyDictionary()
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
@@ -67,6 +72,9 @@ class Runner:
         try:
             frame = self._frame(block, sizes)
             frame.runtime.threads = openmp.threads()
+            frame.state.by_python = private.is_watched()
+            if frame.prepare is not None:
+                frame.prepare(inputs)
             return frame.run(inputs)
         finally:
             arena.give(block)
@@ -91,37 +99,50 @@ class Runner:
     def _made(self, block: Arena, sizes: tuple[int, ...]) -> Frame:
         values = dict(zip(self.plan.sizes, sizes, strict=True))
         with torch.inference_mode(False), torch.no_grad():
-            views = {name: self._view(tensor, block, values) for name, tensor in self.code.views.items()}
+            views = [self._view(tensor, block, values) for tensor in self.code.names.views]
+        numbers = dict(zip(self.code.names.numbers, self._values(*sizes), strict=True))
+        python = {**self._names, **numbers, **{f"view{number}": view for number, view in enumerate(views)}}
+        exec(self._python, python)
+        runtime = library.runtime(ctypes.addressof(self._callees) if self.plan.functions else None)
+        words = [word if isinstance(word, int) else (self._words | numbers)[word] for word in self.code.words]
+        run, state = driver.function(
+            words, self.code.slots, self.code.taken, views, self._tables(block, values, runtime),
+            self._calls(python, words, runtime),
+        )  # fmt: skip
+        return Frame(run, python.get("prepare"), state, runtime)
+
+    def _tables(self, block: Arena, values: Mapping[str, int], runtime: library.Runtime) -> dict[str, Any]:
         pointers = (ctypes.c_void_p * max(1, len(self.plan.table)))(*self._addresses(block, values))
-        numbers = (ctypes.c_int64 * max(1, len(sizes)))(*sizes)
-        state = library.runtime(ctypes.addressof(self._callees) if self.plan.functions else None)
-        names = {
-            **self._names,
-            **views,
-            **dict(zip(self.code.numbers, self._values(*sizes), strict=True)),
-            "pointers": pointers,
-            "buffers": ctypes.addressof(pointers),
-            "sizes": ctypes.addressof(numbers),
-            "runtime": ctypes.addressof(state),
-            "fail": functools.partial(_fail, state, self._origins(), self.plan.name),
-            "kept": (numbers, state, self._callees, block.memory),
-        }
-        exec(self._program, names)
-        return Frame(names["run"], state)
+        sizes = (ctypes.c_int64 * max(1, len(values)))(*values.values())
+        return {"pointers": pointers, "sizes": sizes, "runtime": runtime}
+
+    def _calls(self, python: dict[str, Any], words: list[int], runtime: library.Runtime) -> dict[str, Any]:
+        """What the driver calls in Python; nothing here refers to the frame, which refers to it."""
+        functions = tuple(
+            python[each] if isinstance(each, str) else self._product(*each) for each in self.code.functions
+        )
+        failed = functools.partial(calling.failed, words, runtime, self._origins(), self.plan.name)
+        return {"functions": functions, "finished": python.get("finish"), "failed": failed}
+
+    def _product(self, target: str) -> Callable[[list[Any]], None]:
+        return functools.partial(calling.into, calling.function(target, self.surroundings.targets, True))
+
+    def _fixed_words(self) -> dict[str, int]:
+        """The numbers of programs that are the same for all frames."""
+        dtypes = {word for word in self.code.words if isinstance(word, str)} & {row.torch for row in DTYPES.values()}
+        segments = {f"segment{n}": address for n, address in enumerate(self.segments.addresses)}
+        return {**segments, **driver.products(), **{name: driver.dtype(name) for name in dtypes}}
 
     def _fixed_names(self) -> dict[str, Any]:
-        """The names that are the same for all frames."""
-        given = self.surroundings
+        """The names of Python's functions that are the same for all frames."""
+        given, names = self.surroundings, self.code.names
         functions = {
-            name: calling.function(target, given.targets, out) for name, (target, out) in self.code.targets.items()
+            name: calling.function(target, given.targets, out) for name, (target, out) in names.targets.items()
         }
         return {
             **{row.torch: getattr(torch, row.torch) for row in DTYPES.values()},
-            **{f"segment{number}": function for number, function in enumerate(self.segments.functions)},
             **functions,
-            **{name: given.opaques[text] for name, text in self.code.opaques.items()},
-            "as_strided": torch.as_strided,
-            "empty_strided": torch.empty_strided,
+            **{name: given.opaques[text] for name, text in names.opaques.items()},
             "fit": calling.fit,
             "spread": calling.spread,
         }
@@ -152,25 +173,21 @@ class Runner:
         return 0 if constant is None else constant.data_ptr()
 
 
-def _fail(state: library.Runtime, origins: tuple[tuple[str, ...], ...], graph: str, segment: int) -> None:
-    library.raise_error(state, origins[segment], graph)
-
-
 def _value(at: Index, values: Mapping[str, int]) -> int:
     constant = at.constant
-    return eval(code.spelled(at), {}, dict(values)) if constant is None else constant
+    return eval(spelled(at), {}, dict(values)) if constant is None else constant
 
 
 def _sizing(plan: Plan, computed: Mapping[str, str], written: code.Code) -> tuple[Callable[..., Any], ...]:
     """Functions for the sizes of a call, the bytes of its arena, and the numbers that the program has names for."""
     names: dict[str, Any] = {"math": __import__("math")}
     try:
-        exec(code.binding(plan, computed), names)
+        exec(binding(plan, computed), names)
     except LookupError as error:
         raise CompileError(f"{plan.name}: {error}") from error
     given = ", ".join(plan.sizes)
-    size = eval(f"lambda {given}: {code.spelled(plan.arena)}", names)
-    values = eval(f"lambda {given}: ({''.join(f'{text}, ' for text in written.numbers.values())})", names)
+    size = eval(f"lambda {given}: {spelled(plan.arena)}", names)
+    values = eval(f"lambda {given}: ({''.join(f'{text}, ' for text in written.names.numbers.values())})", names)
     return names["bind"], size, values
 
 

@@ -6,7 +6,6 @@ the saved tensors and then gradients of results.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,11 +56,18 @@ class Wiring:
 
 def inference(wiring: Wiring, graph: Boxed) -> Called:
     """The function of a graph that needs no gradients."""
+    call, has_inputs = _caller(wiring, graph), _returns_inputs(wiring)
 
     def run(*inputs: Any) -> list[Any]:
         _count_writes(wiring, inputs)
-        with torch.no_grad():
-            results = _call(graph, [*inputs], wiring)
+        before = torch.is_grad_enabled()
+        private.set_grad_enabled(False)  # a context manager would take longer than a small kernel
+        try:
+            results = call([*inputs])
+        finally:
+            private.set_grad_enabled(before)
+        if not has_inputs:
+            return [*results]
         return [value if r.input is None else inputs[r.input] for value, r in zip(results, wiring.results, strict=True)]
 
     return run
@@ -70,16 +76,31 @@ def inference(wiring: Wiring, graph: Boxed) -> Called:
 def training(wiring: Wiring, forward: Boxed, backward: Boxed) -> Called:
     """The function of a forward graph and its backward graph."""
     untraced: Any = torch.compiler.disable(backward)
-    function = _function(wiring, forward, untraced)
+    function, has_inputs = _function(wiring, forward, untraced), _returns_inputs(wiring)
 
     def run(*inputs: Any) -> list[Any]:
         _count_writes(wiring, inputs)
-        given = [value.detach() if n in wiring.detached else value for n, value in enumerate(inputs)]
-        with torch.enable_grad():
-            own = iter(function.apply(*given))
+        given = _detached(wiring, inputs) if wiring.detached else inputs
+        before = torch.is_grad_enabled()
+        private.set_grad_enabled(True)
+        try:
+            results = function.apply(*given)
+        finally:
+            private.set_grad_enabled(before)
+        if not has_inputs:
+            return [*results]
+        own = iter(results)
         return [next(own) if r.input is None else inputs[r.input] for r in wiring.results]
 
     return run
+
+
+def _returns_inputs(wiring: Wiring) -> bool:
+    return any(result.input is not None for result in wiring.results)
+
+
+def _detached(wiring: Wiring, inputs: Sequence[Any]) -> list[Any]:
+    return [value.detach() if n in wiring.detached else value for n, value in enumerate(inputs)]
 
 
 def _count_writes(wiring: Wiring, inputs: Sequence[Any]) -> None:
@@ -87,9 +108,16 @@ def _count_writes(wiring: Wiring, inputs: Sequence[Any]) -> None:
         torch.autograd.graph.increment_version([inputs[number] for number in wiring.written])
 
 
-def _call(graph: Boxed, arguments: list[Any], wiring: Wiring) -> Sequence[Any]:
-    with private.no_autocast() if wiring.autocast else contextlib.nullcontext():
-        return graph(arguments)
+def _caller(wiring: Wiring, graph: Boxed) -> Boxed:
+    """The graph, without autocast."""
+    if not wiring.autocast:
+        return graph
+
+    def call(arguments: list[Any]) -> Sequence[Any]:
+        with private.no_autocast():
+            return graph(arguments)
+
+    return call
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -97,26 +125,29 @@ def _call(graph: Boxed, arguments: list[Any], wiring: Wiring) -> Sequence[Any]:
 
 def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> Any:
     own = [result for result in wiring.results if result.input is None]
+    wanted = [number for number, result in enumerate(own) if result.differentiable]
+    count, fixed = len(wiring.results), frozenset(range(len(own))) - {*wanted}
+    forward, backward = _caller(wiring, forward_graph), _caller(wiring, backward_graph)
 
     class Compiled(torch.autograd.Function):
         boxed_grads_call = True  # torch 2.13: gradients come in one list, which can be emptied
 
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
-            values = _call(forward_graph, [*inputs], wiring)
-            _save(ctx, values[len(wiring.results) :])
-            return _returned(ctx, wiring, values)
+            values = forward([*inputs])
+            _save(ctx, values[count:])
+            return _returned(ctx, wiring, values, fixed)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
             _refuse(wiring)
             given = gradients[0] if isinstance(gradients[0], list) else [*gradients]
-            arguments = [*ctx.saved_tensors, *_wanted(given, own)]
+            arguments = [*ctx.saved_tensors, *(given[number] for number in wanted)]
             given.clear()
             if torch.is_grad_enabled():
-                return _once(ctx, backward_graph, arguments, wiring)
+                return _once(ctx, backward, arguments)
             private.let_go(ctx)
-            return tuple(_call(backward_graph, arguments, wiring))
+            return tuple(backward(arguments))
 
     return Compiled
 
@@ -126,21 +157,18 @@ def _save(ctx: Any, tensors: Sequence[torch.Tensor]) -> None:
     ctx.save_for_backward(*[tensor.detach() if private.is_view(tensor) else tensor for tensor in tensors])
 
 
-def _returned(ctx: Any, wiring: Wiring, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors of their own among the results, as autograd is to see them."""
+def _returned(
+    ctx: Any, wiring: Wiring, values: Sequence[torch.Tensor], fixed: frozenset[int]
+) -> tuple[torch.Tensor, ...]:
+    """The tensors of their own among the results, as autograd is to see them; ``fixed`` are not differentiable."""
     made: list[torch.Tensor] = []
-    fixed: list[torch.Tensor] = []
     for value, result in zip(values, wiring.results, strict=False):
         if result.input is None:
             made.append(torch.ops.aten._unsafe_view(value, value.shape) if result.is_view else value)
-            fixed += [] if result.differentiable else [made[-1]]
-    ctx.mark_non_differentiable(*fixed)
+    if fixed:
+        ctx.mark_non_differentiable(*(made[number] for number in fixed))
     private.give_none_for_undifferentiable(ctx)
     return tuple(made)
-
-
-def _wanted(gradients: Sequence[Any], own: Sequence[Result]) -> list[Any]:
-    return [each for each, result in zip(gradients, own, strict=True) if result.differentiable]
 
 
 def _refuse(wiring: Wiring) -> None:
@@ -160,14 +188,14 @@ def _refuse(wiring: Wiring) -> None:
         )
 
 
-def _once(ctx: Any, graph: Boxed, arguments: list[Any], wiring: Wiring) -> Any:
+def _once(ctx: Any, graph: Boxed, arguments: list[Any]) -> Any:
     """The gradients, where the caller wants to differentiate them: that raises, as with AOTAutograd."""
 
     class Once(torch.autograd.Function):
         @staticmethod
         def forward(_: Any, *given: Any) -> tuple[Any, ...]:
             private.let_go(ctx)
-            return tuple(_call(graph, arguments, wiring))
+            return tuple(graph(arguments))
 
         @staticmethod
         def backward(_: Any, *gradients: Any) -> None:

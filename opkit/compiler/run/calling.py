@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from opkit.compiler.capture import torch_private as private
+from opkit.compiler.run import driver
+from opkit.compiler.run.code import STEPS
+from opkit.compiler.run.library import Runtime, raise_error
 
 # The same functions by a shorter way than the dispatcher's generic one.
 _SHORT: dict[str, Callable[..., Any]] = {
@@ -54,6 +57,30 @@ def single(target: str, targets: Mapping[str, Callable[..., Any]]) -> bool:
         return False
     returns = private.schema(found).returns
     return len(returns) == 1 and str(returns[0].type) in ("Tensor", "int", "Optional[Tensor]")
+
+
+def into(operator: Callable[..., Any], given: list[torch.Tensor]) -> None:
+    """A product of ``given[1:]`` into ``given[0]``."""
+    operator(*given[1:], out=given[0])
+
+
+def failed(words: list[int], runtime: Runtime, origins: tuple[tuple[str, ...], ...], graph: str, at: int) -> None:
+    """Raise what a step of the driver's reported: ``words[at]`` is where it begins.
+
+    Raises:
+        IndexError, MemoryError: a segment did.
+        RuntimeError: torch refused memory or a view.
+    """
+    step = STEPS[words[at]]
+    if step == "segment":
+        raise_error(runtime, origins[words[at + 2]], graph)
+    if step not in ("view", "allocate"):
+        raise RuntimeError(f"torch refused the step {step!r} (in {graph})")
+    rank = words[at + 4]
+    shape, strides = (tuple(words[begin : begin + rank]) for begin in (at + 5, at + 5 + rank))
+    if step == "allocate":
+        torch.empty_strided(shape, strides, dtype=driver.dtype_numbered(words[at + 3]))  # says what is wrong
+    raise RuntimeError(f"torch refused to {step} a tensor of sizes {shape} and strides {strides} (in {graph})")
 
 
 def spread(result: Any) -> tuple[Any, ...]:

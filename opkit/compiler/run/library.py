@@ -7,11 +7,11 @@ import ctypes
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from opkit.compiler.run import openmp
+from opkit.compiler.run import driver, openmp
 from opkit.kernels.compilation import Request, Unit, build
 
 _WHAT = {
@@ -35,9 +35,9 @@ class Runtime(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """Loaded functions; each takes the addresses of pointers, sizes and a runtime, and returns 0 or an error's code."""
+    """The addresses of loaded functions; each takes pointers, sizes and a runtime, and returns 0 or an error's code."""
 
-    functions: tuple[Callable[[int, int, int], int], ...] = ()
+    addresses: tuple[int, ...] = ()
     library: ctypes.CDLL | None = None
 
 
@@ -55,6 +55,7 @@ class Build:
         units = tuple(Unit(f"graph{number}.c", text, "c") for number, text in enumerate(texts))
         self._request, self._count, self._process = Request(label, units, tuple(flags)), count, os.getpid()
         self._path: Future[Path] = Future()
+        driver.prepare()
         if count:
             context = contextvars.copy_context()
             threading.Thread(target=context.run, args=(self._make,), name="opkit-graph").start()
@@ -77,14 +78,11 @@ class Build:
         # the thread has not come along with a process that was forked meanwhile
         path = self._path.result() if self._process == os.getpid() else build(self._request)
         library = ctypes.CDLL(str(path))
-        return Segments(tuple(_function(library, number) for number in range(self._count)), library)
+        return Segments(tuple(_address(library, number) for number in range(self._count)), library)
 
 
-def _function(library: ctypes.CDLL, number: int) -> Callable[[int, int, int], int]:
-    function = getattr(library, f"opkit_segment_{number}")
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-    function.restype = ctypes.c_int64
-    return function
+def _address(library: ctypes.CDLL, number: int) -> int:
+    return ctypes.cast(getattr(library, f"opkit_segment_{number}"), ctypes.c_void_p).value or 0
 
 
 def runtime(functions: int | None = None) -> Runtime:

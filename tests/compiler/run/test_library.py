@@ -1,5 +1,6 @@
 """A graph's C is compiled while the process goes on."""
 
+import ctypes
 import os
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from opkit import errors
 from opkit.compiler.run import library
 
+FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 3)
 SEGMENT = (
     'struct opkit_runtime;\n__attribute__((visibility("default"))) long long '
     "opkit_segment_0(void *const *b, const long long *s, struct opkit_runtime *r) { return 0; }"
@@ -16,7 +18,7 @@ SEGMENT = (
 def test_two_units_make_one_library():
     texts = [SEGMENT, "int other(void) { return 7; }"]
     segments = library.Build(texts, 1, "two units").wait()
-    assert segments.functions[0](0, 0, 0) == 0
+    assert FUNCTION(segments.addresses[0])(0, 0, 0) == 0
 
 
 def test_nothing_is_compiled_where_there_is_no_segment():
@@ -35,4 +37,4 @@ def test_a_forked_process_builds_for_itself():
     build = library.Build([SEGMENT], 1, "forked")
     build._process = -1  # as a child sees it
     build._path = None
-    assert build.wait().functions[0](0, 0, 0) == 0
+    assert FUNCTION(build.wait().addresses[0])(0, 0, 0) == 0

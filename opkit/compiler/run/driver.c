@@ -1,0 +1,270 @@
+// Runs the steps of compiled graphs: views and allocations through torch's C shim, segments of kernels, products of
+// matrices, and calls of Python functions for what is none of these. One library serves all graphs and every torch from
+// 2.11 on: there are no headers, and the functions of torch come as a table of addresses.
+//
+// A frame is one graph for one arena and one set of sizes. Its program is an array of words, in which a step is a number
+// (the order of `steps` below) and what that step takes. A slot holds a handle of a tensor: slots from 0 on are the
+// call's and empty between calls; -1, -2, ... are the frame's own tensors, views of its arena and constants. Who uses a
+// frame has it to himself.
+
+typedef __INT64_TYPE__ int64_t;
+typedef __INT32_TYPE__ int32_t;
+
+typedef struct python PyObject;
+typedef PyObject *(*Method)(PyObject *, PyObject *);
+struct method {
+  const char *name;
+  Method function;
+  int flags;
+  const char *about;
+};
+
+// of Python's stable ABI
+extern PyObject *PyExc_RuntimeError;
+extern void PyErr_SetString(PyObject *, const char *);
+extern PyObject *PyErr_Occurred(void);
+extern void PyErr_Fetch(PyObject **, PyObject **, PyObject **);
+extern void PyErr_Restore(PyObject *, PyObject *, PyObject *);
+extern void *PyEval_SaveThread(void);
+extern void PyEval_RestoreThread(void *);
+extern PyObject *PyCFunction_NewEx(struct method *, PyObject *, PyObject *);
+extern PyObject *PyCapsule_New(void *, const char *, void (*)(PyObject *));
+extern void *PyCapsule_GetPointer(PyObject *, const char *);
+extern PyObject *PyList_New(long);
+extern PyObject *PyList_GetItem(PyObject *, long);
+extern int PyList_SetItem(PyObject *, long, PyObject *);
+extern int PyList_SetSlice(PyObject *, long, long, PyObject *);
+extern long PyList_Size(PyObject *);
+extern PyObject *PyTuple_GetItem(PyObject *, long);
+extern PyObject *PyLong_FromLongLong(long long);
+extern PyObject *PyObject_CallFunctionObjArgs(PyObject *, ...);
+extern void Py_IncRef(PyObject *);
+extern void Py_DecRef(PyObject *);
+
+// of torch's C shim; each returns 0, or else it raised an exception
+struct shim {
+  int (*empty_strided)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, void **);
+  int (*reinterpret_tensor)(void *, int64_t, const int64_t *, const int64_t *, int64_t, void **);
+  int (*get_data_ptr)(void *, void **);
+  int (*new_tensor_handle)(void *, void **);
+  int (*delete_tensor_object)(void *);
+};
+
+struct frame {
+  const int64_t *program;
+  const struct shim *shim;
+  void **slots;
+  int64_t slot_count;
+  void **fixed;
+  int64_t fixed_count;
+  const int64_t *taken;  // of each input, its slot; -1 for one that is no tensor, or that nothing needs
+  int64_t input_count, taken_count;
+  void **pointers;  // the table that segments are given
+  const int64_t *sizes;
+  void *runtime;
+  int64_t by_python;  // whether torch's functions are called through Python, for modes and profilers to see them
+  PyObject *kept;     // a tuple of what follows, and of all that the frame needs to stay
+  PyObject *handles_of, *tensors_of, *failed, *finished, *functions;
+  void *thread;
+};
+
+static void *handle(const struct frame *f, int64_t slot) { return slot < 0 ? f->fixed[-1 - slot] : f->slots[slot]; }
+
+static void drop(const struct frame *f, int64_t slot) {
+  void *held = f->slots[slot];
+  f->slots[slot] = 0;
+  if (held) f->shim->delete_tensor_object(held);
+}
+
+// ---- between handles and Python's tensors; the caller holds the GIL ----
+
+// The handles of a list of tensors, each in its slot; 0, or -1 with an exception set.
+static int receive(const struct frame *f, PyObject *tensors, int64_t count, const int64_t *slots) {
+  PyObject *handles = PyObject_CallFunctionObjArgs(f->handles_of, tensors, (void *)0);
+  if (!handles) return -1;
+  for (int64_t i = 0; i < count; ++i) {
+    drop(f, slots[i]);
+    f->slots[slots[i]] = PyCapsule_GetPointer(PyList_GetItem(handles, i), 0);
+  }
+  Py_DecRef(handles);
+  return 0;
+}
+
+// A list of tensors; NULL with an exception set. Where `moves` is given, slots that it marks are emptied.
+static PyObject *tensors(const struct frame *f, int64_t count, const int64_t *slots, const int64_t *moves) {
+  PyObject *handles = PyList_New(count), *found = 0;
+  if (!handles) return 0;
+  for (int64_t i = 0; i < count; ++i) {
+    void *given = 0;
+    if (moves && moves[i]) {
+      given = handle(f, slots[i]);
+      f->slots[slots[i]] = 0;
+    } else if (f->shim->new_tensor_handle(handle(f, slots[i]), &given)) {
+      PyErr_SetString(PyExc_RuntimeError, "opkit: torch gave no handle of a tensor");
+    }
+    PyList_SetItem(handles, i, given ? PyCapsule_New(given, 0, 0) : 0);
+  }
+  if (!PyErr_Occurred()) found = PyObject_CallFunctionObjArgs(f->tensors_of, handles, (void *)0);
+  Py_DecRef(handles);
+  return found;
+}
+
+// A function of Python's: takes a list of tensors, and returns one.
+static int call(const struct frame *f, int64_t function, int64_t count, const int64_t *slots, int64_t results,
+                const int64_t *to) {
+  PyObject *given = tensors(f, count, slots, 0);
+  if (!given) return -1;
+  PyObject *made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(f->functions, function), given, (void *)0);
+  Py_DecRef(given);
+  if (!made) return -1;
+  const int failed = results ? receive(f, made, results, to) : 0;
+  Py_DecRef(made);
+  return failed;
+}
+
+// ---- steps: each returns what follows it, or NULL if it failed; the GIL is not held ----
+
+static const int64_t *point(struct frame *f, const int64_t *w) {  // slot, entry of the table
+  return f->shim->get_data_ptr(handle(f, w[1]), &f->pointers[w[2]]) ? 0 : w + 3;
+}
+
+static const int64_t *view(struct frame *f, const int64_t *w) {  // slot, of slot, offset, dimensions, sizes, strides
+  const int64_t n = w[4];
+  // the offset counts from where the other tensor begins
+  const int failed = f->shim->reinterpret_tensor(handle(f, w[2]), n, w + 5, w + 5 + n, w[3], &f->slots[w[1]]);
+  return failed ? 0 : w + 5 + 2 * n;
+}
+
+static const int64_t *allocate(struct frame *f, const int64_t *w) {  // slot, entry or -1, dtype, dimensions, sizes, strides
+  const int64_t n = w[4];
+  if (f->shim->empty_strided(n, w + 5, w + 5 + n, (int32_t)w[3], 0, 0, &f->slots[w[1]])) return 0;
+  if (w[2] >= 0 && f->shim->get_data_ptr(f->slots[w[1]], &f->pointers[w[2]])) return 0;
+  return w + 5 + 2 * n;
+}
+
+static const int64_t *segment(struct frame *f, const int64_t *w) {  // address of the function, number
+  int64_t (*run)(void *const *, const int64_t *, void *) = (void *)w[1];
+  return run(f->pointers, f->sizes, f->runtime) ? 0 : w + 3;
+}
+
+static const int64_t *python(struct frame *f, const int64_t *w) {  // function, count, slots, count of results, slots
+  const int64_t *to = w + 3 + w[2];
+  PyEval_RestoreThread(f->thread);
+  const int failed = call(f, w[1], w[2], w + 3, to[0], to + 1);
+  f->thread = PyEval_SaveThread();
+  return failed ? 0 : to + 1 + to[0];
+}
+
+// address of the shim's function, function of Python's, count, slots: "out = a b" of 3, or "out = c + a b" of 4: out c a b
+static const int64_t *product(struct frame *f, const int64_t *w) {
+  const int64_t *s = w + 4;
+  int failed = 1;
+  if (w[1] && !f->by_python) {
+    void *out = handle(f, s[0]), *x = handle(f, s[1]), *y = handle(f, s[2]);
+    if (w[3] == 3)
+      failed = ((int (*)(void *, void *, void *))w[1])(out, x, y);
+    else
+      failed = ((int (*)(void *, void *, void *, void *, double, double))w[1])(out, x, y, handle(f, s[3]), 1, 1);
+  }
+  if (failed) {  // the shim keeps its exception to itself; the same call raises it in Python
+    PyEval_RestoreThread(f->thread);
+    failed = call(f, w[2], w[3], s, 0, 0);
+    f->thread = PyEval_SaveThread();
+  }
+  return failed ? 0 : s + w[3];
+}
+
+static const int64_t *forget(struct frame *f, const int64_t *w) {  // count, slots
+  for (int64_t i = 0; i < w[1]; ++i) drop(f, w[2 + i]);
+  return w + 2 + w[1];
+}
+
+static const int64_t *(*const steps[])(struct frame *, const int64_t *) = {point,  view,    allocate, segment,
+                                                                         python, product, forget};
+enum { END = sizeof steps / sizeof *steps };
+
+// ---- calls ----
+
+static int take(const struct frame *f, PyObject *inputs) {
+  int64_t slots[f->taken_count + 1], count = 0;
+  PyObject *given = inputs;
+  const int all = f->taken_count == f->input_count;
+  if (PyList_Size(inputs) != f->input_count) {
+    PyErr_SetString(PyExc_RuntimeError, "opkit: a compiled graph was called with another number of inputs");
+    return -1;
+  }
+  if (!all && !(given = PyList_New(f->taken_count))) return -1;
+  for (int64_t i = 0; i < f->input_count; ++i) {
+    if (f->taken[i] < 0) continue;
+    if (!all) {
+      PyObject *input = PyList_GetItem(inputs, i);
+      Py_IncRef(input);
+      PyList_SetItem(given, count, input);
+    }
+    slots[count++] = f->taken[i];
+  }
+  const int failed = receive(f, given, count, slots);
+  if (!all) Py_DecRef(given);
+  return failed || PyList_SetSlice(inputs, 0, f->input_count, 0) ? -1 : 0;
+}
+
+static PyObject *results(const struct frame *f, const int64_t *w) {  // count, slots, whether each is moved
+  PyObject *made = tensors(f, w[1], w + 2, w + 2 + w[1]);
+  if (!made || !f->finished) return made;
+  PyObject *whole = PyObject_CallFunctionObjArgs(f->finished, made, (void *)0);
+  Py_DecRef(made);
+  return whole;
+}
+
+static PyObject *fail(const struct frame *f, const int64_t *w) {
+  if (PyErr_Occurred()) return 0;
+  PyObject *at = PyLong_FromLongLong(w - f->program);
+  PyObject *none = at ? PyObject_CallFunctionObjArgs(f->failed, at, (void *)0) : 0;
+  if (none) PyErr_SetString(PyExc_RuntimeError, "opkit: a step of a compiled graph failed");
+  if (none) Py_DecRef(none);
+  if (at) Py_DecRef(at);
+  return 0;
+}
+
+static PyObject *perform(struct frame *f) {
+  const int64_t *w = f->program, *next = w;
+  f->thread = PyEval_SaveThread();
+  while (next && *next != END) {
+    w = next;
+    next = steps[*w](f, w);
+  }
+  PyEval_RestoreThread(f->thread);
+  return next ? results(f, next) : fail(f, w);
+}
+
+static PyObject *opkit_run(PyObject *self, PyObject *inputs) {
+  struct frame *f = PyCapsule_GetPointer(self, 0);
+  PyObject *found = take(f, inputs) ? 0 : perform(f);
+  PyObject *type = 0, *value = 0, *trace = 0;
+  if (!found) PyErr_Fetch(&type, &value, &trace);  // what tensors do when they go must not touch it
+  for (int64_t i = 0; i < f->slot_count; ++i) drop(f, i);
+  if (!found) PyErr_Restore(type, value, trace);
+  return found;
+}
+
+static void release(PyObject *capsule) {
+  struct frame *f = PyCapsule_GetPointer(capsule, 0);
+  for (int64_t i = 0; i < f->fixed_count; ++i)
+    if (f->fixed[i]) f->shim->delete_tensor_object(f->fixed[i]);
+  Py_DecRef(f->kept);
+}
+
+// The function of a frame: takes a list of inputs, which it empties, and returns a list of results. `fixed` is a list of
+// the frame's own tensors.
+__attribute__((visibility("default"))) PyObject *opkit_function(struct frame *f, PyObject *fixed) {
+  static struct method method = {"run", opkit_run, 8, 0};
+  PyObject *handles = PyObject_CallFunctionObjArgs(f->handles_of, fixed, (void *)0);
+  if (!handles) return 0;
+  for (int64_t i = 0; i < f->fixed_count; ++i) f->fixed[i] = PyCapsule_GetPointer(PyList_GetItem(handles, i), 0);
+  Py_DecRef(handles);
+  Py_IncRef(f->kept);
+  PyObject *capsule = PyCapsule_New(f, 0, release);
+  PyObject *run = capsule ? PyCFunction_NewEx(&method, capsule, 0) : 0;
+  if (capsule) Py_DecRef(capsule);
+  return run;
+}

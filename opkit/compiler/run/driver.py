@@ -1,0 +1,172 @@
+"""The driver, ``driver.c``, with which compiled graphs run: compiled once, and told where torch's C shim is."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opkit.compiler.capture import torch_private as private
+from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.run.code import PRODUCTS
+from opkit.kernels.compilation import Request, Unit, build
+
+_SOURCE = Path(__file__).with_name("driver.c")
+_SHIM = (
+    "aoti_torch_empty_strided", "aoti_torch__reinterpret_tensor", "aoti_torch_get_data_ptr",
+    "aoti_torch_new_tensor_handle", "aoti_torch_delete_tensor_object",
+)  # fmt: skip
+
+Boxed = Callable[[list[Any]], list[Any]]
+
+
+class State(ctypes.Structure):
+    """``struct frame``."""
+
+    _fields_ = (
+        ("program", ctypes.c_void_p),
+        ("shim", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("slot_count", ctypes.c_int64),
+        ("fixed", ctypes.c_void_p),
+        ("fixed_count", ctypes.c_int64),
+        ("taken", ctypes.c_void_p),
+        ("input_count", ctypes.c_int64),
+        ("taken_count", ctypes.c_int64),
+        ("pointers", ctypes.c_void_p),
+        ("sizes", ctypes.c_void_p),
+        ("runtime", ctypes.c_void_p),
+        ("by_python", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("kept", "handles_of", "tensors_of", "failed", "finished", "functions")),
+        ("thread", ctypes.c_void_p),
+    )
+
+
+def function(
+    words: Sequence[int],
+    slots: int,
+    taken: Sequence[int],
+    fixed: list[torch.Tensor],
+    tables: Mapping[str, Any],
+    calls: Mapping[str, Any],
+) -> tuple[Boxed, State]:
+    """The function of a frame, and its state.
+
+    Args:
+        words: the program, all numbers.
+        slots, taken: as in ``Code``.
+        fixed: the tensors of the frame itself.
+        tables: ``pointers``, ``sizes`` and ``runtime``: ctypes' objects.
+        calls: ``failed``, which is given the place of a step that failed, and raises; ``finished`` or None; ``functions``.
+    """
+    arrays = {
+        "program": _numbers(words),
+        "shim": _shim(),
+        "slots": (ctypes.c_void_p * max(1, slots))(),
+        "fixed": (ctypes.c_void_p * max(1, len(fixed)))(),
+        "taken": _numbers(taken),
+        **tables,
+    }
+    called = {"handles_of": private.handles_of, "tensors_of": private.tensors_of, **calls}
+    state = State(
+        **{name: ctypes.addressof(array) for name, array in arrays.items()},
+        **{name: None if each is None else id(each) for name, each in called.items()},
+        slot_count=slots,
+        fixed_count=len(fixed),
+        input_count=len(taken),
+        taken_count=sum(slot >= 0 for slot in taken),
+    )
+    kept = (state, arrays, called)
+    state.kept = id(kept)
+    return _library().opkit_function(ctypes.addressof(state), fixed), state
+
+
+def _numbers(of: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * max(1, len(of)))(*of)
+
+
+# ---- torch's C shim --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _torch() -> ctypes.CDLL:
+    return ctypes.CDLL(torch._C.__file__)  # its symbols are found in what it needs: libtorch_cpu
+
+
+def _address(name: str) -> int:
+    """The address of a function of torch's; 0 if it has none of that name."""
+    found = getattr(_torch(), name, None)
+    return 0 if found is None else ctypes.cast(found, ctypes.c_void_p).value or 0
+
+
+@functools.cache
+def _shim() -> ctypes.Array[ctypes.c_void_p]:
+    addresses = [_address(name) for name in _SHIM]
+    if not all(addresses):
+        raise AttributeError(f"torch {torch.__version__} lacks one of {', '.join(_SHIM)}")
+    return (ctypes.c_void_p * len(_SHIM))(*addresses)
+
+
+@functools.cache
+def products() -> dict[str, int]:
+    """The addresses of the functions in ``PRODUCTS``, by name; 0 for one that this torch has not."""
+    return {name: _address(name) for name, _ in PRODUCTS.values()}
+
+
+@functools.cache
+def dtype(name: str) -> int:
+    """The shim's number of a dtype."""
+    return int(getattr(_torch(), f"aoti_torch_dtype_{name}")())
+
+
+@functools.cache
+def dtype_numbered(number: int) -> torch.dtype:
+    """The dtype of a number of the shim's."""
+    return next(getattr(torch, row.torch) for row in DTYPES.values() if dtype(row.torch) == number)
+
+
+# ---- the library -----------------------------------------------------------------------------------------------------
+
+_path: Future[Path] | None = None
+_process = 0
+_lock = threading.Lock()
+
+
+def prepare() -> None:
+    """Have the driver compiled in a thread, if that was not begun before in this process."""
+    global _path, _process
+    with _lock:
+        if _path is not None and _process == os.getpid():
+            return
+        _path, _process = Future(), os.getpid()
+        threading.Thread(target=_build, args=(_path,), name="opkit-driver").start()
+
+
+def _build(path: Future[Path]) -> None:
+    try:
+        unit = Unit(_SOURCE.name, _SOURCE.read_text(encoding="utf-8"), "c")
+        path.set_result(build(Request("torch.compile: the driver", (unit,), ("-O1",))))
+    except BaseException as error:
+        path.set_exception(error)
+
+
+@functools.cache
+def _library() -> ctypes.PyDLL:
+    """The driver.
+
+    Raises:
+        ToolchainError: there is no C compiler.
+    """
+    prepare()
+    assert _path is not None
+    library = ctypes.PyDLL(str(_path.result()))
+    library.opkit_function.argtypes = (ctypes.c_void_p, ctypes.py_object)
+    library.opkit_function.restype = ctypes.py_object
+    return library

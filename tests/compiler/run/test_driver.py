@@ -1,0 +1,302 @@
+"""The driver: what it calls itself and what through Python, who owns tensors, and what becomes of errors."""
+
+import dataclasses
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import opkit
+from opkit import config
+from opkit.compiler import backend, warm
+from opkit.compiler.backend import opkit_backend
+from opkit.compiler.run import calling, driver
+from opkit.compiler.run.assemble import Runner, assemble
+
+
+@pytest.fixture
+def runners(monkeypatch):
+    """The runners that are made, in order."""
+    torch._dynamo.reset()
+    found: list[Runner] = []
+    monkeypatch.setattr(warm, "assemble", lambda *given: found.append(assemble(*given)) or found[-1])
+    return found
+
+
+def compiled(function, **more):
+    return torch.compile(function, backend=opkit_backend, options={"strict": True}, **more)
+
+
+def layers(x, w, b):
+    return torch.relu(torch.relu(x @ w.t() + b) @ w)
+
+
+@opkit.custom_op("driver_test::doubled")
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+seen: list[bool] = []
+watched: list[weakref.ref[torch.UntypedStorage]] = []
+
+
+@doubled.register_kernel("cpu")
+def _(x):
+    seen.append(watched[0]() is None if watched else False)
+    return x * 2
+
+
+GIVEN = (torch.randn(4, 6), torch.randn(5, 6), torch.randn(5))
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_of_products_and_kernels_calls_no_python(runners, monkeypatch):
+    fast = compiled(layers)
+    torch.testing.assert_close(fast(*GIVEN), layers(*GIVEN))
+    (runner,) = runners
+    assert runner.code.python == ""
+    monkeypatch.setattr(calling, "into", None)
+    assert "python" not in _steps(runner)
+    torch.testing.assert_close(fast(*GIVEN), layers(*GIVEN))
+
+
+def _steps(runner):
+    """The names of a program's steps, which ``text`` shows in the same order."""
+    return [line.split("(")[0].split(" ")[-1] for line in runner.code.text.splitlines()]
+
+
+PRODUCTS = {
+    "mm": lambda x, y: x @ y,
+    "bmm": lambda x, y: torch.bmm(x.expand(3, *x.shape), y.expand(3, *y.shape)),
+    "addmm": lambda x, y: torch.addmm(x @ y, x, y, beta=0.5, alpha=-2),
+    "baddbmm": lambda x, y: torch.baddbmm(
+        (x @ y).expand(2, 7, 3), x.expand(2, 7, 5), y.expand(2, 5, 3), beta=2, alpha=3
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex64])
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_products(product, dtype, runners):
+    x, y = ((torch.randn(n, m, dtype=torch.float64) * 4).to(dtype) for n, m in ((7, 5), (5, 3)))
+    given = compiled(lambda x, y: product(x, y) + 1)(x, y)
+    close = {"rtol": 0.05, "atol": 0.3} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(given, product(x, y) + 1, **close)
+    assert any(isinstance(f, tuple) for f in runners[0].code.functions) == dtype.is_floating_point
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_products_that_add_before_they_round(batch, runners, monkeypatch):
+    target = dataclasses.replace(backend._target(), narrow_products=True)
+    monkeypatch.setattr(backend, "_target", lambda: target)
+    c, x, y = (torch.randn(*batch, n, m).bfloat16() for n, m in ((7, 3), (7, 5), (5, 3)))
+    function = torch.baddbmm if batch else torch.addmm
+    given = compiled(lambda *of: function(*of).relu())(c + 0, x, y)
+    torch.testing.assert_close(given, function(c, x, y).relu())
+    assert [target for (target,) in runners[0].code.functions] == [f"aten.{function.__name__}.default"]
+
+
+def test_products_go_through_python_where_the_shim_has_none(runners, monkeypatch):
+    monkeypatch.setattr(driver, "products", lambda: {name: 0 for name, _ in driver.PRODUCTS.values()})
+    called = []
+    original = calling.into
+    monkeypatch.setattr(calling, "into", lambda *given: called.append(given) or original(*given))
+    torch.testing.assert_close(compiled(layers)(*GIVEN), layers(*GIVEN))
+    assert len(called) == 2
+
+
+def test_empty_products():
+    for sizes in ((0, 6, 5), (4, 0, 5), (4, 6, 0)):
+        n, k, m = sizes
+        x, w, b = torch.randn(n, k), torch.randn(m, k), torch.randn(m)
+        torch.testing.assert_close(compiled(layers)(x, w, b), layers(x, w, b))
+
+
+def test_sizes_that_change(runners):
+    fast = compiled(layers, dynamic=True)
+    for n in (4, 7, 4, 1, 30):
+        x = torch.randn(n, 6)[:, :]
+        torch.testing.assert_close(fast(x, *GIVEN[1:]), layers(x, *GIVEN[1:]))
+    assert len({id(r) for r in runners}) <= 2
+
+
+def test_parts_of_larger_tensors():
+    x, w = torch.randn(9, 8)[3:7, 1:7], torch.randn(7, 12)[1:6, ::2]
+    torch.testing.assert_close(compiled(layers)(x, w, GIVEN[2]), layers(x, w, GIVEN[2]))
+
+
+# ---- who owns tensors ------------------------------------------------------------------------------------------------
+
+
+def test_results_that_are_one_tensor_or_an_input(runners):
+    compiled(lambda x: (x + 1, x.t() @ x))(torch.randn(3, 3))
+    x = torch.randn(3, 3)
+    runner = runners[0]
+    assert len(runner([x])) == 2
+    twice = torch.compile(lambda x: (y := x + 1, y), backend=opkit_backend)(x)
+    torch.testing.assert_close(twice[0], x + 1)
+    assert twice[0].data_ptr() == twice[1].data_ptr()
+
+
+def test_nothing_is_held_after_a_call(runners):
+    compiled(layers)(*GIVEN)
+    inputs = [t.clone() for t in _ordered(runners[0])]
+    died = [weakref.ref(t.untyped_storage()) for t in inputs]
+    results = runners[0](inputs)
+    assert inputs == []
+    died.append(weakref.ref(results[0]))
+    del results
+    gc.collect()
+    assert [each() for each in died] == [None] * len(died)
+
+
+def _ordered(runner):
+    """The tensors of GIVEN in the order of a runner's inputs, by their sizes."""
+    by_size = {tuple(t.shape): t for t in GIVEN}
+    shapes = [tuple(s.constant for s in runner.plan.buffers[name].shape) for name in runner.plan.inputs]
+    return [by_size[shape] for shape in shapes]
+
+
+def test_an_input_goes_after_its_last_use(runners):
+    compiled(lambda x, y: doubled(torch.relu(x @ y)))(torch.randn(3, 3), torch.randn(3, 3))
+    inputs = [torch.randn(3, 3), torch.randn(3, 3)]
+    storage = inputs[0].untyped_storage()
+    watched[:] = [weakref.ref(storage)]
+    del storage
+    seen.clear()
+    runners[0](inputs)
+    watched.clear()
+    assert seen == [True]
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_torchs_is_raised_as_it_is_and_nothing_is_held(runners):
+    compiled(layers)(*GIVEN)
+    inputs = [torch.randn(4, 9) if t is GIVEN[0] else t.clone() for t in _ordered(runners[0])]
+    died = [weakref.ref(t) for t in inputs]
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        runners[0](inputs)
+    gc.collect()
+    assert [each() for each in died] == [None] * len(died)
+    torch.testing.assert_close(runners[0](_ordered(runners[0]))[0], layers(*GIVEN))
+
+
+def test_an_error_of_a_python_kernel(runners):
+    def broken(x):
+        raise KeyError("mine")
+
+    fast = compiled(lambda x: doubled(x + 1) @ x)
+    fast(torch.randn(3, 3))
+    x = torch.randn(3, 3)
+    died = weakref.ref(x)
+    doubled.register_kernel("cpu")(broken)
+    try:
+        with pytest.raises(KeyError, match="mine"):
+            runners[0]([x])
+    finally:
+        doubled.register_kernel("cpu")(lambda x: x * 2)
+    del x
+    gc.collect()
+    assert died() is None
+
+
+def test_memory_that_there_is_not():
+    x = torch.ones(1)
+    with pytest.raises(RuntimeError, match="allocate"):
+        compiled(lambda x: x.expand(1 << 55) + 1)(x)
+
+
+def test_an_index_out_of_range_names_its_segment():
+    x, at = torch.randn(4, 4), torch.tensor([0, 9])
+    with pytest.raises(IndexError, match="index 9 is out of range"):
+        compiled(lambda x, at: (x @ x)[at] + 1)(x, at)
+
+
+def test_another_number_of_inputs(runners):
+    compiled(layers)(*GIVEN)
+    with pytest.raises((RuntimeError, ValueError), match="inputs"):
+        runners[0](list(GIVEN[:2]))
+
+
+# ---- what surrounds a call -------------------------------------------------------------------------------------------
+
+
+class Names(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_and_profilers_see_products(runners):
+    compiled(layers)(*GIVEN)
+    with Names() as mode:
+        runners[0](_ordered(runners[0]))
+    assert mode.names.count("aten::mm.out") == 2
+    with torch.profiler.profile() as profile:
+        runners[0](_ordered(runners[0]))
+    assert sum(event.name == "aten::mm" for event in profile.events()) == 2
+
+
+def test_flops_are_counted(runners):
+    compiled(layers)(*GIVEN)
+    with FlopCounterMode(display=False) as counter:
+        runners[0](_ordered(runners[0]))
+    assert counter.get_total_flops() == 2 * 2 * 4 * 6 * 5
+
+
+def test_inference_mode_gives_inference_tensors():
+    with torch.inference_mode():
+        given = compiled(layers)(*GIVEN)
+    assert given.is_inference()
+    torch.testing.assert_close(given, layers(*GIVEN))
+
+
+def test_threads(runners):
+    fast = compiled(lambda x: doubled(x @ x) @ x + 1)
+    x = torch.randn(16, 16)
+    expected = fast(x)
+    wrong = []
+
+    def work():
+        for _ in range(50):
+            (found,) = runners[0]([x])
+            if not torch.equal(found, expected):
+                wrong.append(found)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_training_step_goes_without_aotautograd_after_the_first(tmp_path, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path))
+    config.get.cache_clear()
+    w = torch.randn(5, 6, requires_grad=True)
+    fast = compiled(lambda x, b: layers(x, w, b))
+    nodes = []
+    for _ in range(3):
+        y = fast(GIVEN[0], GIVEN[2])
+        nodes.append(type(y.grad_fn).__module__ + y.grad_fn.name())
+        (given,) = torch.autograd.grad(y.square().sum(), w)
+        (expected,) = torch.autograd.grad(layers(GIVEN[0], w, GIVEN[2]).square().sum(), w)
+        torch.testing.assert_close(given, expected)
+    config.get.cache_clear()
+    assert nodes[0] != nodes[1] == nodes[2]
