@@ -139,9 +139,9 @@ def _log2(x: Scalar) -> Scalar:
     return f.log(x) * (1 / math.log(2))
 
 
-def _rounded(op: str) -> Formula:
+def _rounded(rounding: Formula) -> Formula:
     """A rounding, which integers pass through."""
-    return lambda x: f.apply(op, x) if _is_float(x) else x
+    return lambda x: rounding(x) if _is_float(x) else x
 
 
 def _exp2(x: Scalar) -> Scalar:
@@ -192,7 +192,10 @@ _FUNCTIONS = (
 
 _UNARY: dict[str, Formula] = {
     **{name: f.function(name) for name in _FUNCTIONS},
-    **{name: _rounded(name) for name in ("floor", "ceil", "trunc", "round")},
+    "floor": _rounded(f.floor),
+    "ceil": _rounded(f.ceil),
+    "trunc": _rounded(f.trunc),
+    "round": _rounded(f.function("round")),
     "abs": absolute,
     "neg": lambda x: -x,
     "reciprocal": reciprocal,
