@@ -39,6 +39,19 @@ def test_gradients(function):
     torch.testing.assert_close(mine, theirs)
 
 
+def raises(function):
+    """Whether a function that AOTAutograd traces still checks a matrix: torch 2.11 takes the check for dead code."""
+    try:
+        torch.compile(function, backend="aot_eager")(torch.zeros(3, 3))
+    except torch.linalg.LinAlgError:
+        return True
+    finally:
+        torch._dynamo.reset()
+    return False
+
+
 def test_a_singular_matrix_is_refused():
+    if not raises(lambda a: torch.linalg.inv(a) + 1):
+        pytest.skip("torch drops the check before any backend sees the graph")
     with pytest.raises(torch.linalg.LinAlgError, match="singular"):
         compiled(lambda a: torch.linalg.inv(a) + 1)(torch.zeros(3, 3))

@@ -195,7 +195,9 @@ def assemble(plan: Plan, surroundings: Surroundings, segments: Segments) -> Runn
     """The function that runs a plan.
 
     Raises:
+        ToolchainError: there is no C compiler for the driver.
         CompileError: a size is needed that no input tells, or a library that kernels call is gone.
         AttributeError: the plan calls an operator that does not exist.
     """
+    driver.library()
     return Runner(plan, surroundings, segments)

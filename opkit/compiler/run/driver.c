@@ -4,7 +4,7 @@
 //
 // A frame is one graph for one arena and one set of sizes. Its program is an array of words, in which a step is a number
 // (the order of `steps` below) and what that step takes. A slot holds a handle of a tensor: slots from 0 on are the
-// call's and empty between calls; -1, -2, ... are the frame's own tensors, views of its arena and constants. Who uses a
+// call's and empty between calls (and for inputs that are None); -1, -2, ... are the frame's own tensors, views of its arena and constants. Who uses a
 // frame has it to himself.
 
 typedef __INT64_TYPE__ int64_t;
@@ -21,6 +21,7 @@ struct method {
 
 // of Python's stable ABI
 extern PyObject *PyExc_RuntimeError;
+extern char _Py_NoneStruct[];
 extern void PyErr_SetString(PyObject *, const char *);
 extern PyObject *PyErr_Occurred(void);
 extern void PyErr_Fetch(PyObject **, PyObject **, PyObject **);
@@ -33,6 +34,8 @@ extern void *PyCapsule_GetPointer(PyObject *, const char *);
 extern PyObject *PyList_New(long);
 extern PyObject *PyList_GetItem(PyObject *, long);
 extern int PyList_SetItem(PyObject *, long, PyObject *);
+extern int PyList_Append(PyObject *, PyObject *);
+extern int PyList_Insert(PyObject *, long, PyObject *);
 extern int PyList_SetSlice(PyObject *, long, long, PyObject *);
 extern long PyList_Size(PyObject *);
 extern PyObject *PyTuple_GetItem(PyObject *, long);
@@ -58,7 +61,7 @@ struct frame {
   void **fixed;
   int64_t fixed_count;
   const int64_t *taken;  // of each input, its slot; -1 for one that is no tensor, or that nothing needs
-  int64_t input_count, taken_count;
+  int64_t input_count;
   void **pointers;  // the table that segments are given
   const int64_t *sizes;
   void *runtime;
@@ -90,22 +93,34 @@ static int receive(const struct frame *f, PyObject *tensors, int64_t count, cons
   return 0;
 }
 
-// A list of tensors; NULL with an exception set. Where `moves` is given, slots that it marks are emptied.
+// The capsule of a new handle, or of the slot's own, which is emptied; NULL with an exception set.
+static PyObject *capsule(const struct frame *f, int64_t slot, int moved) {
+  void *given = handle(f, slot);
+  if (moved)
+    f->slots[slot] = 0;
+  else if (f->shim->new_tensor_handle(given, &given)) {
+    PyErr_SetString(PyExc_RuntimeError, "opkit: torch gave no handle of a tensor");
+    return 0;
+  }
+  return PyCapsule_New(given, 0, 0);
+}
+
+// A list of tensors, with None for empty slots; NULL with an exception set. Where `moves` is given, slots that it marks
+// are emptied.
 static PyObject *tensors(const struct frame *f, int64_t count, const int64_t *slots, const int64_t *moves) {
-  PyObject *handles = PyList_New(count), *found = 0;
+  PyObject *handles = PyList_New(0), *found = 0;
+  char empty[count + 1];
   if (!handles) return 0;
   for (int64_t i = 0; i < count; ++i) {
-    void *given = 0;
-    if (moves && moves[i]) {
-      given = handle(f, slots[i]);
-      f->slots[slots[i]] = 0;
-    } else if (f->shim->new_tensor_handle(handle(f, slots[i]), &given)) {
-      PyErr_SetString(PyExc_RuntimeError, "opkit: torch gave no handle of a tensor");
-    }
-    PyList_SetItem(handles, i, given ? PyCapsule_New(given, 0, 0) : 0);
+    if ((empty[i] = !handle(f, slots[i]))) continue;
+    PyObject *given = capsule(f, slots[i], moves && moves[i]);
+    if (given) PyList_Append(handles, given);
+    if (given) Py_DecRef(given);
   }
   if (!PyErr_Occurred()) found = PyObject_CallFunctionObjArgs(f->tensors_of, handles, (void *)0);
   Py_DecRef(handles);
+  for (int64_t i = 0; found && i < count; ++i)
+    if (empty[i]) PyList_Insert(found, i, (PyObject *)_Py_NoneStruct);
   return found;
 }
 
@@ -125,14 +140,15 @@ static int call(const struct frame *f, int64_t function, int64_t count, const in
 // ---- steps: each returns what follows it, or NULL if it failed; the GIL is not held ----
 
 static const int64_t *point(struct frame *f, const int64_t *w) {  // slot, entry of the table
-  return f->shim->get_data_ptr(handle(f, w[1]), &f->pointers[w[2]]) ? 0 : w + 3;
+  void *tensor = handle(f, w[1]);
+  return !tensor || f->shim->get_data_ptr(tensor, &f->pointers[w[2]]) ? 0 : w + 3;
 }
 
 static const int64_t *view(struct frame *f, const int64_t *w) {  // slot, of slot, offset, dimensions, sizes, strides
   const int64_t n = w[4];
+  void *of = handle(f, w[2]);
   // the offset counts from where the other tensor begins
-  const int failed = f->shim->reinterpret_tensor(handle(f, w[2]), n, w + 5, w + 5 + n, w[3], &f->slots[w[1]]);
-  return failed ? 0 : w + 5 + 2 * n;
+  return !of || f->shim->reinterpret_tensor(of, n, w + 5, w + 5 + n, w[3], &f->slots[w[1]]) ? 0 : w + 5 + 2 * n;
 }
 
 static const int64_t *allocate(struct frame *f, const int64_t *w) {  // slot, entry or -1, dtype, dimensions, sizes, strides
@@ -161,9 +177,11 @@ static const int64_t *product(struct frame *f, const int64_t *w) {
   int failed = 1;
   if (w[1] && !f->by_python) {
     void *out = handle(f, s[0]), *x = handle(f, s[1]), *y = handle(f, s[2]);
-    if (w[3] == 3)
+    if (!x || !y)  // None: Python says so
+      failed = 1;
+    else if (w[3] == 3)
       failed = ((int (*)(void *, void *, void *))w[1])(out, x, y);
-    else
+    else if (handle(f, s[3]))
       failed = ((int (*)(void *, void *, void *, void *, double, double))w[1])(out, x, y, handle(f, s[3]), 1, 1);
   }
   if (failed) {  // the shim keeps its exception to itself; the same call raises it in Python
@@ -185,24 +203,24 @@ enum { END = sizeof steps / sizeof *steps };
 
 // ---- calls ----
 
+// Whether an input gets a slot: it is needed, and not None, as what stands for an order of effects is.
+static int is_taken(const struct frame *f, PyObject *inputs, int64_t i) {
+  return f->taken[i] >= 0 && PyList_GetItem(inputs, i) != (PyObject *)_Py_NoneStruct;
+}
+
 static int take(const struct frame *f, PyObject *inputs) {
-  int64_t slots[f->taken_count + 1], count = 0;
+  int64_t slots[f->input_count + 1], count = 0;
   PyObject *given = inputs;
-  const int all = f->taken_count == f->input_count;
   if (PyList_Size(inputs) != f->input_count) {
     PyErr_SetString(PyExc_RuntimeError, "opkit: a compiled graph was called with another number of inputs");
     return -1;
   }
-  if (!all && !(given = PyList_New(f->taken_count))) return -1;
-  for (int64_t i = 0; i < f->input_count; ++i) {
-    if (f->taken[i] < 0) continue;
-    if (!all) {
-      PyObject *input = PyList_GetItem(inputs, i);
-      Py_IncRef(input);
-      PyList_SetItem(given, count, input);
-    }
-    slots[count++] = f->taken[i];
-  }
+  for (int64_t i = 0; i < f->input_count; ++i)
+    if (is_taken(f, inputs, i)) slots[count++] = f->taken[i];
+  const int all = count == f->input_count;
+  if (!all && !(given = PyList_New(0))) return -1;
+  for (int64_t i = 0; !all && i < f->input_count; ++i)
+    if (is_taken(f, inputs, i)) PyList_Append(given, PyList_GetItem(inputs, i));
   const int failed = receive(f, given, count, slots);
   if (!all) Py_DecRef(given);
   return failed || PyList_SetSlice(inputs, 0, f->input_count, 0) ? -1 : 0;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from opkit.compiler.run.code import PRODUCTS
 from opkit.kernels.compilation import Request, Unit, build
 
 _SOURCE = Path(__file__).with_name("driver.c")
+_FLAGS = ("-O1", *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()))  # Python is in the process
 _SHIM = (
     "aoti_torch_empty_strided", "aoti_torch__reinterpret_tensor", "aoti_torch_get_data_ptr",
     "aoti_torch_new_tensor_handle", "aoti_torch_delete_tensor_object",
@@ -39,7 +41,6 @@ class State(ctypes.Structure):
         ("fixed_count", ctypes.c_int64),
         ("taken", ctypes.c_void_p),
         ("input_count", ctypes.c_int64),
-        ("taken_count", ctypes.c_int64),
         ("pointers", ctypes.c_void_p),
         ("sizes", ctypes.c_void_p),
         ("runtime", ctypes.c_void_p),
@@ -81,11 +82,10 @@ def function(
         slot_count=slots,
         fixed_count=len(fixed),
         input_count=len(taken),
-        taken_count=sum(slot >= 0 for slot in taken),
     )
     kept = (state, arrays, called)
     state.kept = id(kept)
-    return _library().opkit_function(ctypes.addressof(state), fixed), state
+    return library().opkit_function(ctypes.addressof(state), fixed), state
 
 
 def _numbers(of: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
@@ -152,21 +152,21 @@ def prepare() -> None:
 def _build(path: Future[Path]) -> None:
     try:
         unit = Unit(_SOURCE.name, _SOURCE.read_text(encoding="utf-8"), "c")
-        path.set_result(build(Request("torch.compile: the driver", (unit,), ("-O1",))))
+        path.set_result(build(Request("torch.compile: the driver", (unit,), _FLAGS)))
     except BaseException as error:
         path.set_exception(error)
 
 
 @functools.cache
-def _library() -> ctypes.PyDLL:
-    """The driver.
+def library() -> ctypes.PyDLL:
+    """The driver, which is waited for.
 
     Raises:
         ToolchainError: there is no C compiler.
     """
     prepare()
     assert _path is not None
-    library = ctypes.PyDLL(str(_path.result()))
-    library.opkit_function.argtypes = (ctypes.c_void_p, ctypes.py_object)
-    library.opkit_function.restype = ctypes.py_object
-    return library
+    loaded = ctypes.PyDLL(str(_path.result()))
+    loaded.opkit_function.argtypes = (ctypes.c_void_p, ctypes.py_object)
+    loaded.opkit_function.restype = ctypes.py_object
+    return loaded
