@@ -92,6 +92,9 @@ FOUND_DYNAMIC = {
     "half of a size, which a guard says is 1": Program(
         (Input((3,), "F32"),), ("v0 = torch.log_softmax(t0.narrow(0, 0, t0.shape[0] // 2).sin(), 0)",), ("v0",)
     ),
+    "the last part of a size, which is 1 and is repeated": Program(
+        (Input((3, 3), "F32"), Input((3, 3), "F32", seed=1)), ("v0 = t0.chunk(2, 0)[-1] * t1",), ("v0",)
+    ),
 }
 """The same of symbolic sizes."""
 

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import sympy
 import torch
 import torch._guards
 from torch import fx
@@ -77,12 +78,18 @@ def expression(number: Any) -> Any:
 
 
 def replaced(number: Any) -> Any:
-    """The same in the terms that the shape environment has settled on: a number where a guard says that it is 0 or 1."""
+    """The same in the terms that the shape environment has settled on.
+
+    What is computed from sizes and is 0 or 1 is a number, and the graph guarded: whether a dimension is repeated, or has no
+    elements, must be known.
+    """
     settled = number.node.expr
-    if settled.is_Atom or not settled.free_symbols or example_of(number) not in (0, 1):
+    if settled.is_Atom or not settled.free_symbols:
         return settled
-    known = number.node.shape_env._maybe_evaluate_static(settled)
-    return settled if known is None else known
+    value = example_of(number)
+    if value in (0, 1) and number.node.shape_env.evaluate_expr(sympy.Eq(settled, value)):
+        return sympy.Integer(value)
+    return settled
 
 
 def example(symbol: Any, number: Any) -> int | None:
