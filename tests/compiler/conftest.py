@@ -33,6 +33,16 @@ def fresh(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """No compiled code of another test's, and a cache of this test's own: its folder."""
+    torch._dynamo.reset()
+    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path))
+    config.get.cache_clear()
+    yield tmp_path
+    config.get.cache_clear()
+
+
+@pytest.fixture
 def seen():
     """The graphs that the backend compiles during a test."""
     found = []

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import opkit
-from opkit import config
 from opkit.compiler.backend import opkit_backend
 from opkit.kernels import compilation
 from opkit.kernels.compilation import Request, Unit
@@ -35,13 +34,7 @@ def library(tmp_path_factory):
     return path
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path))
-    config.get.cache_clear()
-    yield tmp_path
-    config.get.cache_clear()
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

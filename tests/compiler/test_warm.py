@@ -16,18 +16,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import opkit
-from opkit import config
 from opkit.compiler import backend, warm
 from opkit.compiler.backend import opkit_backend
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path))
-    config.get.cache_clear()
-    yield tmp_path
-    config.get.cache_clear()
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @contextlib.contextmanager
