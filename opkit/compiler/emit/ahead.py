@@ -1,11 +1,14 @@
 """Rows that are read from memory, asked for while the row before them is passed over again.
 
-A kernel of several passes reads a row in its first pass alone; in the others memory would have nothing to do. So before the
-second pass the next row is asked for, a line of the cache at a time, where that pass does little but read and add.
+A kernel of several passes reads a row in its first pass alone; in the others memory would have nothing to do. So in the
+second pass the next row is asked for, a line of the cache at a time: all of it before a pass that does little but read and
+add, and stretch by stretch in one that computes functions, or whose row is too long for the first cache. Functions of
+narrow elements take so much longer than memory that there it would cost more than it gives.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from opkit.compiler.emit.functions import is_called
@@ -15,27 +18,70 @@ from opkit.compiler.ir.index import Axis, Index, Value, index, product
 from opkit.compiler.ir.kernel import Let, Loop, Statement, Store, Update
 
 _LINE = 64  # bytes of a line of the cache
-_ROW = (
-    1 << 10,
-    1 << 14,
-)  # bytes: a shorter row is not worth a loop, a longer one would push this one out of the first cache
+_WIDE = 4  # bytes of an element
+_SHORT = 1 << 10  # bytes: a shorter row is not worth a loop
+_FIRST, _SECOND = 1 << 14, 1 << 17  # bytes: longer rows would push each other out of the first and the second cache
 _BUFFER = 1 << 22  # bytes: a smaller buffer is likely to be in a cache already
 
-Asked = tuple[str, Index, int, int]
-"""A buffer, where the next row begins, and how many elements it and a line have."""
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A row to ask for.
+
+    Attributes:
+        buffer: that it is in.
+        at: where it begins.
+        length: its elements.
+        line: the elements of a line of the cache.
+    """
+
+    buffer: str
+    at: Index
+    length: int
+    line: int
+
+    @property
+    def bytes(self) -> int:
+        return self.length * _LINE // self.line
+
+    def text(self, at: str, first: str, last: str) -> str:
+        """The loop that asks for a part of it; what lies after the last row may be asked for too."""
+        return (
+            f"for (int64_t ahead = {first}; ahead < {last}; ahead += {self.line})"
+            f" __builtin_prefetch(p_{self.buffer} + ({at}) + ahead, 0, 2);"
+        )
 
 
-def of(loops: Sequence[Loop], body: Sequence[Statement]) -> tuple[Loop | None, list[Asked]]:
-    """The pass before which next rows are asked for, and which those are; ``loops`` are the parallel ones around ``body``."""
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """What a kernel asks for.
+
+    Attributes:
+        within: the pass in which it does.
+        before: rows that are asked for before the pass.
+        spread: rows that are asked for stretch by stretch.
+    """
+
+    within: Loop | None = None
+    before: tuple[Asked, ...] = ()
+    spread: tuple[Asked, ...] = ()
+
+
+def of(loops: Sequence[Loop], body: Sequence[Statement]) -> Ahead:
+    """What a kernel asks for; ``loops`` are the parallel ones around ``body``."""
     passes = [s for s in body if isinstance(s, Loop)]
     if not loops or len(passes) < 2 or not all(each.how == "vector" for each in passes[:2]):
-        return None, []
-    if any(isinstance(s, Loop) for s in passes[0].body) or any(map(is_called, _nodes(passes[1]))):
-        return None, []
+        return Ahead()
+    if any(isinstance(s, Loop) for s in passes[0].body):
+        return Ahead()
     rows = product(loop.axis.extent for loop in loops).constant
     reads = {(n.data[0], n.data[1], n.dtype) for n in _nodes(passes[0]) if n.op == "load" and not n.args}
-    asked = [_asked(*read, passes[0].axis, loops[-1].axis, rows) for read in sorted(reads, key=str)]
-    return passes[1], [each for each in asked if each is not None]
+    found = [_asked(*read, passes[0].axis, loops[-1].axis, rows) for read in sorted(reads, key=str)]
+    asked = [each for each in found if each is not None]
+    if not any(map(is_called, _nodes(passes[1]))):
+        before = tuple(each for each in asked if each.bytes <= _FIRST)
+        return Ahead(passes[1], before, tuple(each for each in asked if each not in before))
+    return Ahead(passes[1], spread=tuple(each for each in asked if each.line <= _LINE // _WIDE))
 
 
 def _nodes(loop: Loop) -> Iterator[Expr]:
@@ -52,17 +98,8 @@ def _asked(
     apart = at.coefficient(row)
     if rows is None or length is None or at.coefficient(within) != 1 or apart is None or apart.constant is None:
         return None
-    if not _ROW[0] <= length * size <= _ROW[1] or rows * length * size < _BUFFER or apart.constant < length:
+    if not _SHORT <= length * size <= _SECOND or rows * length * size < _BUFFER or apart.constant < length:
         return None
     if any(isinstance(leaf, Value) for leaf in at.leaves()):
         return None
-    return buffer, at.substitute({within: index(0)}) + apart, length, max(1, _LINE // size)
-
-
-def text(asked: Asked, at: str) -> str:
-    """The loop that asks for a row which begins at the index ``at``; what lies after the last row may be asked for too."""
-    buffer, _, length, line = asked
-    return (
-        f"for (int64_t ahead = 0; ahead < {length}; ahead += {line})"
-        f" __builtin_prefetch(p_{buffer} + ({at}) + ahead, 0, 2);"
-    )
+    return Asked(buffer, at.substitute({within: index(0)}) + apart, length, max(1, _LINE // size))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TypeAlias
 
 from opkit.compiler.emit import indices, near
+from opkit.compiler.emit.ahead import Ahead
 from opkit.compiler.emit.expressions import apply, convert, reinterpret
 from opkit.compiler.emit.types import C_TYPES, number, variable_type
 from opkit.compiler.ir import expr
 from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Atom, Div, Index, Mod, Value
-from opkit.compiler.ir.kernel import Accumulator, Loop
+from opkit.compiler.ir.kernel import Accumulator
 
 Key: TypeAlias = Expr | Div | Mod
 _TRIVIAL = ("const", "var")
@@ -34,7 +35,7 @@ class Writer:
         near: the types of which it calls functions for arguments near zero.
         dtypes: of the arguments.
         streamed: the arguments that are written past the caches.
-        second, asked: the loop before which next rows are asked for, and those rows; see :mod:`opkit.compiler.emit.ahead`.
+        ahead: the rows that it asks for before it reads them.
         callees: the numbers of libraries' functions in the runtime's table.
     """
 
@@ -46,8 +47,7 @@ class Writer:
     near: frozenset[str] = frozenset()
     dtypes: dict[str, str] = dataclasses.field(default_factory=dict)
     streamed: frozenset[str] = frozenset()
-    second: Loop | None = None
-    asked: Sequence[tuple[str, Index, int, int]] = ()
+    ahead: Ahead = dataclasses.field(default_factory=Ahead)
     callees: Mapping[Callee, int] = dataclasses.field(default_factory=dict[Callee, int])
 
     def line(self, text: str) -> None:

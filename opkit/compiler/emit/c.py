@@ -49,9 +49,13 @@ def function(
         order: the numbers of libraries' functions in the runtime's table.
     """
     loops, body = parallel(kernel)
-    writer = Writer(near=types, callees=order or {})
-    writer.second, writer.asked = ahead.of(loops, body)
-    writer.dtypes, writer.streamed = {a.buffer: a.dtype for a in kernel.arguments}, streams.buffers(kernel)
+    writer = Writer(
+        near=types,
+        dtypes={a.buffer: a.dtype for a in kernel.arguments},
+        streamed=streams.buffers(kernel),
+        ahead=ahead.of(loops, body),
+        callees=order or {},
+    )
     calls.declare(writer, list(dict.fromkeys(callees(kernel.body))))
     flags = [f"far_{t}" for t in sorted(types)]
     for t, flag in zip(sorted(types), flags, strict=True):
@@ -115,8 +119,8 @@ def _odometer(scope: Scope, axes: list[str], extents: list[str], innermost: Loop
 def _loop(scope: Scope, loop: Loop, large: frozenset[str]) -> None:
     changed = _changed(loop.body)
     scope.forget(changed)
-    for asked in scope.writer.asked if loop is scope.writer.second else ():
-        scope.writer.line(ahead.text(asked, scope.index(asked[1])))
+    for asked in scope.writer.ahead.before if loop is scope.writer.ahead.within else ():
+        scope.writer.line(asked.text(scope.index(asked.at), "0", str(asked.length)))
     _over(scope, loop, "0", scope.index(loop.axis.extent), large)
     scope.forget(changed)
 
@@ -124,7 +128,7 @@ def _loop(scope: Scope, loop: Loop, large: frozenset[str]) -> None:
 def _over(scope: Scope, loop: Loop, first: str, last: str, large: frozenset[str]) -> None:
     """A loop over a part of its axis; from where the axis stands, where ``first`` is its name."""
     a, writer, roots = f"a{loop.axis.number}", scope.writer, _roots(loop.body)
-    rows = stretches.of(loop, roots, writer.streamed)
+    rows = stretches.of(loop, roots, writer)
     if rows:
         scope, first, last = stretches.begin(scope, loop.axis, rows, first, last)
     if _vectorises(scope, loop):

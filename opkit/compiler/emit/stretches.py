@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from opkit.compiler.emit import calls, draws, streams
-from opkit.compiler.emit.blocks import Scope
+from opkit.compiler.emit.ahead import Asked
+from opkit.compiler.emit.blocks import Scope, Writer
 from opkit.compiler.emit.types import C_TYPES
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Axis
@@ -36,22 +37,25 @@ class Rows:
         drawn: random numbers.
         called: calls of libraries' functions; see ``calls.first_of_all``.
         moved: results that are written past the caches.
+        asked: of the next row, the part that the next row's stretch will read.
     """
 
     drawn: Sequence[Expr] = ()
     called: Mapping[Expr, Expr] = dataclasses.field(default_factory=dict[Expr, Expr])
     moved: Sequence[Store] = ()
+    asked: Sequence[Asked] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.drawn or self.called or self.moved)
+        return bool(self.drawn or self.called or self.moved or self.asked)
 
 
-def of(loop: Loop, roots: Sequence[Expr], streamed: frozenset[str]) -> Rows:
+def of(loop: Loop, roots: Sequence[Expr], writer: Writer) -> Rows:
     """What an innermost loop with these expressions of its own has rows for."""
     if loop.stop is not None or any(isinstance(statement, Loop) for statement in loop.body):
         return Rows()
     called = {} if loop.how == "plain" else calls.first_of_all(loop.body, roots)
-    return Rows(draws.of(loop.axis, roots), called, streams.of(loop, roots, streamed))
+    asked = writer.ahead.spread if loop is writer.ahead.within else ()
+    return Rows(draws.of(loop.axis, roots), called, streams.of(loop, roots, writer.streamed), asked)
 
 
 def begin(scope: Scope, axis: Axis, rows: Rows, first: str, last: str) -> tuple[Scope, str, str]:
@@ -61,6 +65,8 @@ def begin(scope: Scope, axis: Axis, rows: Rows, first: str, last: str) -> tuple[
     writer.depth += 1
     writer.line(f"const int64_t {u} = {last} - {c} < {_LENGTH} ? {last} : {c} + {_LENGTH};")
     inner = scope.within(())
+    for asked in rows.asked:
+        writer.line(asked.text(scope.index(asked.at), c, u))
     for node in rows.drawn:
         row = _row(scope, "float")
         _at_begin(scope, axis, draws.fill, node, row)

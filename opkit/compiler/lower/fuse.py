@@ -180,11 +180,16 @@ class _Fuser:
         return parts if alone or self._cheap(name, parts, step, points) else None
 
     def _cheap(self, name: str, parts: Parts, step: Compute, points: Index) -> bool:
-        """Whether computing is no more work than reading is: in operations for an element, and in elements read."""
+        """Whether computing is no more work than reading is: in operations for an element, and in elements read.
+
+        What nobody else needs is not even made: where few of its elements are read (of a row the one that a target
+        names), they may be dear.
+        """
         places = sum(load.data[0] == name for load in loads_of(step))
         times = places * number(product(step.axes), self.sizes) / max(1.0, number(points, self.sizes))
         wide = max(sum(_is_wide(load, part) for load in loads_of(part)) for part in parts)
-        work = max(1.0, times) * sum(cost(part.body) for part in parts)
+        others = self.uses[name] > 1 or name in self.stored
+        work = (max(1.0, times) if others else times) * sum(cost(part.body) for part in parts)
         return work <= CHEAP and wide <= (1 if name in self.stored else 2)
 
     def _changed(self, made: Compute) -> bool:

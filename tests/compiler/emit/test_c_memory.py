@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from opkit.compiler.emit.c import function
-from opkit.compiler.ir.expr import const, load, op, var
+from opkit.compiler.ir.expr import cast, const, load, op, var
 from opkit.compiler.ir.index import Axis, axis, index
 from opkit.compiler.ir.interpreter_kernel import STORED
 from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Loop, Store, Update
 
+SECOND = {"square": lambda x: op("mul", x, x), "exp": lambda x: op("exp", x), "neg": lambda x: op("neg", x)}
 RANDOM = np.random.default_rng(0)
 
 
@@ -32,10 +33,10 @@ def test_what_is_read_or_dear_is_written_as_always():
         assert "opk_stream(" not in function(kernel, "k")
 
 
-def normed(rows, columns, second):
+def normed(rows, columns, second, dtype="f32"):
     """y = x - the mean of its row; ``second`` makes what the second pass adds up."""
     row, at = axis(0, rows), axis(0, rows) * columns + axis(1, columns)
-    x, inner = load("x", "f32", at), Axis(1, index(columns))
+    x, inner = cast(load("x", dtype, at), "f32"), Axis(1, index(columns))
     mean = op("div", var("s", "f32"), const(float(columns), "f32"))
     body = (
         Accumulator("s", "f32", "sum"),
@@ -46,23 +47,45 @@ def normed(rows, columns, second):
     )
     return Kernel(
         "normed",
-        (Argument("x", "f32", False), Argument("y", "f32", True)),
+        (Argument("x", dtype, False), Argument("y", "f32", True)),
         (),
         (Loop(Axis(0, index(rows)), body, "parallel"),),
     )
 
 
-def test_the_next_row_is_asked_for_where_memory_would_wait(same):
-    kernel = normed(1500, 700, lambda off: op("mul", off, off))
+def sums(run, kernel, rows, columns, second, dtype="f32"):
+    """The kernel's results beside numpy's in float64."""
+    x = RANDOM.integers(-3, 4, (rows, columns)).astype(np.float32)
+    stored = (x.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bf16" else x
+    arrays = {"x": stored, "y": np.zeros(rows, np.float32)}
+    assert run(kernel, arrays, {}) == (0, [0, 0, 0])
+    mean = x.mean(1, dtype=np.float64)
+    np.testing.assert_allclose(arrays["y"], mean + second(x - mean[:, None]).sum(1), rtol=1e-5)
+
+
+def test_the_next_row_is_asked_for_where_memory_would_wait(run):
+    kernel = normed(1500, 700, SECOND["square"])
     assert "__builtin_prefetch(p_x + (700 + a0*700) + ahead" in function(kernel, "k")
-    x = RANDOM.standard_normal(1500 * 700).astype(np.float32)
-    same(kernel, {"x": x, "y": np.zeros(1500, np.float32)}, ulps=2000)
+    sums(run, kernel, 1500, 700, np.square)
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "second"),
-    [(20, 700, "neg"), (1500, 100, "neg"), (200, 9000, "neg"), (1500, 700, "exp")],
-    ids=["in the cache", "short", "long", "dear"],
+    ("rows", "columns", "second", "dtype"),
+    [(200, 9000, "square", "f32"), (300, 9001, "square", "bf16"), (1500, 1100, "exp", "f32")],
+    ids=["long", "long and narrow", "functions"],
 )
-def test_no_row_is_asked_for_where_that_does_not_pay(rows, columns, second):
-    assert "__builtin_prefetch" not in function(normed(rows, columns, lambda off: op(second, off)), "k")
+def test_rows_are_asked_for_stretch_by_stretch(run, rows, columns, second, dtype):
+    kernel = normed(rows, columns, SECOND[second], dtype)
+    text = function(kernel, "k")
+    assert f"ahead < u1; ahead += {16 if dtype == 'f32' else 32}) __builtin_prefetch(p_x + ({columns}" in text
+    assert text.index("c1 += 512") < text.index("__builtin_prefetch")
+    sums(run, kernel, rows, columns, getattr(np, second), dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "second", "dtype"),
+    [(20, 700, "neg", "f32"), (1500, 100, "neg", "f32"), (200, 40000, "neg", "f32"), (3000, 1100, "exp", "bf16")],
+    ids=["in the cache", "short", "too long", "narrow functions"],
+)
+def test_no_row_is_asked_for_where_that_does_not_pay(rows, columns, second, dtype):
+    assert "__builtin_prefetch" not in function(normed(rows, columns, SECOND[second], dtype), "k")

@@ -179,6 +179,15 @@ def test_parts_put_together_for_one_use_are_not_stored():
     check(rotated, r(2, 3, 8), r(3, 8), r(3, 8), kernels=1)
 
 
+def test_what_is_dear_is_computed_for_the_few_elements_that_are_read():
+    """The loss reads one logarithm of a probability a row: the others are not even computed."""
+    x, target = torch.randn(6, 50), torch.tensor([3, 0, 49, 7, 7, 20])
+    made = check(lambda x, t: torch.nn.functional.cross_entropy(x, t), x, target)
+    assert (6, 50) not in [buffer.shape for buffer in made.buffers.values() if buffer.role == "made"]
+    made = check(lambda x, t: (torch.nn.functional.cross_entropy(x, t), torch.log_softmax(x, 1)), x, target)
+    assert (6, 50) in [buffer.shape for buffer in made.buffers.values() if buffer.role == "made"]
+
+
 def test_parts_that_are_returned_are_stored():
     check(lambda x, y: torch.cat([x, y.exp()], 1), r(3, 5), r(3, 4), kernels=3)
 
