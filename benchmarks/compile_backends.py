@@ -65,9 +65,14 @@ def floor(module: Any, inputs: Any, **_: Any) -> Callable[..., Any]:
 
     torch's own ``aot_eager_decomp_partition`` does the same but imports all of Inductor, 1.6 s that are no part of AOTAutograd.
     """
-    table = import_module("torch._inductor.decomposition").select_decomp_table
     partition = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
     with torch._functorch.config.patch(unlift_effect_tokens=True):
-        return aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, decompositions=table, partition_fn=partition)(
-            module, inputs
-        )
+        return aot_autograd(
+            fw_compiler=boxed_nop, bw_compiler=boxed_nop, decompositions=_decompositions, partition_fn=partition
+        )(module, inputs)
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's, without those of max pooling, which need the rest of Inductor."""
+    table = import_module("torch._inductor.decomposition").select_decomp_table()
+    return {operator: rule for operator, rule in table.items() if "max_pool" not in str(operator)}
