@@ -50,6 +50,8 @@ _ROWS = (
 
 DTYPES = {row.name: row for row in _ROWS}
 OF_TORCH = {row.torch: row.name for row in _ROWS}
+PARTS = {"c64": "f32", "c128": "f64"}
+"""The type of the real and the imaginary part, of the complex types that are computed with."""
 
 
 def dtype(name: str) -> DType:

@@ -73,9 +73,12 @@ class _Machine:
     def run(self, inputs: Sequence[Any], constants: Mapping[str, Any]) -> list[Any]:
         given = {**constants, **dict(zip(map(str, self.program.inputs), inputs, strict=True))}
         for name, buffer in self.program.buffers.items():
-            self.memory[name] = self._empty(buffer)
+            if not buffer.whole:
+                self.memory[name] = self._empty(buffer)
             if name in given:
                 self.view(buffer)[...] = given[name]
+        for whole, parts in self.program.parts.items():
+            self.memory |= {name: self._part(self.program.buffers[name], self.memory[whole]) for name in parts}
         for step in self.program.steps:
             self._compute(step) if isinstance(step, Compute) else self._extern(step)
         self._give_back(given)
@@ -83,9 +86,9 @@ class _Machine:
 
     def _give_back(self, given: dict[str, Any]) -> None:
         for name, array in given.items():
+            own = {name, *self.program.parts.get(name, ())}
             changed = any(
-                name == step.buffer if isinstance(step, Compute) else name in step.mutated
-                for step in self.program.steps
+                step.buffer in own if isinstance(step, Compute) else name in step.mutated for step in self.program.steps
             )
             if changed:
                 array[...] = self.view(self.program.buffers[name])
@@ -101,6 +104,10 @@ class _Machine:
         shape, strides = self._numbers(buffer.shape), self._numbers(buffer.strides)
         last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         return np.zeros(0 if 0 in shape else last + 1, _NUMPY[buffer.dtype])
+
+    def _part(self, buffer: Buffer, whole: Any) -> Any:
+        """The memory of a part, from its first element on."""
+        return whole.view(_NUMPY[buffer.dtype])[self.number(buffer.offset) :]
 
     def view(self, buffer: Buffer) -> Any:
         """A buffer's elements in its logical shape."""

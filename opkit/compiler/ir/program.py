@@ -7,10 +7,12 @@ order of loops here and no fusion: one Compute for each operation, however small
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opkit.compiler.ir.expr import Expr
-from opkit.compiler.ir.index import Axis, Index, Value
+from opkit.compiler.ir.index import ZERO, Axis, Index, Value, flat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +25,9 @@ class Buffer:
         shape: its logical sizes.
         strides: in elements.
         role: "input" (the caller's), "constant" (the program's), "made" (allocated while it runs).
+        whole: the buffer in whose memory it lies, None for one with memory of its own. Computes read and write a buffer
+            of complex numbers as two such parts, calls as the whole.
+        offset: where in that memory its first element is, in elements of its own.
     """
 
     name: str
@@ -30,6 +35,17 @@ class Buffer:
     shape: tuple[Index, ...]
     strides: tuple[Index, ...]
     role: str = "made"
+    whole: Buffer | None = None
+    offset: Index = ZERO
+
+    @property
+    def memory(self) -> str:
+        """The buffer that the memory belongs to."""
+        return self.name if self.whole is None else self.whole.name
+
+    def place(self, coordinates: Iterable[Index]) -> Index:
+        """Where an element is in memory."""
+        return flat(coordinates, self.strides) + self.offset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +150,27 @@ class Program:
     steps: tuple[Step, ...]
     outputs: tuple[Any, ...]
     sizes: dict[str, int]
+
+    @functools.cached_property
+    def parts(self) -> Mapping[str, tuple[str, ...]]:
+        """The buffers in the memory of each buffer that is cut into parts."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name, buffer in self.buffers.items():
+            if buffer.whole is not None:
+                found[buffer.memory] = (*found.get(buffer.memory, ()), name)
+        return found
+
+    def with_parts(self, names: Iterable[str]) -> list[str]:
+        """Buffers, and those that are parts of them."""
+        return [each for name in names for each in (name, *self.parts.get(name, ()))]
+
+    def reads(self, step: Step) -> list[str]:
+        """The buffers whose elements a step needs, and their parts."""
+        return self.with_parts(reads(step))
+
+    def writes(self, step: Step) -> list[str]:
+        """The buffers that a step changes, and their parts."""
+        return self.with_parts(writes(step))
 
 
 def reads(step: Step) -> list[str]:

@@ -21,7 +21,7 @@ from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.kernel import Accumulator, Kernel, Let, Loop, Scratch, Statement, Store, Update
 from opkit.compiler.ir.ops import OPS, REDUCTIONS
 from opkit.compiler.ir.printer import statements_text, step_text
-from opkit.compiler.ir.program import Compute, Extern, Item, Program, Step, Strided
+from opkit.compiler.ir.program import Compute, Extern, Item, Program, Step, Strided, reads
 from opkit.compiler.ir.verifier_expr import Known, verify_expr, verify_index
 from opkit.errors import CompilerError
 
@@ -174,23 +174,27 @@ def verify_program(program: Program) -> None:
         _require(buffer.name == name, place, f"the buffer {buffer.name} is listed as {name}")
         _require(len(buffer.shape) == len(buffer.strides), place, f"{name} has not as many strides as sizes")
         _require(buffer.role in ("input", "constant", "made"), place, f"{name} has the role {buffer.role!r}")
+        _require(buffer.whole is None or buffer.whole.whole is None, place, f"{name} is a part of a part")
     filled = {name for name, buffer in program.buffers.items() if buffer.role != "made"}
     for step in program.steps:
-        _step(step, dataclasses.replace(known, place=f"{place}, {step_text(step)}"), filled)
+        _step(program, step, dataclasses.replace(known, place=f"{place}, {step_text(step)}"), filled)
     _buffers_are(program.outputs, filled, known)
 
 
-def _step(step: Step, known: Known, filled: set[str]) -> None:
+def _step(program: Program, step: Step, known: Known, filled: set[str]) -> None:
     if isinstance(step, Extern):
         _buffers_are((step.args, step.kwargs), filled, known)
         made = [name for name in step.outputs if isinstance(name, str)]
         for name in [*made, *step.mutated]:
             _require(name in known.buffers, known.place, f"there is no buffer {name}")
-        filled.update(made)
+        filled.update(program.with_parts(made))
         return
     known.readable = frozenset(filled)
     _compute(step, known)
+    for name in (step.buffer, *reads(step)):
+        _require(name not in program.parts, known.place, f"{name} is read and written by its parts")
     filled.add(step.buffer)
+    filled.update(whole for whole, parts in program.parts.items() if filled.issuperset(parts))
 
 
 def _compute(step: Compute, known: Known) -> None:

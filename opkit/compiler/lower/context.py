@@ -7,15 +7,16 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.ir.dtypes import DTYPES, is_complex
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import Index, contiguous, index
 from opkit.compiler.ir.program import Buffer, Compute, Extern, Item, Program, Step, Strided
+from opkit.compiler.lower import parts
 from opkit.compiler.lower.registry import NoRule
 from opkit.compiler.lower.scalar import Scalar, cast, number
 from opkit.compiler.lower.target import PLAIN, Target
-from opkit.compiler.lower.tensors import Lazy, Shape, Stored, Tensor, formal, is_dense, lazy, whole
+from opkit.compiler.lower.tensors import Lazy, Shape, Stored, Tensor, formal, is_dense, lazy, parts_of, whole
 
 _LAZY_NODES = 24  # an expression of constants and positions of more nodes than this is computed once, not in every use
 
@@ -60,18 +61,20 @@ class Builder:
         shape = tuple(shape)
         dense = strides is not None and is_dense(shape, tuple(strides))
         kept = tuple(strides) if strides is not None and dense else contiguous(shape)
-        return self._added(Buffer(self._name(self.node.name), dtype, shape, kept))
+        return self.added(Buffer(self.name(self.node.name), dtype, shape, kept))
 
     def like(self, number: int = 0) -> Buffer:
         """New memory for one of the node's results, laid out as eager does."""
         kind = self.result(number)
         return self.made(kind.dtype, kind.shape, kind.strides)
 
-    def _added(self, buffer: Buffer) -> Buffer:
-        self.buffers[buffer.name] = buffer
+    def added(self, buffer: Buffer) -> Buffer:
+        """A buffer, which is entered with its parts."""
+        self.buffers |= {each.name: each for each in (buffer, *parts_of(buffer))}
         return buffer
 
-    def _name(self, base: str) -> str:
+    def name(self, base: str) -> str:
+        """A name that no buffer has."""
         if base not in self.buffers:
             return base
         return next(name for k in range(1, len(self.buffers) + 2) if (name := f"{base}_{k}") not in self.buffers)
@@ -96,7 +99,22 @@ class Builder:
         kind = kind or self.result()
         if _is_lazy(body):
             return lazy(body, kind.shape)
-        return self.compute(self.made(body.dtype, kind.shape, self._layout(body, kind)), kind.shape, body)
+        return self.filled(body, self.made(body.dtype, kind.shape, self._layout(body, kind)))
+
+    def filled(self, body: Expr, buffer: Buffer) -> Tensor:
+        """All of a new buffer, with ``body`` (over its formal axes) as element."""
+        if parts.alternates(body, buffer.shape):
+            return parts.interleaved(self, body, buffer)
+        return self.compute(buffer, buffer.shape, body)
+
+    def complex_elements(self, bodies: Sequence[Expr], kind: TensorType) -> Tensor:
+        """A complex tensor with these (over its formal axes) as the real and the imaginary part of its elements."""
+        if all(map(_is_lazy, bodies)):
+            return parts.complex_of(*(lazy(body, kind.shape) for body in bodies))
+        memory = self.made(kind.dtype, kind.shape, kind.strides)
+        for part, body in zip(parts_of(memory), bodies, strict=True):
+            self.compute(part, kind.shape, body)
+        return whole(memory)
 
     def _layout(self, body: Expr, kind: TensorType) -> Shape:
         """The strides of an image that is computed from images: theirs, where lowering has chosen them."""
@@ -174,7 +192,7 @@ class Builder:
 
     def allocated(self, kind: TensorType) -> Buffer:
         """What torch allocates: strides as they are, gaps and all."""
-        return self._added(Buffer(self._name(self.node.name), kind.dtype, kind.shape, kind.strides))
+        return self.added(Buffer(self.name(self.node.name), kind.dtype, kind.shape, kind.strides))
 
     def external(self, argument: Any) -> Any:
         """An argument of the graph as an extern call takes it."""
@@ -204,12 +222,16 @@ class Builder:
 
     def strided(self, tensor: Tensor) -> Strided:
         """The tensor as torch describes one, copied if it is not one already."""
-        return tensor.strided() or self._known(self.materialised(tensor))
+        return tensor.strided() or self._known(parts.viewed(self, tensor) or self.materialised(tensor))
 
     def materialised(self, tensor: Tensor, strides: Sequence[Index] | None = None) -> Tensor:
         """The tensor in memory of its own."""
-        buffer = self.made(tensor.dtype, tensor.shape, strides)
-        return self.compute(buffer, tensor.shape, tensor.at(formal(tensor.shape)))
+        buffer, axes = self.made(tensor.dtype, tensor.shape, strides), formal(tensor.shape)
+        if not is_complex(tensor.dtype):
+            return self.filled(tensor.at(axes), buffer)
+        for part, each in zip(parts_of(buffer), tensor.parts, strict=True):
+            self.compute(part, tensor.shape, each.at(axes))
+        return whole(buffer)
 
     def _known(self, tensor: Tensor) -> Strided:
         found = tensor.strided()
@@ -249,7 +271,8 @@ def _is_lazy(body: Expr) -> bool:
 
 
 def reads_buffer(tensor: Tensor, name: str) -> bool:
-    return isinstance(tensor.source, Stored) and tensor.source.buffer.name == name
+    """Whether elements of a tensor lie in the memory of a buffer."""
+    return any(isinstance(each.source, Stored) and each.source.buffer.memory == name for each in tensor.leaves)
 
 
 def is_lazy(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from collections import Counter
 
 from opkit.compiler.ir.expr import Expr, const
 from opkit.compiler.ir.index import Index, index, product
-from opkit.compiler.ir.program import Compute, Extern, Item, Program, Strided, reads, writes
+from opkit.compiler.ir.program import Compute, Extern, Item, Program, Strided, reads
 from opkit.compiler.ir.schedule import Refusal
 from opkit.compiler.lower import group as groups
 from opkit.compiler.lower.domain import number
@@ -44,6 +44,7 @@ def fuse(program: Program) -> Fused:
 
 class _Fuser:
     def __init__(self, program: Program) -> None:
+        self.program = program
         self.entries: list[Entry | None] = []  # None: it went into a later one
         self.refusals: list[Refusal] = []
         self.made: dict[str, int] = {}  # the last entry that writes a buffer
@@ -51,14 +52,15 @@ class _Fuser:
         self.needed: dict[int, int] = {}  # of an entry, the first later one that must come after it
         self.latest: dict[Index, int] = {}  # the last group over so many points
         self.parts: dict[str, list[Compute]] = {}  # the steps that make a buffer, unless a call writes to it too
-        called = {name for step in program.steps if isinstance(step, Extern) for name in writes(step)}
+        called = {name for step in program.steps if isinstance(step, Extern) for name in program.writes(step)}
         for step in program.steps:
             if isinstance(step, Compute) and step.buffer not in called:
                 self.parts.setdefault(step.buffer, []).append(step)
-        self.uses = Counter(name for step in program.steps for name in reads(step))
+        self.uses = Counter(name for step in program.steps for name in program.reads(step))
         returned = [output.buffer for output in program.outputs if isinstance(output, Strided | Item)]
+        returned = program.with_parts(returned)
         self.uses.update(returned)
-        given = [name for step in program.steps if isinstance(step, Extern) for name in reads(step)]
+        given = [name for step in program.steps if isinstance(step, Extern) for name in program.reads(step)]
         self.stored = {*returned, *given}  # what is in memory, whatever is fused
         self.sizes = program.sizes
 
@@ -97,8 +99,14 @@ class _Fuser:
         return found
 
     def _shares(self, step: Compute, entry: Entry | None) -> bool:
+        """Whether a step reads what a group reads or makes, or lies in memory with something of the group's."""
         assert isinstance(entry, Group)
-        return any(name in entry.loads or name in entry.members for name in reads(step))
+        beside = (each for name in (*reads(step), step.buffer) for each in self._beside(name))
+        return any(name in entry.loads or name in entry.members for name in (*reads(step), *beside))
+
+    def _beside(self, name: str) -> tuple[str, ...]:
+        """The parts of the memory that a buffer is a part of."""
+        return self.program.parts.get(self.program.buffers[name].memory, ())
 
     def _after(self, step: Compute) -> int:
         """The first entry that the step may join: the last that makes what it reads or uses what it overwrites."""
@@ -106,10 +114,10 @@ class _Fuser:
         return max([-1, *sources, self.made.get(step.buffer, -1), *self.read.get(step.buffer, ())])
 
     def _note(self, step: Compute | Extern, at: int) -> None:
-        for name in reads(step):
+        for name in self.program.reads(step):
             self._comes_after(at, self.made.get(name, at))
             self.read.setdefault(name, set()).add(at)
-        for name in writes(step):
+        for name in self.program.writes(step):
             for earlier in (self.made.get(name, at), *self.read.get(name, ())):
                 self._comes_after(at, earlier)
             self.made[name] = at

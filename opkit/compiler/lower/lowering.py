@@ -10,9 +10,10 @@ from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeNa
 from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.program import Buffer, Program, Strided
 from opkit.compiler.lower.context import Builder, reads_buffer
+from opkit.compiler.lower.parts import viewed
 from opkit.compiler.lower.passes import tidied
 from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
-from opkit.compiler.lower.rules import ALIASING, EXTERNS, RULES
+from opkit.compiler.lower.rules import ALIASING, COMPLEX, EXTERNS, RULES
 from opkit.compiler.lower.target import PLAIN, Target
 from opkit.compiler.lower.tensors import Stored, Tensor, whole
 
@@ -47,8 +48,7 @@ def _input(b: Builder, node: Node) -> Any:
     if not isinstance(kind, TensorType):
         return kind
     buffer = Buffer(node.name, kind.dtype, kind.shape, kind.strides, node.target)
-    b.buffers[node.name] = buffer
-    return whole(buffer)
+    return whole(b.added(buffer))
 
 
 def _lowered(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
@@ -76,22 +76,28 @@ def _forget(b: Builder, steps: int, buffers: int) -> None:
 def _by_rule(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
     if node.target in EXTERNS:
         raise NoRule("")
-    if node.target not in rules:
+    if node.target not in rules and node.target not in COMPLEX:
         raise NoRule("no rule")
-    _refuse_foreign(b, node)
+    if node.target != "getitem":  # taking one of several results computes nothing
+        rules = _for_operands(b, node, rules)
     return rules[node.target](b, *_resolved(b, node.args), **_resolved(b, node.kwargs))
 
 
-def _refuse_foreign(b: Builder, node: Node) -> None:
-    """Only real numbers on the CPU are computed here; taking one of several results computes nothing."""
-    if node.target == "getitem":
-        return
+def _for_operands(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
+    """The rules for the node's operands and results: those of complex numbers if one is complex.
+
+    Raises:
+        NoRule: they are not on the CPU, or there is no rule for complex ones.
+    """
     kinds = [k for k in _flat(node.result) if isinstance(k, TensorType)]
     if any(k.device != "cpu" for k in kinds):
         raise NoRule("not on the CPU")
     operands = [v.dtype for ref in _refs((node.args, node.kwargs)) for v in _flat(b.values[ref.name]) if _is_tensor(v)]
-    if any(is_complex(dtype) for dtype in [*operands, *(k.dtype for k in kinds)]):
+    if not any(is_complex(dtype) for dtype in [*operands, *(k.dtype for k in kinds)]):
+        return rules
+    if node.target not in COMPLEX:
         raise NoRule("complex numbers")
+    return COMPLEX
 
 
 def checked(node: Node, value: Any) -> Any:
@@ -145,7 +151,8 @@ def _mutated(b: Builder, node: Node) -> list[str]:
         return []
     lists = node.args if operator.startswith("_fused") else node.args[:1]
     values = [b.values[ref.name] for ref in _refs(lists)]
-    return [v.source.buffer.name for v in values if isinstance(v, Tensor) and isinstance(v.source, Stored)]
+    leaves = [leaf.source for v in values if isinstance(v, Tensor) for leaf in v.leaves]
+    return list(dict.fromkeys(source.buffer.memory for source in leaves if isinstance(source, Stored)))
 
 
 def _kept_before_write(b: Builder, buffer: str) -> None:
@@ -156,7 +163,7 @@ def _kept_before_write(b: Builder, buffer: str) -> None:
 
 
 def _is_copy(tensor: Tensor) -> bool:
-    return isinstance(tensor.source, Stored) and tensor.source.copied
+    return any(isinstance(leaf.source, Stored) and leaf.source.copied for leaf in tensor.leaves)
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -180,6 +187,8 @@ def _output(b: Builder, tensor: Tensor, fixed: bool) -> Strided:
     """A result as the graph describes it: with its strides if they are fixed, in memory of its own where eager has that."""
     kind = b.node.result
     strided = tensor.strided()
+    if strided is None and (found := viewed(b, tensor)) is not None:
+        strided = found.strided()
     if strided is not None and not _is_copy(tensor) and (not fixed or kind is None or _same_layout(strided, kind)):
         return strided
     found = b.materialised(tensor, kind.strides if isinstance(kind, TensorType) else None).strided()

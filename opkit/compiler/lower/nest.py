@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from opkit.compiler.ir.dtypes import PARTS
 from opkit.compiler.ir.expr import load
-from opkit.compiler.ir.index import Axis, Index, Size, Value, axis, flat, index, product
+from opkit.compiler.ir.index import Axis, Index, Size, Value, axis, index, product
 from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Loop, Scratch, Statement, Store, Update
 from opkit.compiler.ir.program import Buffer
 from opkit.compiler.ir.schedule import Launch
@@ -55,10 +56,10 @@ def _vector_axis(group: Group, buffers: Mapping[str, Buffer], sizes: Mapping[str
         return None
     found: dict[int, float] = dict.fromkeys(range(len(group.space)), 0.0)
     for member in group.members.values():
-        for at in _places(group, member, buffers):
+        for at, apart in _places(group, member, buffers):
             elements = number(product(a.extent for a in at.axes()), sizes)
             for k, extent in enumerate(group.space):
-                found[k] += elements * (at.coefficient(Axis(k, extent)) == 1)
+                found[k] += elements * (at.coefficient(Axis(k, extent)) == apart)
     kept = max(group.kept, key=found.__getitem__, default=None)
     if kept is None or found[kept] <= max((found[k] for k in group.reduced), default=0):
         return None
@@ -66,13 +67,14 @@ def _vector_axis(group: Group, buffers: Mapping[str, Buffer], sizes: Mapping[str
     return kept if extent is None or extent >= NARROWEST else None
 
 
-def _places(group: Group, member: Member, buffers: Mapping[str, Buffer]) -> list[Index]:
-    found: list[Index] = []
+def _places(group: Group, member: Member, buffers: Mapping[str, Buffer]) -> list[tuple[Index, int]]:
+    """Where a step reads what the group does not make, and how far apart neighbours are there."""
+    found: list[tuple[Index, int]] = []
     for node in loads_of(member.step):
         buffer, coordinates = node.data
         if buffer not in group.members:
             moved = [c.substitute(member.axes) for c in coordinates]
-            found.append(flat(moved, buffers[buffer].strides))
+            found.append((buffers[buffer].place(moved), 2 if buffers[buffer].whole else 1))
     return found
 
 
@@ -212,7 +214,8 @@ class _Kernels:
 
     def _dtype(self, buffer: str, body: Sequence[Statement], pointer: str) -> str:
         if buffer in self.buffers:
-            return self.buffers[buffer].dtype
+            dtype = self.buffers[buffer].dtype
+            return PARTS.get(dtype, dtype)
         return next(
             a.dtype for phase in self.written.phases for a in phase.accumulators if buffer.endswith(f"_{a.name}")
         )

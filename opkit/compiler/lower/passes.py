@@ -37,9 +37,10 @@ def without_repeats(program: Program) -> Program:
 
     Buffers that are returned, and those that several steps write to, stay: who is given two tensors may write to one.
     """
-    written = collections.Counter(name for step in program.steps for name in writes(step))
+    written = collections.Counter(name for step in program.steps for name in program.writes(step))
     fixed = {name for name, count in written.items() if count > 1 or program.buffers[name].role != "made"}
-    fixed |= set(_buffers(program.outputs))
+    fixed |= set(program.with_parts(_buffers(program.outputs)))
+    fixed |= {part for step in program.steps if isinstance(step, Extern) for part in _parts(program, step)}
     same: dict[str, str] = {}
     seen: dict[Any, str] = {}
     steps: list[Step] = []
@@ -51,6 +52,11 @@ def without_repeats(program: Program) -> Program:
         else:
             steps.append(step)
     return dataclasses.replace(program, steps=tuple(steps))
+
+
+def _parts(program: Program, call: Extern) -> list[str]:
+    """The parts of what a call is given: where they lie is where it reads."""
+    return [part for name in reads(call) for part in program.parts.get(name, ())]
 
 
 def _key(program: Program, step: Step, fixed: set[str], written: Mapping[str, int]) -> Any:
@@ -124,14 +130,15 @@ def _renamed_argument(argument: Any, names: dict[str, str]) -> Any:
 
 def without_dead(program: Program) -> Program:
     """Without steps and buffers that neither a result nor a write to an input needs."""
-    needed = set(_buffers(program.outputs))
+    needed = set(program.with_parts(_buffers(program.outputs)))
     kept: list[Step] = []
     for step in reversed(program.steps):
         if _is_needed(program, step, needed):
-            needed |= set(reads(step))
-            kept.append(_without_unused(step, needed))
+            needed |= set(program.reads(step))
+            kept.append(_without_unused(program, step, needed))
     kept.reverse()
     used = needed | {name for step in kept for name in writes(step)} | {n for n in program.inputs if isinstance(n, str)}
+    used |= {program.buffers[name].memory for name in used}
     buffers = {name: buffer for name, buffer in program.buffers.items() if name in used}
     return dataclasses.replace(program, steps=tuple(kept), buffers=buffers)
 
@@ -141,14 +148,15 @@ def _is_needed(program: Program, step: Step, needed: set[str]) -> bool:
         return True
     if isinstance(step, Extern) and (not step.outputs or step.target.split(".")[1].startswith(EFFECTS)):
         return True
-    return any(name in needed or program.buffers[name].role != "made" for name in writes(step))
+    return any(name in needed or program.buffers[name].role != "made" for name in program.writes(step))
 
 
-def _without_unused(step: Step, needed: set[str]) -> Step:
+def _without_unused(program: Program, step: Step, needed: set[str]) -> Step:
     """An extern call whose unused results are not kept."""
     if not isinstance(step, Extern) or step.out:
         return step
-    outputs = tuple(o if not isinstance(o, str) or o in needed else None for o in step.outputs)
+    unused = {o for o in step.outputs if isinstance(o, str) and needed.isdisjoint(program.with_parts([o]))}
+    outputs = tuple(None if o in unused else o for o in step.outputs)
     return dataclasses.replace(step, outputs=outputs)
 
 

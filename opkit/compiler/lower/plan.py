@@ -47,10 +47,10 @@ def planned(program: Program, fused: Fused) -> Schedule:
 
 def _needed(program: Program, fused: Fused) -> set[str]:
     """The buffers that must be in memory: read by another entry, returned, or the caller's."""
-    needed = _outputs(program)
+    needed = set(program.with_parts(_outputs(program)))
     for entry in fused.entries:
         if isinstance(entry, Extern):
-            needed |= {*reads(entry), *entry.mutated}
+            needed |= {*program.reads(entry), *program.with_parts(entry.mutated)}
         else:
             needed |= set(entry.loads)
     return needed | {name for name, buffer in program.buffers.items() if buffer.role != "made"}

@@ -33,9 +33,11 @@ def promoted(operands: Iterable[Any], default: str = "f32") -> str:
 def joined(a: str, b: str) -> str:
     """The dtype that holds values of both, floats preferred.
 
-    >>> joined("u8", "i8"), joined("f16", "bf16"), joined("i64", "f16")
-    ('i16', 'f32', 'f16')
+    >>> joined("u8", "i8"), joined("f16", "bf16"), joined("i64", "f16"), joined("f64", "c64")
+    ('i16', 'f32', 'f16', 'c128')
     """
+    if "complex" in (DTYPES[a].kind, DTYPES[b].kind) and "f64" in (a, b):
+        return "c128"
     if a == b or _kind(a) != _kind(b):
         return a if _kind(a) >= _kind(b) else b
     x, y = sorted((DTYPES[a], DTYPES[b]), key=lambda d: d.bytes)

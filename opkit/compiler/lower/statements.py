@@ -132,8 +132,8 @@ class _Writer:
         return flat(places, contiguous(extents))
 
     def _store(self, name: str, member: Member, value: Expr) -> Store:
-        self.written.add(name)
-        at = self._places(flat(member.target, self.buffers[name].strides), member)
+        self.written.add(self.buffers[name].memory)
+        at = self._places(self.buffers[name].place(member.target), member)
         return Store(self._pointer(name), at, cast(value, self.buffers[name].dtype), member.step.update)
 
     def _places(self, target: Index, member: Member) -> Index:
@@ -143,7 +143,7 @@ class _Writer:
         return target.substitute(places) if places else target
 
     def _pointer(self, name: str) -> str:
-        return self.pointers.setdefault(name, f"p{len(self.pointers)}")
+        return self.pointers.setdefault(self.buffers[name].memory, f"p{len(self.pointers)}")
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class _Writer:
             return body
         length = product(self.group.space[k] for k in self.group.reduced)
         if name in self.stored - self.overwritten and body.dtype == _wide(body).dtype:
-            return load(self._pointer(name), body.dtype, flat(member.target, self.buffers[name].strides))
+            return load(self._pointer(name), body.dtype, self.buffers[name].place(member.target))
         if (length.constant or MOST_KEPT + 1) > MOST_KEPT or self.by_columns:
             return body
         wide = _wide(body).dtype
@@ -195,7 +195,7 @@ class _Writer:
             buffer, coordinates = node.data
             if buffer in self.group.members and buffer != member.step.buffer and not self._before(buffer, member):
                 return self.value(buffer, phase)
-            at = flat(coordinates, self.buffers[buffer].strides)
+            at = self.buffers[buffer].place(coordinates)
             return load(self._pointer(buffer), node.dtype, at, mask=node.args[0] if node.args else None)
 
         return rewrite(root, change)

@@ -2,18 +2,21 @@
 
 A tensor is either an index map into a buffer (``Stored``) or an expression over its own axes (``Lazy``): a constant, a
 range, a mask made of positions. A lazy tensor is written into every use; it owns memory only where an extern call or a
-result needs it.
+result needs it. Or it is a ``Pair`` of tensors: a complex tensor is one of its real and its imaginary part, and such a
+tensor seen as a real one (``view_as_real``) is one of its elements at even and at odd places.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from opkit.compiler.ir.expr import Expr, load
+from opkit.compiler.ir.dtypes import PARTS
+from opkit.compiler.ir.expr import Expr, const, load, op, position, where
 from opkit.compiler.ir.index import ZERO, Axis, Index, IndexLike, axis, contiguous, flat, index, product
 from opkit.compiler.ir.program import Buffer, Strided
+from opkit.compiler.lower.registry import NoRule
 
 Shape = tuple[Index, ...]
 
@@ -41,30 +44,100 @@ class Lazy:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pair:
+    """The elements of two tensors, which have the shape of the tensor itself.
+
+    Attributes:
+        first, second: the two, both real.
+        which: 0 where an element is the first's and 1 where it is the second's, over the tensor's formal axes; None for a
+            complex tensor, of whose elements the two are the real and the imaginary part.
+    """
+
+    first: Tensor
+    second: Tensor
+    which: Index | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Tensor:
     """A tensor of the graph while it is lowered."""
 
     dtype: str
     shape: Shape
-    source: Stored | Lazy
+    source: Stored | Lazy | Pair
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """The real and the imaginary part of a complex tensor.
+
+        Raises:
+            NoRule: it is not one that is computed with.
+        """
+        if not isinstance(self.source, Pair) or self.source.which is not None:
+            raise NoRule(f"a tensor of {self.dtype}")
+        return self.source.first, self.source.second
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The tensors, of no pairs, that hold the elements."""
+        if not isinstance(self.source, Pair):
+            return (self,)
+        return *self.source.first.leaves, *self.source.second.leaves
 
     def at(self, coordinates: Sequence[IndexLike], mask: Expr | None = None) -> Expr:
-        """The element at coordinates; where ``mask`` is false, memory is not read."""
+        """The element at coordinates; where ``mask`` is false, memory is not read.
+
+        Raises:
+            NoRule: the tensor is complex, so that an element is no expression.
+        """
         same = tuple(coordinates) == formal(self.shape)
         moved = {} if same else substitution(self.shape, coordinates)
+        if isinstance(self.source, Pair):
+            return self._chosen(self.source, coordinates, moved, mask)
         if isinstance(self.source, Lazy):
             return self.source.body if same else self.source.body.substitute(moved)
         there = self.source.coordinates if same else [c.substitute(moved) for c in self.source.coordinates]
         return load(self.source.buffer.name, self.dtype, *there, mask=mask)
 
+    def _chosen(
+        self, pair: Pair, coordinates: Sequence[IndexLike], moved: Mapping[Axis, IndexLike], mask: Expr | None
+    ) -> Expr:
+        """The element of the one or the other of a pair."""
+        if pair.which is None:
+            raise NoRule("an element of a complex tensor")
+        which = pair.which.substitute(moved)
+        if which.constant is not None:
+            return (pair.second if which.constant else pair.first).at(coordinates, mask)
+        first, second = pair.first.at(coordinates, mask), pair.second.at(coordinates, mask)
+        return where(op("eq", position(which), const(0, "i64")), first, second)
+
     def mapped(self, shape: Sequence[IndexLike], coordinates: Sequence[IndexLike], copied: bool = False) -> Tensor:
         """A view of ``shape`` whose element is this one's at ``coordinates`` (over the view's formal axes)."""
         moved = substitution(self.shape, coordinates)
         new = tuple(map(index, shape))
+        if isinstance(self.source, Pair):
+            return self._mapped(self.source, new, coordinates, moved, copied)
         if isinstance(self.source, Lazy):
             return Tensor(self.dtype, new, Lazy(self.source.body.substitute(moved)))
         there = tuple(c.substitute(moved) for c in self.source.coordinates)
         return Tensor(self.dtype, new, Stored(self.source.buffer, there, self.source.copied or copied))
+
+    def _mapped(
+        self,
+        pair: Pair,
+        shape: Shape,
+        coordinates: Sequence[IndexLike],
+        moved: Mapping[Axis, IndexLike],
+        copied: bool,
+    ) -> Tensor:
+        """A view of a pair: of one of the two, where no element is the other's."""
+        first, second = (each.mapped(shape, coordinates, copied) for each in (pair.first, pair.second))
+        if pair.which is None:
+            return Tensor(self.dtype, shape, Pair(first, second))
+        which = pair.which.substitute(moved)
+        if which.constant is not None:
+            return second if which.constant else first
+        return Tensor(self.dtype, shape, Pair(first, second, which))
 
     def expanded(self, shape: Sequence[IndexLike]) -> Tensor:
         """The tensor broadcast to ``shape``."""
@@ -81,7 +154,10 @@ class Tensor:
 
     def strided(self) -> Strided | None:
         """The tensor as torch describes one, if its map is affine with strides that torch can have."""
-        if isinstance(self.source, Lazy):
+        if isinstance(self.source, Pair):
+            joined = _joined(self, self.source)
+            return None if joined is None else joined.strided()
+        if isinstance(self.source, Lazy) or self.source.buffer.whole is not None:
             return None
         buffer = self.source.buffer
         if self.shape == buffer.shape and self.source.coordinates == formal(buffer.shape):
@@ -99,7 +175,45 @@ class Tensor:
 
 def whole(buffer: Buffer) -> Tensor:
     """All of a buffer."""
-    return Tensor(buffer.dtype, buffer.shape, Stored(buffer, formal(buffer.shape)))
+    parts = parts_of(buffer)
+    source = Pair(whole(parts[0]), whole(parts[1])) if parts else Stored(buffer, formal(buffer.shape))
+    return Tensor(buffer.dtype, buffer.shape, source)
+
+
+def parts_of(buffer: Buffer) -> tuple[Buffer, ...]:
+    """The real and the imaginary part of a buffer of complex numbers; nothing for another one.
+
+    >>> z = Buffer("z", "c64", (index(3),), (index(1),))
+    >>> [(part.name, part.dtype, part.strides, part.offset) for part in parts_of(z)]
+    [('z.re', 'f32', (2,), 0), ('z.im', 'f32', (2,), 1)]
+    """
+    dtype = PARTS.get(buffer.dtype)
+    if dtype is None:
+        return ()
+    strides = tuple(s * 2 for s in buffer.strides)
+    return tuple(
+        Buffer(f"{buffer.name}.{name}", dtype, buffer.shape, strides, buffer.role, buffer, index(k))
+        for k, name in enumerate(("re", "im"))
+    )
+
+
+def _joined(tensor: Tensor, pair: Pair) -> Tensor | None:
+    """A pair as one tensor over the memory that both lie in; None where they do not lie side by side in one."""
+    first, second = pair.first.source, pair.second.source
+    if not isinstance(first, Stored) or not isinstance(second, Stored) or first.coordinates != second.coordinates:
+        return None
+    memory = first.buffer.whole
+    apart = second.buffer.offset - first.buffer.offset
+    if memory is None or memory != second.buffer.whole or memory.dtype != tensor.dtype or first.buffer.offset != 0:
+        return None
+    at = first.coordinates
+    if pair.which is not None:
+        if apart != memory.strides[-1]:
+            return None
+        at = (*at[:-1], at[-1] * 2 + pair.which)
+    elif apart != 1:
+        return None
+    return Tensor(tensor.dtype, tensor.shape, Stored(memory, at, first.copied or second.copied))
 
 
 def lazy(body: Expr, shape: Sequence[IndexLike]) -> Tensor:

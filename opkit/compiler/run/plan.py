@@ -64,7 +64,7 @@ def plan(schedule: Schedule) -> tuple[Plan, list[list[Launch]]]:
     steps, launches = _steps(schedule)
     used = dict.fromkeys(name for step in steps if isinstance(step, Segment) for name in step.buffers)
     program = schedule.program
-    buffers = {**program.buffers, **schedule.buffers}
+    buffers = {name: each for name, each in (program.buffers | schedule.buffers).items() if each.whole is None}
     made = Plan(
         program.name, program.inputs, buffers, tuple(steps), program.outputs, schedule.places, schedule.arena,
         tuple(used), (), called(launch for segment in launches for launch in segment),

@@ -7,6 +7,7 @@ from opkit.compiler.lower.rules import (
     activations,
     arithmetic,
     assembly,
+    complexes,
     creation,
     externs,
     indexing,
@@ -44,6 +45,9 @@ RULES = Table()
 for _subject in _SUBJECTS:
     assert not RULES.keys() & _subject.TABLE.keys(), f"{_subject.__name__} has rules that another subject has too"
     RULES.update(_subject.TABLE)
+
+COMPLEX = complexes.TABLE
+"""Those for operands or results that are complex."""
 
 EXTERNS = externs.EXTERNS
 ALIASING = frozenset([*views.ALIASING, *externs.ALIASING])

@@ -10,7 +10,7 @@ from opkit.compiler.ir.dtypes import is_float
 from opkit.compiler.ir.index import Index, contiguous, flat
 from opkit.compiler.ir.program import Compute, Extern
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.context import Builder, element, reads_buffer
 from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.pointwise import operand
 from opkit.compiler.lower.scalar import Scalar
@@ -130,8 +130,8 @@ def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
     """Writes to the memory of ``x``, after reading all of a source that lies in the same memory otherwise."""
     if not isinstance(x.source, Stored):
         raise NoRule("a copy to what is not in memory")
-    if isinstance(source.source, Stored) and source.source.buffer == x.source.buffer:
-        source = source if source.source.coordinates == x.source.coordinates else b.materialised(source)
+    if reads_buffer(source, x.source.buffer.memory) and source.source != x.source:
+        source = b.materialised(source)
     body = element(source, x.shape, x.dtype).expr
     b.steps.append(Compute(x.source.buffer.name, x.shape, x.source.coordinates, body, origin=b.origin))
     return x

@@ -31,6 +31,7 @@ def getitem(b: Builder, values: Sequence[Any], number: int) -> Any:
 
 
 @_view(*overloads("alias"), *overloads("detach"), *overloads("lift"), *overloads("lift_fresh"))
+@_view(*overloads("resolve_conj"), *overloads("resolve_neg"))
 def alias(b: Builder, x: Tensor) -> Tensor:
     return x
 
@@ -121,10 +122,15 @@ def split(b: Builder, x: Tensor, sizes: Any, dim: int = 0) -> tuple[Tensor, ...]
 @_view(*overloads("unbind", "int"))
 def unbind(b: Builder, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
     assert isinstance(b.node.result, tuple)
+    return unbound(x, dim, len(b.node.result))
+
+
+def unbound(x: Tensor, dim: int, count: int) -> tuple[Tensor, ...]:
+    """The first so many slices of a tensor along a dimension."""
     dim %= len(x.shape)
-    axes = list(formal((*x.shape[:dim], *x.shape[dim + 1 :])))
     shape = (*x.shape[:dim], *x.shape[dim + 1 :])
-    return tuple(x.mapped(shape, [*axes[:dim], k, *axes[dim:]]) for k in range(len(b.node.result)))
+    axes = formal(shape)
+    return tuple(x.mapped(shape, [*axes[:dim], k, *axes[dim:]]) for k in range(count))
 
 
 @_view(*overloads("unfold"))
