@@ -14,7 +14,7 @@ from opkit.compiler.emit.flags import flags
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.schedule import Launch, Schedule
 
-_NUMPY = {"b1": "?", "bf16": "<u2", "f16": "<f2", "f32": "<f4", "f64": "<f8"} | {
+_NUMPY = {"b1": "?", "bf16": "<u2", "f16": "<f2", "f32": "<f4", "f64": "<f8", "c64": "<c8", "c128": "<c16"} | {
     f"{kind}{8 * size}": f"<{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)
 }
 

@@ -41,7 +41,8 @@ def planned(program: Program, fused: Fused) -> Schedule:
     steps, apart = batched(steps, Sizes.of(program.sizes, inside))
     places, size = _places(inside, steps)
     used = {name for step in steps for name in _touched(step)} | set(program.buffers) & _outputs(program)
-    kept = {name: buffer for name, buffer in buffers.items() if name in used or buffer.role != "made"}
+    needed = used | {name for name, buffer in buffers.items() if buffer.role != "made"}
+    kept = {name: buffer for name, buffer in buffers.items() if name in needed and buffer.whole is None}
     return Schedule(program, kept, tuple(steps), places, size, tuple(fused.refusals), tuple(apart))
 
 
