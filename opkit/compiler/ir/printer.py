@@ -96,7 +96,9 @@ def _argument(argument: Argument) -> str:
 
 def _buffer(buffer: Buffer) -> str:
     place = f" in {buffer.memory} from {buffer.offset}" if buffer.whole else ""
-    return f"{buffer.role} {buffer.name}: {buffer.dtype}[{_list(buffer.shape)}] strides ({_list(buffer.strides)}){place}"
+    return (
+        f"{buffer.role} {buffer.name}: {buffer.dtype}[{_list(buffer.shape)}] strides ({_list(buffer.strides)}){place}"
+    )
 
 
 def _compute(step: Compute) -> str:

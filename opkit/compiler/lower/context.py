@@ -16,7 +16,7 @@ from opkit.compiler.lower import parts
 from opkit.compiler.lower.registry import NoRule
 from opkit.compiler.lower.scalar import Scalar, cast, number
 from opkit.compiler.lower.target import PLAIN, Target
-from opkit.compiler.lower.tensors import Lazy, Shape, Stored, Tensor, formal, is_dense, lazy, parts_of, whole
+from opkit.compiler.lower.tensors import Lazy, Shape, Stored, Tensor, formal, is_dense, lazy, memories, parts_of, whole
 
 _LAZY_NODES = 24  # an expression of constants and positions of more nodes than this is computed once, not in every use
 
@@ -272,7 +272,7 @@ def _is_lazy(body: Expr) -> bool:
 
 def reads_buffer(tensor: Tensor, name: str) -> bool:
     """Whether elements of a tensor lie in the memory of a buffer."""
-    return any(isinstance(each.source, Stored) and each.source.buffer.memory == name for each in tensor.leaves)
+    return name in memories(tensor)
 
 
 def is_lazy(tensor: Tensor) -> bool:

@@ -183,6 +183,8 @@ class _Fuser:
         masked = any(load.args for load in loads_of(step) if load.data[0] == name)
         if parts is None or not invertible(parts, masked) or any(map(self._changed, parts)):
             return None
+        if any(_reads_what_it_overwrites(step, name, part) for part in parts):
+            return None
         points = sum((product(p.axes) for p in parts), index(0))
         alone = self.uses[name] == 1 and points == product(step.axes)
         return parts if alone or self._cheap(name, parts, step, points) else None
@@ -203,6 +205,13 @@ class _Fuser:
     def _changed(self, made: Compute) -> bool:
         """Whether something that the step reads is overwritten by another one."""
         return any(self.made.get(name, -1) > self.made[made.buffer] for name in reads(made))
+
+
+def _reads_what_it_overwrites(step: Compute, name: str, part: Compute) -> bool:
+    """Whether a step that computed ``part`` for itself would read elements that it overwrites at other points."""
+    read = [load.data[1] for load in loads_of(part) if load.data[0] == step.buffer]
+    used = [load.data[1] for load in loads_of(step) if load.data[0] == name]
+    return bool(read) and any(at != own for own, places in ((part.target, read), (step.target, used)) for at in places)
 
 
 def _is_wide(load: Expr, step: Compute) -> bool:

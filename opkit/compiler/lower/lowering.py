@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from opkit.compiler.lower.passes import tidied
 from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
 from opkit.compiler.lower.rules import ALIASING, COMPLEX, EXTERNS, RULES
 from opkit.compiler.lower.target import PLAIN, Target
-from opkit.compiler.lower.tensors import Stored, Tensor, whole
+from opkit.compiler.lower.tensors import Stored, Tensor, memories, whole
 
 
 def lower(graph: Graph, target: Target = PLAIN, tidy: bool = True, rules: Mapping[str, Rule] | None = None) -> Program:
@@ -151,8 +152,7 @@ def _mutated(b: Builder, node: Node) -> list[str]:
         return []
     lists = node.args if operator.startswith("_fused") else node.args[:1]
     values = [b.values[ref.name] for ref in _refs(lists)]
-    leaves = [leaf.source for v in values if isinstance(v, Tensor) for leaf in v.leaves]
-    return list(dict.fromkeys(source.buffer.memory for source in leaves if isinstance(source, Stored)))
+    return list(dict.fromkeys(name for v in values if isinstance(v, Tensor) for name in memories(v)))
 
 
 def _kept_before_write(b: Builder, buffer: str) -> None:
@@ -171,6 +171,7 @@ def _is_copy(tensor: Tensor) -> bool:
 
 def _outputs(b: Builder) -> list[Any]:
     types = {node.name: node for node in b.graph.nodes}
+    shared = _shared(b)
     outputs: list[Any] = []
     for number, output in enumerate(b.graph.outputs):
         if not isinstance(output, Ref):
@@ -179,15 +180,23 @@ def _outputs(b: Builder) -> list[Any]:
         b.node = types[output.name]
         value = b.values[output.name]
         fixed = b.graph.fixed is None or number < b.graph.fixed
-        outputs.append(_output(b, value, fixed) if isinstance(value, Tensor) else value)
+        outputs.append(_output(b, value, fixed, shared) if isinstance(value, Tensor) else value)
     return outputs
 
 
-def _output(b: Builder, tensor: Tensor, fixed: bool) -> Strided:
+def _shared(b: Builder) -> frozenset[str]:
+    """The buffers in whose memory several results lie: who writes to one of these changes the others."""
+    results = [b.values[output.name] for output in b.graph.outputs if isinstance(output, Ref)]
+    tensors = {id(value): value for value in results if isinstance(value, Tensor)}
+    found = collections.Counter(name for tensor in tensors.values() for name in memories(tensor))
+    return frozenset(name for name, count in found.items() if count > 1)
+
+
+def _output(b: Builder, tensor: Tensor, fixed: bool, shared: frozenset[str]) -> Strided:
     """A result as the graph describes it: with its strides if they are fixed, in memory of its own where eager has that."""
     kind = b.node.result
     strided = tensor.strided()
-    if strided is None and (found := viewed(b, tensor)) is not None:
+    if strided is None and (found := viewed(b, tensor, shared)) is not None:
         strided = found.strided()
     if strided is not None and not _is_copy(tensor) and (not fixed or kind is None or _same_layout(strided, kind)):
         return strided

@@ -5,6 +5,7 @@ apart. Each of the two is a buffer of its own, so that steps which fill them fus
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from opkit.compiler.ir.dtypes import PARTS, is_complex
@@ -75,9 +76,7 @@ def interleaved(b: Builder, body: Expr, memory: Buffer) -> Tensor:
     parts: list[Tensor] = []
     for k, name in enumerate(("even", "odd")):
         moved = substitution(shape, (*formal(half)[:-1], formal(half)[-1] * 2 + k))
-        part = Buffer(
-            f"{memory.name}.{name}", body.dtype, half, strides, whole=memory, offset=memory.strides[-1] * k
-        )
+        part = Buffer(f"{memory.name}.{name}", body.dtype, half, strides, whole=memory, offset=memory.strides[-1] * k)
         b.buffers[part.name] = part
         parts.append(b.compute(part, half, simplify(body.substitute(moved))))
     return alternating(parts[0], parts[1], shape)
@@ -93,18 +92,18 @@ def alternating(even: Tensor, odd: Tensor, shape: Shape) -> Tensor:
 # ---- the same memory, seen as numbers of the other kind --------------------------------------------------------------
 
 
-def viewed(b: Builder, tensor: Tensor) -> Tensor | None:
+def viewed(b: Builder, tensor: Tensor, kept: Container[str] = ()) -> Tensor | None:
     """A tensor that lies in memory of the other kind (a part of complex numbers, or complex numbers made of real ones), as
-    calls and results can have it: by a view of that memory, if it is there already and stays."""
+    calls and results can have it: by a view of that memory, if it is there already and stays, or is among ``kept``."""
     if isinstance(tensor.source, Pair) and tensor.source.which is None:
-        return _as_complex(b, tensor, tensor.source)
+        return _as_complex(b, tensor, tensor.source, kept)
     first = tensor.source.first.source if isinstance(tensor.source, Pair) else tensor.source
     if not isinstance(first, Stored) or first.buffer.whole is None or not is_complex(first.buffer.whole.dtype):
         return None
     which: Index | None = first.buffer.offset
     if isinstance(tensor.source, Pair):
         which = tensor.source.which if _are_parts(tensor.source) else None
-    if which is None or not _is_there(b, first.buffer.whole):
+    if which is None or not (first.buffer.memory in kept or _is_there(b, first.buffer.whole)):
         return None
     real = _real_view(b, first.buffer.whole)
     return Tensor(tensor.dtype, tensor.shape, Stored(real, (*first.coordinates, which), first.copied))
@@ -138,16 +137,16 @@ def _view(b: Builder, target: str, of: Strided, buffer: Buffer) -> Buffer:
     return buffer
 
 
-def _as_complex(b: Builder, tensor: Tensor, pair: Pair) -> Tensor | None:
+def _as_complex(b: Builder, tensor: Tensor, pair: Pair, kept: Container[str]) -> Tensor | None:
     first, second = pair.first.strided(), pair.second.strided()
     if first is None or second is None or first.buffer != second.buffer or first.strides != second.strides:
         return None
     numbers = (*first.strides, first.offset)
-    if second.offset - first.offset != 1 or any(n % 2 != 0 for n in numbers) or not _is_there(b, b.buffers[first.buffer]):
+    if second.offset - first.offset != 1 or any(n % 2 != 0 for n in numbers):
+        return None
+    if first.buffer not in kept and not _is_there(b, b.buffers[first.buffer]):
         return None
     real = Strided(first.buffer, (*first.shape, index(2)), (*first.strides, index(1)), first.offset)
     memory = Buffer(b.name(f"{first.buffer}_complex"), tensor.dtype, first.shape, tuple(s // 2 for s in first.strides))
     _view(b, "aten.view_as_complex.default", real, memory)
     return whole(memory)
-
-

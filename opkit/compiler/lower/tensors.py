@@ -157,8 +157,11 @@ class Tensor:
         if isinstance(self.source, Pair):
             joined = _joined(self, self.source)
             return None if joined is None else joined.strided()
-        if isinstance(self.source, Lazy) or self.source.buffer.whole is not None:
+        if isinstance(self.source, Lazy):
             return None
+        if self.source.buffer.whole is not None:
+            whole = _of_whole(self, self.source)
+            return None if whole is None else whole.strided()
         buffer = self.source.buffer
         if self.shape == buffer.shape and self.source.coordinates == formal(buffer.shape):
             return Strided(buffer.name, self.shape, buffer.strides, ZERO)
@@ -171,6 +174,12 @@ class Tensor:
             strides.append(step)
             rest = rest - step * axis(k, self.shape[k])
         return None if rest.axes() else Strided(self.source.buffer.name, self.shape, tuple(strides), rest)
+
+
+def memories(tensor: Tensor) -> tuple[str, ...]:
+    """The buffers in whose memory elements of a tensor lie, each once."""
+    sources = (each.source for each in tensor.leaves)
+    return tuple(dict.fromkeys(source.buffer.memory for source in sources if isinstance(source, Stored)))
 
 
 def whole(buffer: Buffer) -> Tensor:
@@ -195,6 +204,15 @@ def parts_of(buffer: Buffer) -> tuple[Buffer, ...]:
         Buffer(f"{buffer.name}.{name}", dtype, buffer.shape, strides, buffer.role, buffer, index(k))
         for k, name in enumerate(("re", "im"))
     )
+
+
+def _of_whole(tensor: Tensor, source: Stored) -> Tensor | None:
+    """A part of real numbers as a view of all of them; None for one of complex numbers."""
+    memory, at = source.buffer.whole, source.coordinates
+    if memory is None or memory.dtype != tensor.dtype:
+        return None
+    which = 0 if source.buffer.offset == 0 else 1
+    return Tensor(tensor.dtype, tensor.shape, Stored(memory, (*at[:-1], at[-1] * 2 + which), source.copied))
 
 
 def _joined(tensor: Tensor, pair: Pair) -> Tensor | None:

@@ -218,6 +218,18 @@ def test_what_is_called_with_a_whole_storage_has_one_of_its_own(function):
     assert first.args[0].buffer not in made.places
 
 
+@pytest.mark.parametrize("moved", [lambda x: x.t(), lambda x: x.flip(0), lambda x: x.roll(1, 1)])
+def test_what_is_overwritten_with_its_own_elements_in_another_order(moved):
+    """Computing them again, for want of a kernel to join, would read what was overwritten."""
+
+    def function(x, y):
+        product, other = x * y, moved(x).clone()
+        x.copy_(other)
+        return product + other, other.abs()
+
+    check(function, r(40, 40), r(40, 40) + 1)
+
+
 def test_reshapes_that_undo_each_other_copy_nothing():
     def function(x, w):
         rows = x.reshape(16, 6)

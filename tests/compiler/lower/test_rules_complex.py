@@ -55,7 +55,7 @@ UNARY = {
     "conj": lambda z: z.conj() * 2,
     "real": lambda z: z.real + 0,
     "imag": lambda z: z.imag + 0,
-    **{f"power {k}": functools.partial(torch.pow, exponent=k) for k in (0, 1, 2, 3, 0.5, -0.5, -1, -2)},
+    **{f"power {k}": functools.partial(torch.pow, exponent=k) for k in (0, 1, 2, 3, 0.5, -0.5, -1, -2, 7, 2.5)},
     "to bool": lambda z: z.bool(),
     "to float": lambda z: z.to(torch.float32),
     "to another": lambda z: z.to(torch.complex64 if z.dtype == torch.complex128 else torch.complex128),
@@ -238,7 +238,7 @@ GRADIENTS = {
     "slices": lambda z: z[:, 1:] / z[:, :1],
     "view_as_real": lambda z: torch.view_as_complex(torch.view_as_real(z).flip(-1)) * z,
     "mean": lambda z: (z * z).mean(0),
-    "power": lambda z: z**3 + z**-2,
+    "power": lambda z: z**3 + z**-2 + z**5,
 }
 
 
@@ -283,7 +283,10 @@ def test_functions_of_infinities_and_nan(name):
 def test_what_is_large_and_small_overflows_only_where_the_result_does():
     large = torch.tensor([1e300 + 1e300j, -1e308 + 1e305j, 3e-300 - 2e-300j, 1e-310 + 0j], dtype=torch.complex128)
     check(lambda z: (z.abs(), z / z, z.sqrt(), 1 / (z * 1e-3)), large)
-    check(lambda z: z.exp(), torch.tensor([709.5 + 1.5j, -800 + 1j, 710 + 0j, -math.inf + 0j, math.inf + 0j]).to(large.dtype))
+    check(
+        lambda z: z.exp(),
+        torch.tensor([709.5 + 1.5j, -800 + 1j, 710 + 0j, -math.inf + 0j, math.inf + 0j]).to(large.dtype),
+    )
     check(lambda z: (z.tanh(), z.tan()), torch.tensor([400 + 1j, -400 - 2j, 1 + 400j], dtype=torch.complex128))
 
 

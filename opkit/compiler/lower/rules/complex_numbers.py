@@ -170,6 +170,22 @@ def square_root(x: Complex) -> Complex:
     return Complex(f.where(_is_infinite(x.im), math.inf, re), f.where(_is_infinite(x.im), x.im, im))
 
 
+def power(x: Complex, exponent: float) -> Complex:
+    """For a multiple of a half: products of squares, and the square root."""
+    if exponent < 0:
+        return 1 / power(x, -exponent)
+    whole = number(1, x.part) if exponent < 1 else _whole_power(x, int(exponent))
+    half = exponent % 1 != 0
+    return (square_root(x) if exponent < 1 else whole * square_root(x)) if half else whole
+
+
+def _whole_power(x: Complex, exponent: int) -> Complex:
+    if exponent == 1:
+        return x
+    rest = _whole_power(x * x, exponent // 2)
+    return rest * x if exponent % 2 else rest
+
+
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 

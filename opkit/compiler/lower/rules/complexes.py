@@ -125,22 +125,12 @@ def lerp(b: Builder, start: Tensor, end: Tensor, weight: Operand) -> Tensor:
 
 @TABLE.rule(*overloads("pow", "Tensor_Scalar"))
 def power(b: Builder, x: Tensor, exponent: Any) -> Tensor:
-    formula = _POWERS.get(exponent) if isinstance(exponent, int | float) else None
-    if formula is None:
-        raise NoRule("a power that is no small number")
-    return computed(b, formula, x)
+    if not isinstance(exponent, int | float) or exponent % 0.5 or abs(exponent) > _MOST:
+        raise NoRule("a power that is no small multiple of a half")
+    return computed(b, lambda x: c.power(x, exponent), x)
 
 
-_POWERS: dict[float, Formula] = {
-    0: lambda x: c.number(1, x.part),
-    1: lambda x: x,
-    2: lambda x: x * x,
-    3: lambda x: x * x * x,
-    0.5: c.square_root,
-    -0.5: lambda x: 1 / c.square_root(x),
-    -1: c.reciprocal,
-    -2: lambda x: 1 / (x * x),
-}
+_MOST = 16  # beyond, a logarithm is faster
 
 _FORMULAS: dict[str, Formula] = {
     **{name: getattr(c, name) for name in ("exp", "log", "reciprocal", "sigmoid", "square")},
@@ -148,7 +138,7 @@ _FORMULAS: dict[str, Formula] = {
     "neg": lambda x: -x,
     "positive": lambda x: x,
     "sqrt": c.square_root,
-    "rsqrt": lambda x: 1 / c.square_root(x),
+    "rsqrt": lambda x: c.power(x, -0.5),
     "sgn": c.sign,
     "log2": lambda x: c.scaled(c.log(x), 1 / math.log(2)),
     "log10": lambda x: c.scaled(c.log(x), 1 / math.log(10)),
@@ -175,6 +165,8 @@ for _name, _formula in _FORMULAS.items():
     TABLE.rule(*overloads(_name))(_elementwise(_formula))
 for _name, _measured in _MEASURES.items():
     TABLE.rule(*overloads(_name))(_measure(_measured))
+TABLE.rule(*overloads("tanh_backward"))(_elementwise(lambda grad, y: grad * c.conjugate(1 - y * y)))
+TABLE.rule(*overloads("sigmoid_backward"))(_elementwise(lambda grad, y: grad * c.conjugate((1 - y) * y)))
 TABLE.rule(*overloads("mul", *TENSOR_OR_NUMBER))(_elementwise(lambda x, y: x * y))
 TABLE.rule(*overloads("eq", *TENSOR_OR_NUMBER))(_measure(c.equal))
 TABLE.rule(*overloads("ne", *TENSOR_OR_NUMBER))(_measure(c.unequal))
@@ -279,7 +271,11 @@ for _table, _values, _names in (
     (assembly.TABLE, 1, [*overloads("cat"), *overloads("concat"), *overloads("stack"), *overloads("slice_backward")]),
     (assembly.TABLE, 1, [*overloads("select_backward"), *overloads("diagonal_backward")]),
     (assembly.TABLE, 2, [*overloads("slice_scatter"), *overloads("select_scatter"), *overloads("diagonal_scatter")]),
-    (indexing.TABLE, 1, [*overloads("embedding"), *overloads("index_select"), *overloads("gather"), *overloads("take")]),
+    (
+        indexing.TABLE,
+        1,
+        [*overloads("embedding"), *overloads("index_select"), *overloads("gather"), *overloads("take")],
+    ),
     (indexing.TABLE, 1, [*overloads("index", "Tensor"), *overloads("_unsafe_index", "Tensor")]),
     (creation.TABLE, 1, [*overloads("clone"), *overloads("contiguous"), *overloads("tril"), *overloads("triu")]),
     (creation.TABLE, 2, [*overloads("copy")]),
@@ -295,9 +291,7 @@ def mean(b: Builder, x: Tensor, dims: Any = None, keepdim: bool = False, *, dtyp
     kind = b.result()
     part = part_type(kind.dtype)
     gone = reductions.dims_of(x, dims)
-    sums = [
-        b.reduce("sum", element(_part(x, k, part), x.shape, part), x.shape, gone, part, keepdim) for k in (0, 1)
-    ]
+    sums = [b.reduce("sum", element(_part(x, k, part), x.shape, part), x.shape, gone, part, keepdim) for k in (0, 1)]
     total = Complex(*(element(each, kind.shape) for each in sums))
     return stored(b, total / reductions.count(x.shape, gone), kind)
 
