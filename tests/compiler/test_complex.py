@@ -1,6 +1,7 @@
 """Complex models from end to end: what eager gives, in training and inference, with kernels of the compiler's own."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from opkit.compiler.backend import opkit_backend
 from tests.compiler.lower.test_rules_complex import rotary
 
 pytestmark = pytest.mark.usefixtures("fresh")
-TIGHT = {"rtol": 1e-12, "atol": 1e-12}
+TIGHT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def r(*shape, dtype=torch.complex128):

@@ -16,7 +16,7 @@ from opkit.compiler.lower import parts
 from opkit.compiler.lower.registry import NoRule
 from opkit.compiler.lower.scalar import Scalar, cast, number
 from opkit.compiler.lower.target import PLAIN, Target
-from opkit.compiler.lower.tensors import Lazy, Shape, Stored, Tensor, formal, is_dense, lazy, memories, parts_of, whole
+from opkit.compiler.lower.tensors import Lazy, Shape, Tensor, formal, is_dense, lazy, memories, parts_of, whole
 
 _LAZY_NODES = 24  # an expression of constants and positions of more nodes than this is computed once, not in every use
 

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from opkit.compiler.ir.printer import program_text
-from opkit.compiler.ir.verifier import verify_kernel, verify_program
 from opkit.compiler.ir.schedule import Launch
+from opkit.compiler.ir.verifier import verify_kernel, verify_program
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
 from tests.compiler.graphs import computes, externs, graph_of, program_of, run_graph, same
