@@ -20,7 +20,7 @@ from torch import fx
 
 from opkit import config
 from opkit.compiler import logs, warm
-from opkit.compiler.capture import conversion, reproduction
+from opkit.compiler.capture import conversion, reproduction, saving
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
 from opkit.compiler.compiled import Compiled, Stages
@@ -104,7 +104,7 @@ def _captured_anew(
         fw_compiler=compilers["forward"],
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],
-        partition_fn=private.min_cut_partition,
+        partition_fn=saving.partition,
         decompositions={},  # the compiler has rules for composite operators, and tracing fewer nodes takes less time
         keep_inference_input_mutations=True,
     )

@@ -9,8 +9,8 @@ from opkit.compiler.ir.expr import Expr, cast, const, indices, load, moved, op, 
 from opkit.compiler.ir.index import Axis, Index, Value, index, value
 from opkit.compiler.ir.program import Compute
 
-_FREE = frozenset({"const", "index", "load", "cast", "var", "bitcast"})
-_QUICK = frozenset("add sub mul neg abs min max where lt le eq ne and or xor not".split())  # noqa: SIM905
+_FREE = frozenset({"const", "index", "load", "cast", "var", "bitcast", "neg"})  # a sign goes into the sum or product
+_QUICK = frozenset("add sub mul abs min max where lt le eq ne and or xor not".split())  # noqa: SIM905
 _DEAR = 10
 _CALL = 100  # of a function that nobody can look into
 
