@@ -113,6 +113,13 @@ def adam(parameters: list[Tensor], grads: list[Tensor], first: list[Tensor], sec
     torch._foreach_addcdiv_(parameters, first, root, -1e-3)
 
 
+@torch.no_grad()
+def rotary(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotary position embedding by complex products: one tensor read, one written."""
+    z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(z * turns[:, None]).flatten(-2).type_as(x)
+
+
 def _adam(dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     lists = [[torch.rand(shape, dtype=dtype) for shape in _PARAMETERS] for _ in range(4)]
     return adam, tuple(lists)
@@ -127,10 +134,16 @@ def _logits(dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return cross_entropy, (torch.randn(rows, _CLASSES, dtype=dtype), torch.randint(0, _CLASSES, (rows,)))
 
 
+def _rotated(dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    turns = torch.polar(torch.ones(_ROWS, 32), torch.randn(_ROWS, 32))
+    return rotary, (_matrix(dtype).view(_ROWS, -1, 64), turns)
+
+
 KERNELS: dict[str, Kernel] = {
     "pointwise chain": Kernel(lambda dtype: (chain, (_matrix(dtype), _matrix(dtype))), lambda x, y: 3 * _size(x)),
     "softmax": Kernel(lambda dtype: (softmax, (_matrix(dtype),)), lambda x: 2 * _size(x)),
     "layer norm": Kernel(_normed, lambda x, *_: 2 * _size(x)),
     "cross-entropy": Kernel(_logits, lambda logits, _: _size(logits)),
+    "rotary embedding": Kernel(_rotated, lambda x, _: 2 * _size(x)),
     "Adam step": Kernel(_adam, lambda parameters, *_: 7 * _size(*parameters)),
 }

@@ -99,6 +99,17 @@ def test_training():
     check(trained(mlp(), X))
 
 
+def test_training_of_complex_numbers():
+    z, w = (torch.randn(5, 3, dtype=torch.complex64) for _ in range(2))
+
+    def call(compile):
+        given = [each.clone().requires_grad_() for each in (z, w)]
+        y = compile(lambda z, w: (z * w).exp().imag + (z.conj() / w).abs())(*given)
+        return y.detach(), torch.autograd.grad(y.sum(), given)
+
+    check(call)
+
+
 def test_random_numbers_come_from_torchs_seed():
     cold, warm = cold_and_warm(trained(mlp(0.5), X))
     torch.testing.assert_close(warm, cold, rtol=0, atol=0)

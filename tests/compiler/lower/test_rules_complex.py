@@ -66,6 +66,7 @@ UNARY = {
     "a number divided": lambda z: 2 / z,
     "fill": lambda z: z.fill_(1 + 2j) + 1,
     "full": lambda z: torch.full_like(z, 2 - 1j) * z,
+    "reals like it": lambda z: torch.full_like(z, 2, dtype=torch.float64) + torch.zeros_like(z, dtype=torch.float64),
     "ones": lambda z: torch.ones_like(z) + z,
     "view_as_real": lambda z: torch.view_as_real(z) * 2,
     "masked_fill": lambda z: z.masked_fill(z.real > 0, 1j),

@@ -323,6 +323,8 @@ def vector_norm(b: Builder, x: Tensor, *rest: Any, **kept: Any) -> Tensor:
 
 
 def _filled(b: Builder, value: Operand) -> Tensor:
+    if not is_complex(b.result().dtype):  # like a complex tensor, but for the dtype
+        return creation.filled(b, value)
     return computed(b, lambda x: x, value)
 
 
