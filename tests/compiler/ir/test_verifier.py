@@ -1,7 +1,9 @@
 """What is well formed passes; each mistake is named with its place."""
 
+import numpy as np
 import pytest
 
+from opkit.compiler.ir import interpreter
 from opkit.compiler.ir.expr import bound, cast, const, load, make, op, position, var, where
 from opkit.compiler.ir.index import Axis, axis, index, size, value
 from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
@@ -117,3 +119,37 @@ def test_a_program():
 def test_a_mistake_in_a_program(message):
     with pytest.raises(CompilerError, match=message):
         verify_program(BAD_PROGRAMS[message])
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+Z = Buffer("z", "c64", (index(8),), (index(1),))
+PARTS = [Buffer(f"z.{n}", "f32", Z.shape, (index(2),), whole=Z, offset=index(k)) for k, n in enumerate(("re", "im"))]
+
+
+def complex_program(*steps):
+    buffers = {each.name: each for each in (Buffer("x", "f32", Z.shape, Z.strides, "input"), Z, *PARTS)}
+    return Program("p", ("x",), buffers, steps, (Strided("z", Z.shape, Z.strides, index(0)),), {})
+
+
+FILLED = [Compute(part.name, Z.shape, (A,), load("x", "f32", A)) for part in PARTS]
+
+
+def test_parts_fill_a_buffer():
+    verify_program(complex_program(*FILLED))
+    verify_program(complex_program(Extern("aten.view_as_complex.default", (), {}, ("z",)), FILLED[0]))
+    assert complex_program().with_parts(["x", "z"]) == ["x", "z", "z.re", "z.im"]
+    assert [str(part.place([A])) for part in PARTS] == ["a0*2", "a0*2 + 1"]
+
+
+def test_mistakes_with_parts():
+    with pytest.raises(CompilerError, match="z is used before it is filled"):
+        verify_program(complex_program(FILLED[0]))
+    with pytest.raises(CompilerError, match="is read and written by its parts"):
+        verify_program(complex_program(*FILLED, Compute("z.re", Z.shape, (A,), cast(load("z", "c64", A), "f32"))))
+
+
+def test_parts_share_the_memory_of_their_whole():
+    x = np.arange(8, dtype=np.float32)
+    (found,) = interpreter.run(complex_program(*FILLED), [x])
+    np.testing.assert_array_equal(found, x * (1 + 1j))
