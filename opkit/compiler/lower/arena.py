@@ -2,6 +2,9 @@
 
 A buffer takes the smallest free piece that is large enough, else the arena grows. Sizes that are not numbers are compared
 as expressions: a piece is reused for exactly its own size.
+
+The arena stays for a whole call and between calls, however short the time for which all of it is needed. So a large buffer
+that would be much of it has memory of its own, from where it begins to live to where it ends.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from opkit.compiler.ir.index import Index, index, product
 from opkit.compiler.ir.program import Buffer
 
 ALIGNMENT = 64
+_LARGE = 8 << 20  # bytes
+_MUCH = 4  # of an arena: a quarter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +31,12 @@ class Life:
 
 
 def places(lives: Sequence[Life], buffers: Mapping[str, Buffer]) -> tuple[dict[str, Index], Index]:
-    """The byte at which each buffer begins, and how many bytes there are in all."""
-    fixed = [life for life in lives if nbytes(buffers[life.buffer]).constant is not None]
-    found, end = _fixed(fixed, buffers)
-    symbolic = [life for life in lives if life.buffer not in found]
+    """The byte at which each buffer that is inside begins, and how many bytes there are in all."""
+    fixed = {life: int(size) for life in lives if (size := nbytes(buffers[life.buffer]).constant) is not None}
+    _, whole = _fixed(fixed)
+    inside = {life: size for life, size in fixed.items() if size < max(_LARGE, whole // _MUCH)}
+    found, end = _fixed(inside)
+    symbolic = [life for life in lives if life not in fixed]
     more, total = _symbolic(symbolic, buffers, index(end))
     return found | more, total
 
@@ -40,14 +47,13 @@ def nbytes(buffer: Buffer) -> Index:
     return exact if exact.constant == 0 else (exact + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
 
 
-def _fixed(lives: Sequence[Life], buffers: Mapping[str, Buffer]) -> tuple[dict[str, Index], int]:
+def _fixed(sizes: Mapping[Life, int]) -> tuple[dict[str, Index], int]:
     """Largest first: each at the lowest place where no buffer that lives at the same time lies."""
-    sizes = {life.buffer: int(nbytes(buffers[life.buffer]).constant or 0) for life in lives}
     placed: list[tuple[Life, int, int]] = []
     found: dict[str, Index] = {}
-    for life in sorted(lives, key=lambda life: (-sizes[life.buffer], life.first)):
-        at = _lowest(sizes[life.buffer], [(b, e) for other, b, e in placed if _meet(life, other)])
-        placed.append((life, at, at + sizes[life.buffer]))
+    for life in sorted(sizes, key=lambda life: (-sizes[life], life.first)):
+        at = _lowest(sizes[life], [(b, e) for other, b, e in placed if _meet(life, other)])
+        placed.append((life, at, at + sizes[life]))
         found[life.buffer] = index(at)
     return found, max((end for _, _, end in placed), default=0)
 

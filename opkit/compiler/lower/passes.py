@@ -1,4 +1,6 @@
-"""Passes over a whole program: expressions simplified, equal computes made one, steps that nobody needs removed."""
+"""Passes over a whole program: expressions simplified, equal computes made one, steps that nobody needs removed, and copies
+made where what they copy is.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opkit.compiler.ir.expr import Expr, make, rewrite
-from opkit.compiler.ir.index import Index, Value, value
+from opkit.compiler.ir.index import Index, Value, product, value
 from opkit.compiler.ir.program import Compute, Extern, Item, Program, Step, Strided, reads, writes
 from opkit.compiler.lower.rewrites import simplify
 
@@ -18,7 +20,7 @@ EFFECTS = ("rand", "bernoulli", "multinomial", "normal", "poisson", "exponential
 
 def tidied(program: Program) -> Program:
     """The program after every pass."""
-    return without_dead(without_repeats(with_simple_bodies(program)))
+    return with_copies_early(without_dead(without_repeats(with_simple_bodies(program))))
 
 
 def with_simple_bodies(program: Program) -> Program:
@@ -162,3 +164,31 @@ def _without_unused(program: Program, step: Step, needed: set[str]) -> Step:
 
 def _buffers(argument: Iterable[Any]) -> list[str]:
     return [a.buffer for a in argument if isinstance(a, Strided)]
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def with_copies_early(program: Program) -> Program:
+    """Copies that are only returned, each right after what it copies: that need not be kept until the end."""
+    written = collections.Counter(name for step in program.steps for name in program.writes(step))
+    used = {name for step in program.steps for name in program.reads(step)}
+    order: list[list[Step]] = []  # a step, and the copies that follow it
+    made: dict[str, int] = {}
+    for step in program.steps:
+        last = max((made.get(name, -1) for name in program.reads(step)), default=-1)
+        alone = written[step.buffer] == 1 and step.buffer not in used if isinstance(step, Compute) else False
+        if isinstance(step, Compute) and last >= 0 and alone and _is_copy(program, step):
+            order[last].append(step)
+            continue
+        order.append([step])
+        made |= dict.fromkeys(program.writes(step), len(order) - 1)
+    return dataclasses.replace(program, steps=tuple(step for steps in order for step in steps))
+
+
+def _is_copy(program: Program, step: Compute) -> bool:
+    """Whether a step makes as many elements as the one buffer has that it reads."""
+    read = reads(step)
+    if len(read) != 1 or step.reduction or program.buffers[step.buffer].role != "made":
+        return False
+    return product(step.axes) == product(program.buffers[read[0]].shape)

@@ -1,0 +1,57 @@
+"""Memory between the steps of a graph: what is in the arena, and for how long."""
+
+import pytest
+import torch
+
+import opkit
+
+pytestmark = pytest.mark.usefixtures("fresh")
+MIB = 1 << 20
+
+
+def products(x, w):
+    return ((x @ w).exp() @ (x @ w).t()) @ x
+
+
+def saves(x, w):
+    kept = []
+    for _ in range(4):
+        x = x @ w
+        kept.append(x.view(8, 4, 16).transpose(0, 1).reshape(32, 16))
+        x = x.relu()
+    return x, *kept
+
+
+def overwrites(x, w):
+    y = x @ w
+    copy = y.view(8, 4, 16).transpose(0, 1).reshape(32, 16)
+    y.mul_(2)
+    return copy, y @ w, y.t().clone()
+
+
+@pytest.mark.parametrize(
+    ("function", "rows"),
+    [(products, 2048), (products, 5), (saves, 32), (overwrites, 32)],
+    ids=lambda each: str(each)[:14],
+)
+def test_the_same_numbers_as_eager(function, rows):
+    x, w = torch.randn(rows, 16) / 8, torch.randn(16, rows if function is products else 16) / 8
+    expected, compiled = function(x, w), torch.compile(function, backend="opkit")
+    for _ in range(2):  # what a call leaves in the arena is not the next one's
+        torch.testing.assert_close(compiled(x, w), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_large_buffers_have_memory_of_their_own_while_they_are_needed():
+    """Of the four, no more than two are needed at a time; an arena for them would stay."""
+    x, w = torch.randn(2048, 16), torch.randn(16, 2048)
+    (graph,) = opkit.explain(products, x, w).graphs
+    assert graph.arena < MIB
+    assert all(place.nbytes < MIB for place in graph.places)
+    (small,) = opkit.explain(products, x[:64], w[:, :64]).graphs
+    assert {place.nbytes for place in small.places} == {64 * 64 * 4}
+
+
+def test_a_copy_that_is_returned_is_made_where_what_it_copies_is():
+    """So the arena needs place for one step of the four."""
+    (graph,) = opkit.explain(saves, torch.randn(32, 16), torch.randn(16, 16)).graphs
+    assert graph.arena <= 2 * 32 * 16 * 4
