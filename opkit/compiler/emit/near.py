@@ -7,7 +7,7 @@ keep it from being made vectors of. So a kernel that calls them is written twice
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from opkit.compiler.emit.expressions import convert
 from opkit.compiler.emit.functions.near import LIMITS
@@ -15,7 +15,7 @@ from opkit.compiler.ir import expr
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Value
-from opkit.compiler.ir.kernel import Kernel, Let, Loop, Scratch, Statement, Store, Update
+from opkit.compiler.ir.kernel import Kernel, Let, Loop, Scratch, Statement, Store, Update, walk
 
 FLAGS = {"f32": "int32_t", "f64": "int64_t"}
 """The type of the flag, as wide as that of the arguments, so that a vector of one is compared into a vector of the other."""
@@ -26,7 +26,7 @@ def types(kernel: Kernel, exclusive: bool) -> frozenset[str]:
 
     It can unless it reads what it writes. Nor may a number that comes of too large an argument decide where it reads.
     """
-    statements = list(_within(kernel.body))
+    statements = list(walk(kernel.body))
     nodes = {node for s in statements for root in _roots(s) for node in root.walk()}
     called = of(nodes)
     return called if called and exclusive and _repeats(statements, nodes) else frozenset()
@@ -60,13 +60,6 @@ def call(node: Expr, x: str) -> str:
 
 def _type(node: Expr) -> str:
     return DTYPES[node.dtype].compute
-
-
-def _within(body: Iterable[Statement]) -> Iterator[Statement]:
-    for s in body:
-        yield s
-        if isinstance(s, Loop):
-            yield from _within(s.body)
 
 
 def _roots(s: Statement) -> list[Expr]:

@@ -13,7 +13,7 @@ from opkit.compiler.emit.blocks import Scope
 from opkit.compiler.emit.functions import is_called
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Value
-from opkit.compiler.ir.kernel import Kernel, Let, Loop, Statement, Store, Update
+from opkit.compiler.ir.kernel import Kernel, Let, Loop, Store, Update, walk
 
 _SHORTEST = 128  # iterations of a loop
 
@@ -23,17 +23,10 @@ def buffers(kernel: Kernel) -> frozenset[str]:
     told = frozenset(a.buffer for a in kernel.arguments if a.streamed)
     if not told:
         return told
-    every = list(_walk(kernel.body))
+    every = list(walk(kernel.body))
     stores = Counter(s.buffer for s in every if isinstance(s, Store))
     nodes = (node for s in every if isinstance(s, Let | Store | Update) for node in s.value.walk())
     return frozenset(name for name in told if stores[name] == 1) - {n.data[0] for n in nodes if n.op == "load"}
-
-
-def _walk(body: Iterable[Statement]) -> Iterable[Statement]:
-    for s in body:
-        yield s
-        if isinstance(s, Loop):
-            yield from _walk(s.body)
 
 
 def of(loop: Loop, roots: Iterable[Expr], streamed: frozenset[str]) -> list[Store]:

@@ -131,12 +131,18 @@ class Kernel:
     origins: tuple[str, ...] = ()
 
 
+def walk(body: Iterable[Statement]) -> Iterator[Statement]:
+    """Every statement, outer ones first."""
+    for s in body:
+        yield s
+        if isinstance(s, Loop):
+            yield from walk(s.body)
+
+
 def callees(body: Iterable[Statement]) -> Iterator[Callee]:
     """The functions of libraries that statements call, some more than once."""
-    for s in body:
-        if isinstance(s, Loop):
-            yield from callees(s.body)
-        elif isinstance(s, Let | Store | Update):
+    for s in walk(body):
+        if isinstance(s, Let | Store | Update):
             yield from (node.data for node in s.value.walk() if node.op == "call")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from opkit.compiler.ir.dtypes import PARTS
 from opkit.compiler.ir.expr import load
 from opkit.compiler.ir.index import Axis, Index, Size, Value, axis, index, product
-from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Loop, Scratch, Statement, Store, Update
+from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Loop, Scratch, Statement, Store, Update, walk
 from opkit.compiler.ir.program import Buffer
 from opkit.compiler.ir.schedule import Launch
 from opkit.compiler.lower import loops
@@ -251,16 +251,6 @@ def _touched(body: Sequence[Statement]) -> tuple[set[str], set[str]]:
         if not isinstance(statement, Loop | Scratch | Accumulator):
             read |= {node.data[0] for root in loops.roots(statement) for node in root.walk() if node.op == "load"}
     return read, stored
-
-
-def walk(body: Sequence[Statement]) -> list[Statement]:
-    """Every statement, outer ones first."""
-    found: list[Statement] = []
-    for statement in body:
-        found.append(statement)
-        if isinstance(statement, Loop):
-            found += walk(statement.body)
-    return found
 
 
 def _sizes(body: Sequence[Statement]) -> set[str]:

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from opkit.compiler.ir.kernel import Scratch
+from opkit.compiler.ir.kernel import Scratch, walk
 from opkit.compiler.ir.program import Extern, Strided
 from opkit.compiler.ir.schedule import Launch
 from opkit.compiler.lower.lowering import lower
-from opkit.compiler.lower.nest import walk
 from opkit.compiler.lower.plan import schedule
 from tests.compiler import graphs, native
 
