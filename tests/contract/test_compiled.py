@@ -1,11 +1,14 @@
 """compile: planted defects that only compiled programs show, right operators that all must pass."""
 
 import itertools
+import types
 
 import pytest
 import torch
 from torch import Tensor
 
+from opkit.contract.properties import compiled
+from opkit.contract.traced import graphs
 from opkit.testing import tensor
 
 NUMBERS = itertools.count()
@@ -49,6 +52,30 @@ def looks_up(x):
 @pytest.mark.parametrize("op", [branches_when_compiled, operator(double, looks_up)])
 def test_another_result_when_exported(fails, op):
     fails("compile.export", op, max_examples=1, **VECTOR)
+
+
+@pytest.mark.parametrize(("message", "fault"), [("boom", True), ("Guard failed: x.size()[0] == 3", False)])
+def test_an_exported_program_that_fails_at_other_sizes(fails, holds, monkeypatch, message, fault):
+    whole = graphs.exported
+
+    def exported(*given):
+        made, known = whole(*given), []
+        module = made.module()
+
+        def program(args, kwargs):
+            known.append(args[0].shape)
+            if args[0].shape != known[0]:
+                raise RuntimeError(message)
+            return module(args, kwargs)
+
+        return types.SimpleNamespace(module=lambda: program)
+
+    monkeypatch.setattr(graphs, "exported", exported)
+    monkeypatch.setattr(compiled, "_round_trip", lambda *given: None)
+    if fault:
+        assert message in fails("compile.export", operator(double), max_examples=1, **VECTOR).message
+    else:
+        holds("compile.export", operator(double), max_examples=1, **VECTOR)
 
 
 def twice(x):
