@@ -29,6 +29,44 @@ def overwrites(x, w):
     return copy, y @ w, y.t().clone()
 
 
+def scales(xs, y):
+    for x in xs:
+        x.mul_(y)
+
+
+def test_what_is_overwritten_is_so_in_the_kernel_that_computes_it():
+    """Forty complex tensors are several kernels, of which one may finish what another has begun."""
+    xs, y = [torch.randn(50, dtype=torch.complex64) for _ in range(40)], torch.randn(50, dtype=torch.complex64)
+    (graph,) = opkit.explain(scales, xs, y).graphs
+    assert graph.arena < 4 * 50 * 8
+    assert len(graph.kernels) < 6
+    expected = [x * y for x in xs]
+    torch.compile(scales, backend="opkit")(xs, y)
+    torch.testing.assert_close(xs, expected)
+
+
+def swaps(x, y):
+    a, b = x + 0, y * 1
+    x.copy_(b)
+    y.copy_(a)
+    return x.sin() + y, a
+
+
+def shifts(x, y):
+    x[1:].copy_(x[:-1].clone())
+    y.copy_(x.flip(0))
+    x.add_(y)
+    return y.t().clone()
+
+
+@pytest.mark.parametrize("function", [swaps, shifts])
+def test_inputs_that_are_overwritten_with_each_other(function):
+    first = [torch.randn(6, 6), torch.randn(6, 6)]
+    second = [x.clone() for x in first]
+    found, expected = torch.compile(function, backend="opkit")(*first), function(*second)
+    torch.testing.assert_close((found, first), (expected, second))
+
+
 @pytest.mark.parametrize(
     ("function", "rows"),
     [(products, 2048), (products, 5), (saves, 32), (overwrites, 32)],

@@ -203,8 +203,13 @@ class _Fuser:
         return work <= CHEAP and wide <= (1 if name in self.stored else 2)
 
     def _changed(self, made: Compute) -> bool:
-        """Whether something that the step reads is overwritten by another one."""
-        return any(self.made.get(name, -1) > self.made[made.buffer] for name in reads(made))
+        """Whether something that the step reads is overwritten by a later one."""
+        at = self.made[made.buffer]
+        if any(self.made.get(name, -1) > at for name in reads(made)):
+            return True
+        entry = self.entries[at]
+        members = [*entry.members] if isinstance(entry, Group) else []
+        return made.buffer in members and not set(members[members.index(made.buffer) :]).isdisjoint(reads(made))
 
 
 def _reads_what_it_overwrites(step: Compute, name: str, part: Compute) -> bool:

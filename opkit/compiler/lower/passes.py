@@ -12,6 +12,7 @@ from typing import Any
 from opkit.compiler.ir.expr import Expr, make, rewrite
 from opkit.compiler.ir.index import Index, Value, product, value
 from opkit.compiler.ir.program import Compute, Extern, Item, Program, Step, Strided, reads, writes
+from opkit.compiler.lower.inline import cost
 from opkit.compiler.lower.rewrites import simplify
 
 # Extern calls that do something apart from their results: they draw from torch's generator, check, or print.
@@ -170,25 +171,41 @@ def _buffers(argument: Iterable[Any]) -> list[str]:
 
 
 def with_copies_early(program: Program) -> Program:
-    """Copies that are only returned, each right after what it copies: that need not be kept until the end."""
-    written = collections.Counter(name for step in program.steps for name in program.writes(step))
-    used = {name for step in program.steps for name in program.reads(step)}
+    """Copies right after what they copy, which need not be kept until the end: results, and what inputs are overwritten with.
+
+    A graph that writes to its inputs does so at its end; here as soon as nobody reads what was there.
+    """
+    early = _early(program)
     order: list[list[Step]] = []  # a step, and the copies that follow it
-    made: dict[str, int] = {}
+    written: dict[str, int] = {}  # the last place in the order that writes to a buffer
+    touched: dict[str, int] = {}  # or reads it
     for step in program.steps:
-        last = max((made.get(name, -1) for name in program.reads(step)), default=-1)
-        alone = written[step.buffer] == 1 and step.buffer not in used if isinstance(step, Compute) else False
-        if isinstance(step, Compute) and last >= 0 and alone and _is_copy(program, step):
-            order[last].append(step)
-            continue
-        order.append([step])
-        made |= dict.fromkeys(program.writes(step), len(order) - 1)
+        given, made = program.reads(step), program.writes(step)
+        after = max([-1, *(written.get(name, -1) for name in given), *(touched.get(name, -1) for name in made)])
+        if after < 0 or early.isdisjoint(made):
+            after = len(order)
+            order.append([])
+        order[after].append(step)
+        written |= dict.fromkeys(made, after)
+        touched |= dict.fromkeys([*made, *given], after)
     return dataclasses.replace(program, steps=tuple(step for steps in order for step in steps))
 
 
-def _is_copy(program: Program, step: Compute) -> bool:
-    """Whether a step makes as many elements as the one buffer has that it reads."""
-    read = reads(step)
-    if len(read) != 1 or step.reduction or program.buffers[step.buffer].role != "made":
+def _early(program: Program) -> set[str]:
+    """The buffers that are only copies: made for nobody inside, or the caller's, and of memory that has one name."""
+    calls = [step for step in program.steps if isinstance(step, Extern) and step.aliases]
+    aliased = set(program.with_parts(name for step in calls for name in (*reads(step), *writes(step))))
+    used = {name for step in program.steps for name in program.reads(step)}
+    found: set[str] = set()
+    for step in program.steps:
+        if isinstance(step, Compute) and _is_copy(program, step) and aliased.isdisjoint((step.buffer, *reads(step))):
+            found |= {step.buffer} if program.buffers[step.buffer].role != "made" or step.buffer not in used else set()
+    return found - {name for step in program.steps if not _is_copy(program, step) for name in program.writes(step)}
+
+
+def _is_copy(program: Program, step: Step) -> bool:
+    """Whether a step only moves elements: as many as the one buffer has that it reads."""
+    if not isinstance(step, Compute) or step.reduction or step.update or cost(step.body):
         return False
-    return product(step.axes) == product(program.buffers[read[0]].shape)
+    read = reads(step)
+    return len(read) == 1 and product(step.axes) == product(program.buffers[read[0]].shape)
