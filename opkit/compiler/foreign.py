@@ -1,26 +1,30 @@
-"""Operators whose kernel applies a library's function of numbers to each element: as a formula that fuses with others.
+"""Operators whose kernel computes elements: as a formula that calls a function, and fuses with others.
 
-The function is taken to have no effects but its value: it may be called again, in another order, and by several threads.
+The function is a library's, of numbers, or the kernel itself, where its author declares it elementwise. It is taken to have
+no effects but its value: it may be called again, in another order, and by several threads.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir import expr
 from opkit.compiler.ir.callee import Callee
-from opkit.compiler.ir.dtypes import OF_TORCH, is_complex
+from opkit.compiler.ir.dtypes import DTYPES, OF_TORCH, is_complex
+from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Index
 from opkit.compiler.lower import scalar
 from opkit.compiler.lower.context import Builder, element
 from opkit.compiler.lower.registry import NoRule, Rule
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Tensor
+from opkit.kernels import runs, source
 from opkit.kernels.dtypes import C_TYPES
 from opkit.kernels.native import Elements, NativeKernel
+from opkit.kernels.runs import Taken
 from opkit.op.native import NativeFunction
 from opkit.op.operator import CustomOp
 from opkit.op.selection import Kernel, forced_kernels
@@ -28,13 +32,14 @@ from opkit.op.selection import Kernel, forced_kernels
 
 def serves(op: CustomOp[Any, Any]) -> bool:
     """Whether the operator has such a kernel."""
-    return any(_elements(kernel) is not None for kernel in op._operator.kernels.kernels)
+    return any(_computes_elements(kernel) for kernel in op._operator.kernels.kernels)
 
 
 def identity(op: CustomOp[Any, Any]) -> str:
     """What decides its calls beside the operator itself: which libraries there are, and whether they may be called."""
-    found = [_elements(kernel) for kernel in op._operator.kernels.kernels]
-    return " ".join([_refusal(op), *(f"{each.symbol} {_file(each.library)}" for each in found if each is not None)])
+    refusal = _refusal(op)
+    found = [kernel for kernel in op._operator.kernels.kernels if not refusal and _computes_elements(kernel)]
+    return " ".join([refusal, *(f"{each.name} {_file(_library(each))}" for each in found)])
 
 
 def rule(op: CustomOp[Any, Any]) -> Rule:
@@ -44,14 +49,58 @@ def rule(op: CustomOp[Any, Any]) -> Rule:
     def formula(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
         _refuse(_refusal(op))
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        native, elements = _chosen(op, b, given)
-        values = [_value(b, native, elements, name, c_type, given) for name, c_type in elements.parameters]
-        callee = Callee(
-            elements.symbol, elements.library, tuple(each.dtype for each in values), _dtype(elements.returns)
-        )
-        return b.elementwise(expr.call(callee, *(each.expr for each in values)))
+        kernel = _chosen(op, b, given)
+        elements = _elements(kernel)
+        called = _of_runs(b, kernel.function, given) if elements is None else _of_numbers(b, kernel, elements, given)
+        return b.elementwise(called)
 
     return formula
+
+
+def _of_numbers(b: Builder, kernel: Kernel, elements: Elements, given: Mapping[str, Any]) -> Expr:
+    """The value of a library's function."""
+    native = kernel.function.native  # pyright: ignore[reportFunctionMemberAccess]
+    values = [_value(b, native, elements, name, c_type, given) for name, c_type in elements.parameters]
+    callee = Callee(elements.symbol, elements.library, tuple(each.dtype for each in values), _dtype(elements.returns))
+    return expr.call(callee, *(each.expr for each in values))
+
+
+def _of_runs(b: Builder, function: Any, given: Mapping[str, Any]) -> Expr:
+    """The value of an elementwise kernel."""
+    listed = [given.get(each.name) for each in function.facts.arguments]
+    have = _dtypes(b, listed)
+    types = runs.types(function.taken, function.native, have)
+    assert types is not None
+    values = [(each, _run_value(b, each, listed, types)) for each in function.taken]
+    arguments = [value for _, value in values if value is not None]
+    native, bound = function.native, function.bound
+    number = source.instance_number(bound, native.text, native.variables, function.__name__, types)
+    what = tuple(each.kind if each.member == "p" or each.kind == "count" else each.member for each, _ in values)
+    library = str(function.build())
+    callee = Callee(native.name, library, tuple(each.dtype for each in arguments), b.result().dtype, what, number)
+    return expr.call(callee, *(each.expr for each in arguments))
+
+
+def _run_value(b: Builder, taken: Taken, listed: Sequence[Any], types: Mapping[str, str]) -> Scalar | None:
+    """What an elementwise kernel is given for a parameter; None for what each call decides."""
+    if taken.kind in ("result", "count"):
+        return None
+    value = taken.constant if taken.kind == "constant" else listed[taken.argument]
+    if isinstance(value, Tensor):
+        return element(value, b.result().shape)
+    if not isinstance(value, bool | int | float | Index):
+        raise NoRule(f"argument {taken.argument} is not a number")
+    c_type = f"{types[taken.c_type]}_t" if taken.c_type in types else taken.c_type
+    _refuse(_misfit(value, c_type) if c_type in C_TYPES else "")
+    return scalar.number(int(value) if isinstance(value, bool) else value, "f64" if taken.member == "f" else "i64")
+
+
+def _dtypes(b: Builder, listed: Sequence[Any]) -> dict[int, str]:
+    """torch's names of the arguments' dtypes, by number; the result's is the last."""
+    kinds = {k: each.dtype for k, each in enumerate(listed) if isinstance(each, Tensor)} | {
+        len(listed): b.result().dtype
+    }
+    return {k: DTYPES[kind].torch for k, kind in kinds.items()}
 
 
 def _file(path: str) -> str:
@@ -67,6 +116,16 @@ def _elements(kernel: Kernel) -> Elements | None:
     return kernel.function.native.elements if isinstance(kernel.function, NativeFunction) else None
 
 
+def _computes_elements(kernel: Kernel) -> bool:
+    native = kernel.function.native if isinstance(kernel.function, NativeFunction) else None
+    return native is not None and (native.elements is not None or native.elementwise)
+
+
+def _library(kernel: Kernel) -> str:
+    elements = _elements(kernel)
+    return elements.library if elements is not None else str(kernel.function.build())  # pyright: ignore[reportFunctionMemberAccess]
+
+
 # ---- what stands against it ------------------------------------------------------------------------------------------
 
 
@@ -79,11 +138,13 @@ def _refusal(op: CustomOp[Any, Any]) -> str:
     """Why no call of the operator can be such a formula; "" where one can."""
     operator = op._operator
     kernels = [kernel for kernel in operator.kernels.kernels if kernel.device in (None, "cpu")]
-    found = [_elements(kernel) for kernel in kernels]
-    if not any(found):
-        return "no kernel of it is a library's function of numbers"
-    if None in found or any(kernel.when or kernel.autotune for kernel in kernels):
+    found = [_elements(kernel) for kernel in kernels if _computes_elements(kernel)]
+    if not found:
+        return "no kernel of it is elementwise, or a library's function of numbers"
+    if len(found) < len(kernels) or any(kernel.when or kernel.autotune for kernel in kernels):
         return "which of its kernels is called is decided at the call"
+    if any(kernel.function.native.debug for kernel in kernels):  # pyright: ignore[reportFunctionMemberAccess]
+        return "its kernel runs in a process of its own, to be debugged"
     if operator.kernels.disabled & {None, "cpu"} or forced_kernels.get().get(operator.name):
         return "its kernels are disabled, or one is forced"
     if operator.signature.flattened or operator.mutates or any("nondeterministic" in str(tag) for tag in operator.tags):
@@ -92,15 +153,37 @@ def _refusal(op: CustomOp[Any, Any]) -> str:
     return f"{state} may have state: it was declared with parallel=False" if state else ""
 
 
-def _chosen(op: CustomOp[Any, Any], b: Builder, given: Mapping[str, Any]) -> tuple[NativeKernel, Elements]:
+def _chosen(op: CustomOp[Any, Any], b: Builder, given: Mapping[str, Any]) -> Kernel:
     """The kernel for these dtypes, which is in a library that is there."""
     have = {name: value.dtype for name, value in given.items() if isinstance(value, Tensor)}
     for kernel in op._operator.kernels.kernels:
         elements = _elements(kernel)
+        if elements is None and _computes_elements(kernel) and _takes_run(kernel, b, given):
+            return kernel
         if elements is not None and _takes(kernel, elements, have, b.result().dtype):
             _refuse("" if _is_there(elements) else f"{elements.library}, which has {elements.symbol}, is gone")
-            return kernel.function.native, elements  # pyright: ignore[reportFunctionMemberAccess]
+            return kernel
     raise NoRule(f"no variant of the function takes {', '.join(have.values())}")
+
+
+def _takes_run(kernel: Kernel, b: Builder, given: Mapping[str, Any]) -> bool:
+    """Whether an elementwise kernel takes a call: its dtypes, and tensors of one shape.
+
+    Raises:
+        NoRule: there is no compiler for it.
+    """
+    function: Any = kernel.function
+    listed = [given.get(each.name) for each in function.facts.arguments]
+    have = _dtypes(b, listed)
+    allowed = None if kernel.dtypes is None else {str(t).removeprefix("torch.") for t in kernel.dtypes}
+    if allowed is not None and not allowed.issuperset(have[k] for k in have if k < len(listed)):
+        return False
+    shapes = {listed[each.argument].shape for each in function.taken if each.kind == "elements"}
+    _refuse("" if shapes == {b.result().shape} else "its tensors are not of one shape")
+    if runs.types(function.taken, function.native, have) is None:
+        return False
+    _refuse("" if function.ready() else "it cannot be compiled here")
+    return True
 
 
 def _takes(kernel: Kernel, elements: Elements, have: Mapping[str, str], result: str) -> bool:

@@ -64,6 +64,7 @@ class NativeKernel:
     isas: tuple[str, ...] = ("native",)
     debug: bool = False
     elements: Elements | None = None  # what it applies to each element, where it does that alone
+    elementwise: bool = False  # it may be called on any run of elements
 
     @property
     def name(self) -> str:
@@ -103,6 +104,7 @@ def c_kernel(
     libraries: Sequence[str] = (),
     isa: str | Sequence[str] = "native",
     debug: bool = False,
+    elementwise: bool = False,
 ) -> NativeKernel:
     """A kernel written in C, to be given to ``register_kernel``.
 
@@ -124,6 +126,9 @@ def c_kernel(
             "neon", of which the widest that the machine has is used.
         debug: build with -g and the address and undefined-behaviour sanitizers, and run in a child process; what they
             report is raised. Slow, and for finding mistakes only.
+        elementwise: every element of the output comes of the elements at its place in the tensors, which have the output's
+            sizes, and of numbers. Under ``torch.compile`` with opkit's backend it is then called on stretches of
+            elements, by several threads, in the loop of what is before and after it. ``opkit.check`` asks whether it is true.
 
     Raises:
         DeclarationError: the function cannot be found in the source, or its declaration cannot be read.
@@ -142,7 +147,9 @@ def c_kernel(
     >>> doubled(torch.ones(2))
     tensor([2., 2.])
     """
-    return _kernel("c", source, dtypes, name, flags, bind, isa, debug, libraries=tuple(libraries))
+    return _kernel(
+        "c", source, dtypes, name, flags, bind, isa, debug, libraries=tuple(libraries), elementwise=elementwise
+    )
 
 
 def cpp_kernel(
@@ -158,6 +165,7 @@ def cpp_kernel(
     libraries: Sequence[str] = (),
     isa: str | Sequence[str] = "native",
     debug: bool = False,
+    elementwise: bool = False,
 ) -> NativeKernel:
     """A kernel written in C++17; see :func:`c_kernel` for what is bound to its parameters, and how.
 
@@ -166,12 +174,12 @@ def cpp_kernel(
         sources: further C++ files that are compiled and linked with it.
         include_dirs: folders in which headers are looked for.
         library_dirs: folders in which ``libraries`` are looked for, when it is built and when it is loaded.
-        dtypes, name, flags, bind, libraries, isa, debug: as for :func:`c_kernel`.
+        dtypes, name, flags, bind, libraries, isa, debug, elementwise: as for :func:`c_kernel`.
     """
     return _kernel(
         "c++", source, dtypes, name, flags, bind, isa, debug,
         sources=_paths(sources), include_dirs=_paths(include_dirs), library_dirs=_paths(library_dirs),
-        libraries=tuple(libraries),
+        libraries=tuple(libraries), elementwise=elementwise,
     )  # fmt: skip
 
 

@@ -336,3 +336,14 @@ def generate(
     calls = "".join(f"OPK_C int32_t opk_call_{n}(const opk_value*, const char**);\n" for n in range(len(units)))
     stub = f"{_header('opkit.h')}{_OURS}{_HELPERS}{calls}{shown}"
     return (*units, Unit(f"{kernel_name}, its description", stub, language))
+
+
+def instance_number(
+    bound: Bound, text: str, dtypes: Mapping[str, Sequence[str]], kernel_name: str, chosen: Mapping[str, str]
+) -> int:
+    """The number among ``opk_instances`` of a choice of types, by the names of the variables."""
+    kept = _choices(bound, text, dtypes, kernel_name)
+    listed = _instances(kept, "c")
+    return next(
+        each.number for each in listed if all(each.types[name].name == chosen[name] for name in chosen if name in kept)
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from opkit.errors import ToolchainError
 from opkit.kernels import isa as isas
-from opkit.kernels import sanitizer, source
+from opkit.kernels import runs, sanitizer, source
 from opkit.kernels.binding import Bound
 from opkit.kernels.commands import Request, Unit
 from opkit.kernels.native import NativeKernel
@@ -32,6 +32,7 @@ def request(
             bound, native.text, native.variables, name, native.file, native.line, native.language, native.cuda
         )
     ]
+    extra += runs.EXPORT if native.elementwise else ""
     listed[-1] = dataclasses.replace(listed[-1], text=listed[-1].text + extra)
     listed += [Unit(str(path), path.read_text(encoding="utf-8"), native.language) for path in native.sources]
     if native.debug:

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit.errors import KernelError, NoCompilerWarning, ToolchainError
-from opkit.kernels import compilation, package, units
+from opkit.kernels import compilation, package, runs, units
 from opkit.kernels.binding import Bound, bind
 from opkit.kernels.commands import Request
 from opkit.kernels.dtypes import DTYPES
@@ -41,6 +41,7 @@ class NativeFunction(CompiledFunction):
         self.bound: Bound = bind(
             native.function, facts_of(operator), tuple(native.variables), native.bind, name, cuda=native.cuda
         )
+        self.taken = runs.taken(native, self.bound) if native.elementwise else ()
         self._unbuildable = ""
 
     @property

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TypeAlias
 
-from opkit.compiler.emit import indices, near
+from opkit.compiler.emit import callees, indices, near
 from opkit.compiler.emit.ahead import Ahead
 from opkit.compiler.emit.expressions import apply, convert, reinterpret
 from opkit.compiler.emit.types import C_TYPES, number, variable_type
@@ -224,7 +224,7 @@ _TEXTS: dict[str, Callable[[Scope, Expr, list[str], list[str]], str]] = {
     "var": _var,
     "random": lambda scope, node, args, at: f"opk_random_{node.dtype}({args[0]}, {at[0]})",
     "bound": _bound,
-    "call": lambda scope, node, args, at: f"c_{scope.writer.callees[node.data]}({', '.join(args)})",
+    "call": lambda scope, node, args, at: callees.text(node, scope.writer.callees[node.data], args),
     "cast": lambda scope, node, args, at: convert(args[0], node.args[0].dtype, node.dtype),
     "bitcast": lambda scope, node, args, at: reinterpret(args[0], node.args[0].dtype, node.dtype),
 }

@@ -1,5 +1,7 @@
 """Calls of libraries' functions in a loop: in loops of their own over a stretch, for no vector is made around a call.
 
+Functions of runs are called once for a stretch. Else:
+
 double t3[512], t4[512];
 for (int64_t a0 = c0; a0 < u0; ++a0) t3[a0 - c0] = p_x[a0] * 2;    // before it, as vectors
 for (int64_t a0 = c0; a0 < u0; ++a0) t4[a0 - c0] = c_0(t3[a0 - c0]);
@@ -8,11 +10,12 @@ for (int64_t a0 = c0; a0 < u0; ++a0) p_y[a0] = t4[a0 - c0] + 1;    // after it, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
-from opkit.compiler.emit import near
+from opkit.compiler.emit import callees, near
 from opkit.compiler.emit.blocks import Scope, Writer
-from opkit.compiler.emit.types import C_TYPES, variable_type
+from opkit.compiler.emit.types import C_TYPES
 from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.expr import Expr, rewrite
 from opkit.compiler.ir.kernel import Let, Loop, Scratch, Statement, Store, Update
@@ -21,10 +24,7 @@ from opkit.compiler.ir.kernel import Let, Loop, Scratch, Statement, Store, Updat
 def declare(writer: Writer, functions: Sequence[Callee]) -> None:
     """Takes the functions from the runtime's table."""
     for callee in functions:
-        number, taken = writer.callees[callee], ", ".join(variable_type(t) for t in callee.arguments)
-        result = variable_type(callee.result)
-        pointer = f"({result} (*)({taken}))runtime->functions[{number}]"
-        writer.line(f"{result} (*const c_{number})({taken}) = {pointer};")
+        writer.line(callees.pointer(callee, writer.callees[callee]))
 
 
 def first_of_all(body: Sequence[Statement], roots: Sequence[Expr]) -> dict[Expr, Expr]:
@@ -53,32 +53,66 @@ def _resolved(root: Expr, lets: Mapping[str, Expr]) -> Expr:
     return rewrite(root, lambda node: lets.get(node.data, node) if node.op == "var" else node)
 
 
-def write(scope: Scope, calls: Mapping[Expr, Expr], loop: str, at: str, length: int) -> None:
-    """Writes the calls of a stretch, and notes where their values are; ``loop`` is the head of a loop over it."""
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """A part of a loop.
+
+    Attributes:
+        loop: the head of a loop over it.
+        at: where in a row of its own an element is.
+        count: its length.
+        most: the greatest length.
+    """
+
+    loop: str
+    at: str
+    count: str
+    most: int
+
+
+def write(scope: Scope, calls: Mapping[Expr, Expr], stretch: Stretch) -> None:
+    """Writes the calls of a stretch, and notes where their values are."""
     for call, alone in calls.items():
         if alone not in scope.spelled:
-            _write(scope, alone, loop, at, length)
+            _write(scope, alone, stretch)
         scope.spelled[call], scope.reads[call] = scope.spelled[alone], frozenset()
 
 
-def _write(scope: Scope, call: Expr, loop: str, at: str, length: int) -> None:
-    """Two loops: one for the arguments, one that calls."""
-    writer = scope.writer
-    arguments = [arg for arg in dict.fromkeys(call.args) if arg.op != "const"]
-    arrays = {arg: _array(writer, arg.dtype, length) + at for arg in arguments}
-    if arrays:
-        inside = scope.within(arguments)
-        writer.line("" if any(map(scope.fails, arguments)) else f"SIMD(omp simd{noted(writer, arguments)})")
-        writer.line(f"{loop} {{")
-        writer.depth += 1
-        for arg, element in arrays.items():
-            writer.line(f"{element} = {inside.value(arg)};")
-        writer.depth -= 1
-        writer.line("}")
-    result = _array(writer, call.dtype, length) + at
-    known = Scope(writer, {**scope.spelled, **arrays}, scope.reads | dict.fromkeys(arrays, frozenset[str]()), {})
-    writer.line(f"{loop} {result} = {known.value(call)};")
-    scope.spelled[call], scope.reads[call] = result, frozenset()
+def _write(scope: Scope, call: Expr, stretch: Stretch) -> None:
+    """A loop for the arguments, and one that calls or, of a function of runs, a call."""
+    kinds = callees.taken(call.data) or ["number"] * len(call.args)
+    needed = [arg for arg, kind in zip(call.args, kinds, strict=True) if kind == "elements" or _varies(arg, kind)]
+    rows = {arg: _array(scope.writer, arg.dtype, stretch.most) for arg in dict.fromkeys(needed)}
+    _fill(scope, rows, stretch)
+    result = _array(scope.writer, call.dtype, stretch.most)
+    if call.data.given:
+        number = scope.writer.callees[call.data]
+        given = [rows[a] if k == "elements" else scope.value(a) for a, k in zip(call.args, kinds, strict=True)]
+        scope.writer.line(callees.run(call.data, number, given, result, stretch.count))
+    else:
+        spelled = scope.spelled | {arg: row + stretch.at for arg, row in rows.items()}
+        known = Scope(scope.writer, spelled, scope.reads | dict.fromkeys(rows, frozenset[str]()), {})
+        scope.writer.line(f"{stretch.loop} {result}{stretch.at} = {known.value(call)};")
+    scope.spelled[call], scope.reads[call] = result + stretch.at, frozenset()
+
+
+def _varies(arg: Expr, kind: str) -> bool:
+    return kind == "number" and arg.op != "const"
+
+
+def _fill(scope: Scope, rows: Mapping[Expr, str], stretch: Stretch) -> None:
+    """The loop for the arguments."""
+    writer, arguments = scope.writer, list(rows)
+    if not rows:
+        return
+    inside = scope.within(arguments)
+    writer.line("" if any(map(scope.fails, arguments)) else f"SIMD(omp simd{noted(writer, arguments)})")
+    writer.line(f"{stretch.loop} {{")
+    writer.depth += 1
+    for arg, row in rows.items():
+        writer.line(f"{row}{stretch.at} = {inside.value(arg)};")
+    writer.depth -= 1
+    writer.line("}")
 
 
 def _array(writer: Writer, dtype: str, length: int) -> str:

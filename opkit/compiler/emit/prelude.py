@@ -51,6 +51,11 @@ struct opkit_runtime {
   int64_t error[3];
   void *const *functions;
 };
+union opkit_value {
+  const void *p;
+  int64_t i;
+  double f;
+};
 struct opkit_call {
   void (*range)(const struct opkit_call *, int64_t, int64_t);
   void *const *buffers;

@@ -72,7 +72,8 @@ def begin(scope: Scope, axis: Axis, rows: Rows, first: str, last: str) -> tuple[
         _at_begin(scope, axis, draws.fill, node, row)
         inner.spelled[node] = f"{row}[{a} - {c}]"
         inner.reads[node] = frozenset()
-    calls.write(inner, rows.called, f"for (int64_t {a} = {c}; {a} < {u}; ++{a})", f"[{a} - {c}]", _LENGTH)
+    stretch = calls.Stretch(f"for (int64_t {a} = {c}; {a} < {u}; ++{a})", f"[{a} - {c}]", f"{u} - {c}", _LENGTH)
+    calls.write(inner, rows.called, stretch)
     for store in rows.moved:
         inner.rows[store.buffer] = _row(scope, C_TYPES[writer.dtypes[store.buffer]]), f"{a} - {c}"
     return inner, c, u

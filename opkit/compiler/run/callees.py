@@ -22,10 +22,14 @@ def table(functions: Sequence[Callee]) -> ctypes.Array[Any]:
 
 def _address(callee: Callee) -> int:
     try:
-        function = getattr(_loaded(callee.library), callee.name)
+        library = _loaded(callee.library)
+        if callee.given:
+            entry = library.opk_entry
+            entry.restype = ctypes.c_void_p
+            return int(entry(callee.instance))
+        return ctypes.cast(getattr(library, callee.name), ctypes.c_void_p).value or 0
     except (OSError, AttributeError) as error:
         raise CompileError(f"the function {callee.name} of {callee.library} cannot be called: {error}") from error
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @functools.cache

@@ -1,0 +1,65 @@
+"""Kernels that are declared elementwise, asked for parts of the tensors."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from opkit.contract.calls.cases import Case
+from opkit.contract.prop import Refusal, Violation
+from opkit.contract.subject import Subject
+from opkit.op.native import NativeFunction
+
+
+def declares_nothing(subject: Subject) -> str:
+    """Why there are no parts to ask for, or nothing."""
+    kernels = [] if subject.operator is None else subject.operator._operator.kernels.kernels
+    native = [each.function.native for each in kernels if isinstance(each.function, NativeFunction)]
+    return "" if any(each.elementwise for each in native) else "no kernel of it is declared elementwise"
+
+
+def check_parts(subject: Subject, case: Case) -> None:
+    """Demand of each part what the whole has there.
+
+    Raises:
+        Refusal: the operator does not take the call.
+        Violation: a part differs.
+    """
+    call = case.make(subject.device)
+    whole = subject.call(call).results[0]
+    for where, part in _parts([tensor for tensor in call.tensors() if tensor.shape == whole.shape]):
+        try:
+            found = subject.call(call.map(functools.partial(_part, shape=whole.shape, part=part))).results[0]
+        except Refusal:
+            continue  # an annotation that demands the whole
+        _compare(found, whole[part], where)
+
+
+def _part(tensor: torch.Tensor, shape: torch.Size, part: tuple[slice, ...]) -> torch.Tensor:
+    return tensor[part] if tensor.shape == shape else tensor
+
+
+def _parts(tensors: list[torch.Tensor]) -> Iterator[tuple[str, tuple[slice, ...]]]:
+    """Where each dimension is cut: after its first, and in the middle."""
+    if not tensors:
+        return
+    for dimension, size in enumerate(tensors[0].shape):
+        for at in {1, size // 2} - {0, size}:
+            for begin, end in ((0, at), (at, size)):
+                part = (*[slice(None)] * dimension, slice(begin, end))
+                yield f"elements {begin} to {end} of dimension {dimension}", part
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+    try:
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    except AssertionError as error:
+        raise Violation(
+            f"a kernel is declared elementwise, but of {where} alone the result differs from that of the whole: "
+            f"{str(error).splitlines()[0]} What an element becomes may depend on elements at its place only."
+        ) from error
