@@ -280,6 +280,21 @@ def test_no_compiler(monkeypatch):
         torch.testing.assert_close(compiled(lambda x: x.exp() + 1, strict=False)(x), x.exp() + 1)
 
 
+def test_a_compiler_that_hangs(monkeypatch, tmp_path, caplog):
+    """It is stopped, and the graphs run in eager mode: a training goes on."""
+    hanging = tmp_path / "gcc"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
+    hanging.chmod(0o755)
+    for name, value in (("CACHE_DIR", tmp_path / "cache"), ("CC", hanging), ("BUILD_TIMEOUT", 0.3)):
+        monkeypatch.setenv(f"OPKIT_{name}", str(value))
+    config.get.cache_clear()
+    x = torch.randn(4, requires_grad=True)
+    with caplog.at_level(logging.WARNING, "opkit.compiler"):
+        compiled(lambda x: x.sin().sum(), strict=False)(x).backward()
+    torch.testing.assert_close(x.grad, x.detach().cos())
+    assert "was stopped" in caplog.text
+
+
 def test_what_is_not_for_the_compiler_runs_in_eager_mode(caplog):
     x = torch.randn(4).to(torch.float8_e4m3fn)
     with caplog.at_level(logging.WARNING, "opkit.compiler"):
