@@ -7,10 +7,12 @@ part of the tensors.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Literal
 
 from opkit.errors import DeclarationError
+from opkit.kernels import scanner
 from opkit.kernels.binding import Bound
 from opkit.kernels.dtypes import DTYPES
 from opkit.kernels.native import NativeKernel
@@ -60,6 +62,12 @@ def taken(native: NativeKernel, bound: Bound) -> tuple[Taken, ...]:
         raise DeclarationError(f"{where}: an elementwise kernel has one output, which is a new tensor.")
     if bound.function.returns != "void":
         raise DeclarationError(f"{where}: an elementwise kernel returns nothing; it returns {bound.function.returns}.")
+    texts = [native.text, *(path.read_text(encoding="utf-8", errors="replace") for path in native.sources)]
+    if any(re.search(r"\bopk_fail\b", scanner.without_literals(text)) for text in texts):
+        raise DeclarationError(
+            f"{where}: an elementwise kernel cannot fail: it calls opk_fail. Check in the reference, or let "
+            "the operator be called as a whole: leave elementwise=True out."
+        )
     found = tuple(_taken(bound, slot, where) for slot in bound.slots)
     if not any(each.kind == "elements" for each in found):
         raise DeclarationError(f"{where}: an elementwise kernel takes the elements of a tensor, and this takes none.")

@@ -105,6 +105,25 @@ def test_a_number_that_may_not_fit_is_left_to_the_call(name):
         torch.compile(lambda x: plus(x * 2, 2**40), backend=opkit_backend)(r(5))
 
 
+def test_one_that_shares_its_work_out_among_threads(name):
+    @opkit.custom_op(name)
+    def plus(x: Tensor) -> Tensor:
+        return x + 1
+
+    source = """
+    typedef struct { const double* x; double* out; } both;
+    static void part(int64_t begin, int64_t end, void* given) {
+        const both* at = given;
+        for (int64_t i = begin; i < end; i++) at->out[i] = at->x[i] + 1;
+    }
+    void plus(const double* x, double* out, int64_t x_numel) {
+        both at = {x, out};
+        opk_parallel_for(0, x_numel, 64, part, &at);
+    }"""
+    plus.register_kernel("cpu", opkit.c_kernel(source, elementwise=True))
+    fused(lambda x: plus(x * 2).sin(), r(100_000))
+
+
 def test_tensors_of_several_shapes_are_left_to_the_call(name):
     @opkit.custom_op(name)
     def scaled(x: Tensor, by: Tensor) -> Tensor:
@@ -136,6 +155,7 @@ def test_without_the_declaration_it_is_called(name):
         ("void f(const opk_tensor* x, T* out, int64_t x_numel) {}", "'x'"),
         ("int f(const T* x, T* out, int64_t x_numel) { return 0; }", "returns nothing"),
         ("void f(T* out, int64_t x_numel) {}", "takes none"),
+        ('void f(const T* x, T* out, int64_t x_numel) { opk_fail("no"); }', "cannot fail"),
         ("void f(const T* x, T* out, int64_t n) {}", "'n'"),
     ],
 )

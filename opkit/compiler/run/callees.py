@@ -24,6 +24,7 @@ def _address(callee: Callee) -> int:
     try:
         library = _loaded(callee.library)
         if callee.given:
+            _begun(callee.library)
             entry = library.opk_entry
             entry.restype = ctypes.c_void_p
             return int(entry(callee.instance))
@@ -35,3 +36,11 @@ def _address(callee: Callee) -> int:
 @functools.cache
 def _loaded(path: str) -> ctypes.CDLL:
     return ctypes.CDLL(path)
+
+
+@functools.cache
+def _begun(path: str) -> Any:
+    """A kernel's library with the runtime that opkit gives to it, for as long as the process lives."""
+    from opkit import _core
+
+    return _core.KernelLibrary(path)
