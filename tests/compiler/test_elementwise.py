@@ -1,6 +1,5 @@
 """C kernels that are declared elementwise are called in the loop of what is before and after them."""
 
-import os
 import subprocess
 import sys
 
@@ -219,11 +218,11 @@ print(fast(torch.arange(3.0)).tolist())
 
 
 def test_a_plan_of_another_process_is_found_until_the_source_changes(cache, child_environment):
-    environment = {**child_environment, **os.environ, "OPKIT_CACHE_DIR": str(cache)}
+    environment = child_environment | {"OPKIT_CACHE_DIR": str(cache)}
 
     def ran(how, source):
         command = [sys.executable, "-c", PROGRAM, how, source]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(command, env=environment, cwd=cache, capture_output=True, text=True, check=False)
 
     first = ran("cold", SOFTSIGN)
     assert first.stdout, first.stderr
