@@ -135,7 +135,7 @@ def compile_graph(
     Raises:
         CompileError: the compiler failed, and ``options.strict`` holds.
     """
-    graph, recording = _Graph(module, warm.numbered(kind), options), recording or warm.Recording(None, ())
+    graph, recording = _Graph(module, kind, options), recording or warm.Recording(None, ())
     if kind == "forward":
         private.donate_nothing()
     made = graph.attempt(lambda: graph.begun(example_inputs, functools.partial(recording.note, kind)))
@@ -158,8 +158,9 @@ def _told(what: Compiled) -> tuple[Plan, tuple[str, ...]]:
 class _Graph:
     """A graph on its way through the stages. gcc works while AOTAutograd goes on: the last stages wait for the first call."""
 
-    def __init__(self, module: fx.GraphModule, name: str, options: Options) -> None:
-        self.module, self.name, self.options = module, name, options
+    def __init__(self, module: fx.GraphModule, kind: str, options: Options) -> None:
+        self.module, self.name, self.options = module, warm.numbered(kind), options
+        self.spare = kind != "inference"  # memory: what a forward keeps meets the backward's peak
         self.stages = Stages()
 
     def attempt(self, make: Callable[[], Boxed]) -> Boxed:
@@ -192,9 +193,11 @@ class _Graph:
         captured = run("capture", conversion.capture, self.module, self.name, inputs, of_user)
         lowered = given.operators(captured.targets) if self.options.inline is None else {}
         target = _target()
-        identity = run("look-up", stored.key, f"{target} {captured.key} {given.identity(lowered)}")
+        identity = run("look-up", stored.key, f"{target} {self.spare} {captured.key} {given.identity(lowered)}")
         found = None if _is_watched() else stored.find(identity)
-        planned, texts = found or _told(making.made(captured, target, self.stages, lowered, self.options.strict))
+        planned, texts = found or _told(
+            making.made(captured, target, self.stages, lowered, self.options.strict, self.spare)
+        )
         surroundings = _surroundings(captured)
         build = run("build", warm.build, planned, texts, self.name)
         private.report_strides(map(_strides, planned.outputs))

@@ -25,7 +25,12 @@ _UNITS = 2  # of C for a large graph: as many compilers run at once
 
 
 def made(
-    captured: Captured, target: Target, stages: Stages, lowered: Mapping[str, CustomOp[Any, Any]], strict: bool
+    captured: Captured,
+    target: Target,
+    stages: Stages,
+    lowered: Mapping[str, CustomOp[Any, Any]],
+    strict: bool,
+    spare: bool,
 ) -> Compiled:
     """The plan of a graph, the C of its segments, and the forms between.
 
@@ -35,10 +40,11 @@ def made(
         stages: is told of each stage.
         lowered: the operators that have rules of their authors', by their targets.
         strict: whether a rule that goes wrong is an error.
+        spare: whether memory is to be spared.
     """
     rules = given.rules(lowered, functools.partial(_failed_rule, captured.graph.name, strict))
     program = stages.run("lower", lower, captured.graph, target, True, rules)
-    scheduled = streamed(stages.run("fuse", schedule, program), target.cache)
+    scheduled = streamed(stages.run("fuse", schedule, program, spare), target.cache)
     planned, launches = stages.run("plan", plan, scheduled)
     name = captured.graph.name
     _log_fusion(name, scheduled)

@@ -48,6 +48,10 @@ def trained(function, *inputs, **tolerances):
     torch.testing.assert_close(*found, **(tolerances or {"rtol": 1e-10, "atol": 1e-10}))
 
 
+def test_an_operator_with_a_rule_for_complex_numbers_alone_is_called_with_real_ones():
+    check(lambda x: torch.ops.aten.conj_physical(x) + torch.ops.aten.angle(x), torch.randn(5))
+
+
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 

@@ -79,14 +79,22 @@ def test_the_same_numbers_as_eager(function, rows):
         torch.testing.assert_close(compiled(x, w), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_large_buffers_have_memory_of_their_own_while_they_are_needed():
-    """Of the four, no more than two are needed at a time; an arena for them would stay."""
-    x, w = torch.randn(2048, 16), torch.randn(16, 2048)
-    (graph,) = opkit.explain(products, x, w).graphs
-    assert graph.arena < MIB
-    assert all(place.nbytes < MIB for place in graph.places)
-    (small,) = opkit.explain(products, x[:64], w[:, :64]).graphs
-    assert {place.nbytes for place in small.places} == {64 * 64 * 4}
+def test_large_buffers_of_training_have_memory_of_their_own_while_they_are_needed():
+    """Of the four, no more than two are needed at a time; an arena for them would stay until the backward's peak."""
+    x, w = torch.randn(2048, 16), torch.randn(16, 2048, requires_grad=True)
+    for graph in opkit.explain(products, x, w).graphs:
+        assert graph.arena < MIB
+        assert all(place.nbytes < MIB for place in graph.places)
+    few = torch.randn(16, 64, requires_grad=True)
+    _, backward = opkit.explain(products, x[:64], few).graphs
+    assert 64 * 64 * 4 in {place.nbytes for place in backward.places}
+
+
+def test_large_buffers_of_inference_share_an_arena():
+    """Memory that stays is not zeroed again by the system in each call."""
+    (graph,) = opkit.explain(products, torch.randn(2048, 16), torch.randn(16, 2048)).graphs
+    assert {place.nbytes for place in graph.places} == {2048 * 2048 * 4}
+    assert graph.arena == 3 * 2048 * 2048 * 4  # x @ w, its exp, their product
 
 
 def test_a_copy_that_is_returned_is_made_where_what_it_copies_is():

@@ -77,8 +77,6 @@ def _forget(b: Builder, steps: int, buffers: int) -> None:
 def _by_rule(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
     if node.target in EXTERNS:
         raise NoRule("")
-    if node.target not in rules and node.target not in COMPLEX:
-        raise NoRule("no rule")
     if node.target != "getitem":  # taking one of several results computes nothing
         rules = _for_operands(b, node, rules)
     return rules[node.target](b, *_resolved(b, node.args), **_resolved(b, node.kwargs))
@@ -94,11 +92,13 @@ def _for_operands(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Mapping[
     if any(k.device != "cpu" for k in kinds):
         raise NoRule("not on the CPU")
     operands = [v.dtype for ref in _refs((node.args, node.kwargs)) for v in _flat(b.values[ref.name]) if _is_tensor(v)]
-    if not any(is_complex(dtype) for dtype in [*operands, *(k.dtype for k in kinds)]):
-        return rules
-    if node.target not in COMPLEX:
-        raise NoRule("complex numbers")
-    return COMPLEX
+    if any(is_complex(dtype) for dtype in [*operands, *(k.dtype for k in kinds)]):
+        rules, missing = COMPLEX, "complex numbers"
+    else:
+        missing = "no rule"
+    if node.target not in rules:
+        raise NoRule(missing)
+    return rules
 
 
 def checked(node: Node, value: Any) -> Any:

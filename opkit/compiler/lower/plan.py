@@ -16,12 +16,12 @@ from opkit.compiler.lower.nest import nests
 from opkit.compiler.lower.rules.externs import FROM_STORAGE
 
 
-def schedule(program: Program) -> Schedule:
-    """What runs for a program."""
-    return planned(program, fuse(program))
+def schedule(program: Program, spare: bool = False) -> Schedule:
+    """What runs for a program; ``spare``: with large buffers outside of the arena, so that it stays small between calls."""
+    return planned(program, fuse(program), spare)
 
 
-def planned(program: Program, fused: Fused) -> Schedule:
+def planned(program: Program, fused: Fused, spare: bool = False) -> Schedule:
     """What runs for groups of steps."""
     needed = _needed(program, fused)
     buffers = dict(program.buffers)
@@ -39,7 +39,7 @@ def planned(program: Program, fused: Fused) -> Schedule:
         steps += [_shared(launch, shared) for launch in made.launches]
     inside = _inside(program, buffers, steps)
     steps, apart = batched(steps, Sizes.of(program.sizes, inside))
-    places, size = _places(inside, steps)
+    places, size = _places(inside, steps, spare)
     used = {name for step in steps for name in _touched(step)} | set(program.buffers) & _outputs(program)
     needed = used | {name for name, buffer in buffers.items() if buffer.role != "made"}
     kept = {name: buffer for name, buffer in buffers.items() if name in needed and buffer.whole is None}
@@ -81,7 +81,7 @@ def _inside(program: Program, buffers: dict[str, Buffer], steps: Sequence[Launch
     return {name: buffers[name] for name in made if buffers[name].role == "made" and name not in aside}
 
 
-def _places(inside: dict[str, Buffer], steps: Sequence[Launch | Extern]) -> tuple[dict[str, Index], Index]:
+def _places(inside: dict[str, Buffer], steps: Sequence[Launch | Extern], spare: bool) -> tuple[dict[str, Index], Index]:
     """Their places."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -89,7 +89,7 @@ def _places(inside: dict[str, Buffer], steps: Sequence[Launch | Extern]) -> tupl
         for name in _touched(step):
             first.setdefault(name, at)
             last[name] = at
-    return arena.places([arena.Life(name, first[name], last[name]) for name in inside], inside)
+    return arena.places([arena.Life(name, first[name], last[name]) for name in inside], inside, spare)
 
 
 def _owned(steps: Sequence[Launch | Extern]) -> set[str]:

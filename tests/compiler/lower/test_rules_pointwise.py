@@ -24,7 +24,18 @@ def close(dtype):
 
 _EXACT = (
     *("abs", "neg", "floor", "ceil", "trunc", "round", "sign", "sgn", "relu", "square", "frac", "reciprocal"),
-    *("isnan", "isinf", "isfinite", "isposinf", "isneginf", "signbit", "positive", "nan_to_num", "logical_not"),
+    *(
+        "isnan",
+        "isinf",
+        "isfinite",
+        "isposinf",
+        "isneginf",
+        "signbit",
+        "positive",
+        "nan_to_num",
+        "logical_not",
+        "angle",
+    ),
 )
 _CLOSE = (
     *("exp", "expm1", "log", "log1p", "log2", "log10", "exp2", "sin", "cos", "tan", "asin", "acos", "atan", "sinh"),
@@ -55,7 +66,7 @@ def test_functions_of_integers(name):
             check(getattr(torch, name), torch.tensor([-1, -5, torch.iinfo(dtype).min]).to(dtype), exact=True)
 
 
-@pytest.mark.parametrize("name", ["sin", "sigmoid", "sqrt", "exp", "reciprocal"])
+@pytest.mark.parametrize("name", ["sin", "sigmoid", "sqrt", "exp", "reciprocal", "angle"])
 def test_functions_of_integers_give_floats(name):
     check(getattr(torch, name), torch.arange(5), rtol=1e-6, atol=1e-6)
     check(getattr(torch, name), torch.tensor([True, False]), rtol=1e-6, atol=1e-6)

@@ -94,6 +94,11 @@ def sign(x: Scalar) -> Scalar:
     return f.cast(x > 0, x.dtype) - f.cast(x < 0, x.dtype)
 
 
+def angle(x: Scalar) -> Scalar:
+    """Of a real number: half a turn if it is negative."""
+    return f.where(f.is_nan(x), x, f.where(x < 0, f.number(math.pi, x), f.number(0, x)))
+
+
 def absolute(x: Scalar) -> Scalar:
     return f.absolute(x) if DTYPES[x.dtype].signed and not _is_bool(x) else x
 
@@ -203,6 +208,7 @@ _UNARY: dict[str, Formula] = {
     "sigmoid": sigmoid,
     "sign": sign,
     "sgn": sign,
+    "angle": angle,
     "square": lambda x: x * x,
     "log2": _log2,
     "log10": lambda x: f.log(x) * (1 / math.log(10)),
