@@ -15,6 +15,7 @@ from opkit.errors import DeclarationError
 from opkit.kernels import scanner
 from opkit.kernels.binding import Bound
 from opkit.kernels.dtypes import DTYPES
+from opkit.kernels.facts import Shape
 from opkit.kernels.native import NativeKernel
 from opkit.kernels.slots import ANY_DTYPE, Slot
 
@@ -98,15 +99,13 @@ def _dtype(bound: Bound, number: int) -> str:
 def _is_every_size(bound: Bound, slot: Slot) -> bool:
     """Whether a named size is all that there is of every tensor: it counts the elements."""
     name = bound.facts.sizes[slot.detail]
-    tensors = [
-        each for each in (*bound.facts.arguments, *bound.facts.outputs) if getattr(each, "kind", "tensor") == "tensor"
-    ]
-    shapes = [each.shape for each in tensors]
-    return all(
-        shape is not None
-        and (*shape.before, *([shape.variadic] if shape.variadic is not None else []), *shape.after) == (name,)
-        for shape in shapes
-    )
+    given = [*bound.facts.arguments, *bound.facts.outputs]
+    shapes = [each.shape for each in given if getattr(each, "kind", "tensor") == "tensor"]
+    return all(shape is not None and _sizes(shape) == [name] for shape in shapes)
+
+
+def _sizes(shape: Shape) -> list[str | int | None]:
+    return [*shape.before, *([] if shape.variadic is None else [shape.variadic]), *shape.after]
 
 
 def types(taken: tuple[Taken, ...], native: NativeKernel, have: Mapping[int, str]) -> dict[str, str] | None:

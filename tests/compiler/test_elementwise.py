@@ -200,6 +200,23 @@ def test_the_check_asks_whether_the_declaration_is_true(name, softsign):
     opkit.remove(f"{name}_sum")
 
 
+def test_what_takes_no_part_has_not_been_asked(name):
+    from jaxtyping import Float
+
+    @opkit.custom_op(f"{name}_four")
+    def four(x: Float[Tensor, "4"]) -> Float[Tensor, "4"]:
+        return x + 1
+
+    source = (
+        "void four(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = x[i] + 1; }"
+    )
+    four.register_kernel("cpu", opkit.c_kernel(source, elementwise=True))
+    report = opkit.check(four, properties=["behaviour.elementwise"], max_examples=5)
+    assert not report.passed, str(report)
+    assert [each.property for each in report.skipped] == ["behaviour.elementwise"], str(report)
+    opkit.remove(f"{name}_four")
+
+
 # ---- another process -------------------------------------------------------------------------------------------------
 
 PROGRAM = """

@@ -27,8 +27,8 @@ def text(node: Expr, number: int, arguments: Sequence[str]) -> str:
         return f"c_{number}({', '.join(arguments)})"
     kinds = taken(callee)
     declared = "".join(
-        f"const {C_TYPES[dtype]} e{n} = {text}; "
-        for n, (kind, dtype, text) in enumerate(zip(kinds, callee.arguments, arguments, strict=True))
+        f"const {C_TYPES[dtype]} e{n} = {argument}; "
+        for n, (kind, dtype, argument) in enumerate(zip(kinds, callee.arguments, arguments, strict=True))
         if kind == "elements"
     )
     given = [f"&e{n}" if kind == "elements" else arguments[n] for n, kind in enumerate(kinds)]

@@ -17,7 +17,7 @@ from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.calls.histories import History, histories
 from opkit.contract.calls.specs import Drawing
 from opkit.contract.compare.rounding import beyond_rounding, difference, observe, quietly
-from opkit.contract.observed import concurrency, devices, global_state, parts, randomness
+from opkit.contract.observed import concurrency, devices, elementwise, global_state, randomness
 from opkit.contract.observed.outcome import Outcome
 from opkit.contract.processes import pristine
 from opkit.contract.prop import Property, Refusal, Remark, Violation
@@ -285,10 +285,10 @@ PROPERTIES: tuple[Property, ...] = (
         "behaviour.elementwise",
         rule="A kernel that is declared elementwise gives of any part of the elements what it gives there of all.",
         defect="an element's neighbours that are read, a sum or a position that is counted over the whole",
-        check=parts.check_parts,
+        check=elementwise.check_parts,
         share=0.5,
         cost=0.003,
-        skip=parts.declares_nothing,
+        skip=elementwise.declares_nothing,
     ),
     Property(
         "behaviour.streams",

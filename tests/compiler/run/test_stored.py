@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from opkit import config
 from opkit.compiler import making
 from opkit.compiler.backend import opkit_backend
 from opkit.compiler.ir.graph import Opaque, TypeName
@@ -12,6 +11,7 @@ from opkit.compiler.ir.program import Buffer, Extern, Strided
 from opkit.compiler.run import stored
 from opkit.compiler.run.plan import Plan, Segment
 
+pytestmark = pytest.mark.usefixtures("cache")
 n = size("s0", 2)
 PLAN = Plan(
     "forward 0",
@@ -29,15 +29,6 @@ PLAN = Plan(
     ("x",),
     ("s0",),
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path))
-    config.get.cache_clear()
-    yield tmp_path
-    config.get.cache_clear()
 
 
 def test_a_plan_comes_back_as_it_was():

@@ -296,19 +296,18 @@ def mean(b: Builder, x: Tensor, dims: Any = None, keepdim: bool = False, *, dtyp
     return stored(b, total / reductions.count(x.shape, gone), kind)
 
 
-def _truths(b: Builder, reduction: str, x: Tensor, dims: Any, keepdim: bool) -> Tensor:
-    body = c.truth(Complex(*(element(each, x.shape) for each in x.parts)))
-    return b.reduce(reduction, body, x.shape, reductions.dims_of(x, dims), "b1", keepdim)
+def _of_truths(rule: Rule) -> Rule:
+    """A rule of real numbers on whether elements are zero."""
+
+    def found(b: Builder, x: Tensor, *rest: Any, **kept: Any) -> Tensor:
+        truth = c.truth(Complex(*(element(each, x.shape) for each in x.parts)))
+        return rule(b, b.temporary(truth.expr, x.shape), *rest, **kept)
+
+    return found
 
 
-@TABLE.rule(*overloads("any", "default", "dim", "dims"))
-def any_(b: Builder, x: Tensor, dims: Any = None, keepdim: bool = False) -> Tensor:
-    return _truths(b, "any", x, dims, keepdim)
-
-
-@TABLE.rule(*overloads("all", "default", "dim", "dims"))
-def all_(b: Builder, x: Tensor, dims: Any = None, keepdim: bool = False) -> Tensor:
-    return _truths(b, "all", x, dims, keepdim)
+TABLE.rule(*overloads("any", "default", "dim", "dims"))(_of_truths(reductions.any_))
+TABLE.rule(*overloads("all", "default", "dim", "dims"))(_of_truths(reductions.all_))
 
 
 @TABLE.rule(*overloads("linalg_vector_norm"))

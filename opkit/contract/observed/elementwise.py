@@ -27,17 +27,22 @@ def check_parts(subject: Subject, case: Case) -> None:
     """Demand of each part what the whole has there.
 
     Raises:
-        Refusal: the operator does not take the call.
+        Refusal: the operator does not take the call, or no part of it.
         Violation: a part differs.
     """
+    asked, refused = False, None
     call = case.make(subject.device)
     whole = subject.call(call).results[0]
     for where, part in _parts([tensor for tensor in call.tensors() if tensor.shape == whole.shape]):
         try:
             found = subject.call(call.map(functools.partial(_part, shape=whole.shape, part=part))).results[0]
-        except Refusal:
-            continue  # an annotation that demands the whole
+        except Refusal as error:  # an annotation that demands the whole
+            refused = error
+            continue
         _compare(found, whole[part], where)
+        asked = True
+    if refused is not None and not asked:
+        raise refused
 
 
 def _part(tensor: torch.Tensor, shape: torch.Size, part: tuple[slice, ...]) -> torch.Tensor:
