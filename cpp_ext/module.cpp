@@ -9,6 +9,9 @@ namespace py = pybind11;
 namespace opkit {
 void bind_runtime(py::module_& m);
 }
+namespace opkit::attention {
+void bind(py::module_& m);
+}
 namespace opkit::launch {
 void bind(py::module_& m);
 }
@@ -27,4 +30,5 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
     opkit::bind_runtime(m);
     opkit::launch::bind(m);
     opkit::isa::bind(m);
+    opkit::attention::bind(m);
 }

@@ -255,3 +255,35 @@ def gemm_block_f32(
     ldc: int | None = None,
 ) -> None:
     """c[m, n] += a[m, k] b[k, n]."""
+
+# Attention (cpp_ext/attention).
+
+def attention_forward(
+    isa: str | None,
+    dtype: str,
+    sizes: tuple[int, int, int, int, int, int, int],
+    q: int,
+    q_stride: Sequence[int],
+    k: int,
+    k_stride: Sequence[int],
+    v: int,
+    v_stride: Sequence[int],
+    out: int,
+    out_stride: Sequence[int],
+    lse: int,
+    mask: Sequence[int],
+    mask_tensors: Sequence[tuple[int, Sequence[int]]],
+    bias: Sequence[int],
+    bias_tensors: Sequence[tuple[int, Sequence[int], str]],
+    sinks: int,
+    scale: float,
+    softcap: float,
+) -> None:
+    """Attention of tensors, by their addresses and strides in elements; ``isa`` of None is what ``OPKIT_ISA`` allows.
+
+    Sizes: batch, heads, heads of keys, queries, keys, elements of a key, of a value. Rows lie dense. ``q``, ``k``, ``v``
+    and ``out`` have the dtype "float32", "bfloat16" or "float16"; ``lse`` and ``sinks`` (0: none) are float32.
+
+    Raises:
+        ValueError: a program is none, or a dtype has no kernel.
+    """

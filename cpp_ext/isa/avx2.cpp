@@ -3,6 +3,9 @@
 #include <immintrin.h>
 #include <stddef.h>
 
+#include "../attention/forward.hpp"
+#include "../attention/products.hpp"
+#include "../attention/vectors_avx2.hpp"
 #include "table.hpp"
 #include "vector_gemm.hpp"
 
@@ -60,6 +63,10 @@ constexpr Table make_table() {
     table.pack_b_bf16 = pack_pairs<Vectors>;
     table.gemm_block_bf16 = gemm_pairs<ProductBf16<Vectors>>;
     table.gemm_block_f32 = gemm_f32<Vectors>;
+    using Attention = attention::Avx2Vectors<Vectors>;
+    table.transpose_words = attention::transpose_words_avx2;
+    table.attention_f32 = attention::attend<attention::FloatProduct<Attention>>;
+    table.attention_bf16 = attention::attend<attention::WidenedProduct<Attention>>;
     return table;
 }
 

@@ -1,5 +1,8 @@
 // AVX-512 as of the first servers that had it (F, BW, DQ, VL).
 #if defined(__x86_64__)
+#include "../attention/forward.hpp"
+#include "../attention/products.hpp"
+#include "../attention/vectors_avx512.hpp"
 #include "avx512_vectors.hpp"
 #include "table.hpp"
 #include "vector_gemm.hpp"
@@ -14,6 +17,9 @@ constexpr Table make_table() {
     table.pack_b_bf16 = pack_pairs<Vectors>;
     table.gemm_block_bf16 = gemm_pairs<ProductBf16<Vectors>>;
     table.gemm_block_f32 = gemm_f32<Vectors>;
+    table.transpose_words = attention::transpose_words_avx2;
+    table.attention_f32 = attention::attend<attention::FloatProduct<attention::Vectors>>;
+    table.attention_bf16 = attention::attend<attention::WidenedProduct<attention::Vectors>>;
     return table;
 }
 

@@ -1,5 +1,7 @@
 // AVX-512 with VDPBF16PS. The conversions stay those of avx512: see table.hpp on VCVTNEPS2BF16.
 #if defined(__x86_64__)
+#include "../attention/forward.hpp"
+#include "../attention/pairs_avx512.hpp"
 #include "avx512_pairs.hpp"
 #include "table.hpp"
 
@@ -9,6 +11,7 @@ namespace {
 constexpr Table make_table() {
     Table table{"avx512_bf16", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}};
     table.gemm_block_bf16 = gemm_pairs<ProductPairs>;
+    table.attention_bf16 = attention::attend<attention::PairProduct>;
     return table;
 }
 

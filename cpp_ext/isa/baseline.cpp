@@ -1,4 +1,7 @@
 // What every processor of the architecture runs: plain C++, which the compiler may vectorise for the architecture's base.
+#include "../attention/forward.hpp"
+#include "../attention/products.hpp"
+#include "../attention/vectors_plain.hpp"
 #include "scalar.hpp"
 #include "table.hpp"
 
@@ -42,6 +45,9 @@ constexpr Table make_table() {
     table.pack_b_bf16 = pack_b_bf16;
     table.gemm_block_bf16 = gemm_block_bf16;
     table.gemm_block_f32 = gemm_block_f32;
+    table.transpose_words = attention::transpose_words;
+    table.attention_f32 = attention::attend<attention::FloatProduct<attention::PlainVectors>>;
+    table.attention_bf16 = attention::attend<attention::WidenedProduct<attention::PlainVectors>>;
     return table;
 }
 

@@ -25,8 +25,9 @@ py::list names(bool (*wanted)(const Choice&)) {
     return found;
 }
 
-// A cap of None is the environment's OPKIT_ISA, read as Python holds it now.
-const Choice& within(const Name& cap) {
+}  // namespace
+
+const Choice& within(const std::optional<std::string>& cap) {
     if (cap) return choose(*cap);
     const py::object set = py::module_::import("os").attr("environ").attr("get")("OPKIT_ISA", "");
     try {
@@ -35,6 +36,8 @@ const Choice& within(const Name& cap) {
         throw py::value_error(std::string("OPKIT_ISA: ") + error.what());
     }
 }
+
+namespace {
 
 const Table& table_of(const Name& isa) {
     const Choice& choice = within(isa);

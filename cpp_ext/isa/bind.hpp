@@ -3,6 +3,16 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
+#include <string>
+
+#include "dispatch.hpp"
+
 namespace opkit::isa {
+
 void bind(pybind11::module_& m);
-}
+
+// A cap of none is the environment's OPKIT_ISA, read as Python holds it now. Throws ValueError on an unknown name.
+const Choice& within(const std::optional<std::string>& cap);
+
+}  // namespace opkit::isa

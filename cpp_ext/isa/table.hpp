@@ -25,6 +25,8 @@
 
 #include <stdint.h>
 
+#include "../attention/block.hpp"
+
 // name, parameters. All matrices are stored by rows, ld* is the distance of two rows in elements; every size may be zero.
 // Matrices may have any alignment; an output overlaps no input. bf16 values travel as uint16_t.
 //   bf16_to_f32, f32_to_bf16: n values.
@@ -32,6 +34,9 @@
 //     with zeros.
 //   gemm_block_bf16: c[m][n] += a[m][k] b[k][n] with b as pack_b_bf16 writes it.
 //   gemm_block_f32: the same with b[k][n] as it is.
+//   transpose_words: keys by rows, `pitch` words apart, to a tile out[words][attention::kKeys] (attention/block.hpp); what lies
+//     beyond the last key is left as it is.
+//   attention_f32, attention_bf16: a block of queries (attention/forward.hpp).
 #define OPKIT_ISA_KERNELS(KERNEL)                                                                                      \
     KERNEL(bf16_to_f32, (const uint16_t* in, float* out, int64_t n))                                                   \
     KERNEL(f32_to_bf16, (const float* in, uint16_t* out, int64_t n))                                                   \
@@ -39,7 +44,10 @@
     KERNEL(gemm_block_bf16, (const uint16_t* a, int64_t lda, const uint16_t* b_packed, float* c, int64_t ldc, int64_t m,\
                              int64_t n, int64_t k))                                                                    \
     KERNEL(gemm_block_f32, (const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t m,\
-                            int64_t n, int64_t k))
+                            int64_t n, int64_t k))                                                                    \
+    KERNEL(transpose_words, (const uint32_t* rows, int64_t pitch, int64_t keys, int64_t words, uint32_t* out))         \
+    KERNEL(attention_f32, (const attention::Block& block))                                                             \
+    KERNEL(attention_bf16, (const attention::Block& block))
 
 namespace opkit::isa {
 

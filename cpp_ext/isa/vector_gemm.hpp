@@ -12,6 +12,8 @@
 //   add(sum, left, right), left(cell)
 #pragma once
 
+#include <stddef.h>
+
 #include "vector_convert.hpp"
 
 #if defined(__clang__)

@@ -1,0 +1,96 @@
+#include "bias.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "half.hpp"
+
+namespace opkit::attention {
+namespace {
+
+constexpr int64_t kOperands[] = {1, 1, 3};
+
+float widened(float value) { return value; }
+float widened(double value) { return static_cast<float>(value); }
+
+template <class T, class Read>
+void add(const void* data, int64_t at, int64_t stride, int64_t n, float* out, Read read) {
+    const T* from = static_cast<const T*>(data) + at;
+    if (stride == 1)
+        for (int64_t j = 0; j < n; ++j) out[j] += read(from[j]);
+    else
+        for (int64_t j = 0; j < n; ++j) out[j] += read(from[j * stride]);
+}
+
+float widened_brain(uint16_t value) { return float_from(uint32_t{value} << 16); }
+
+}  // namespace
+
+void add_elements(const Typed& tensor, int64_t at, int64_t stride, int64_t n, float* out) {
+    switch (tensor.type) {
+        case Type::Float: return add<float>(tensor.data, at, stride, n, out, [](float v) { return widened(v); });
+        case Type::Double: return add<double>(tensor.data, at, stride, n, out, [](double v) { return widened(v); });
+        case Type::Half: return add<uint16_t>(tensor.data, at, stride, n, out, widen_half);
+        case Type::Brain: return add<uint16_t>(tensor.data, at, stride, n, out, widened_brain);
+    }
+}
+
+Biases::Biases(const std::vector<int64_t>& program, std::vector<Typed> tensors, int64_t queries, int64_t keys)
+    : tensors_(std::move(tensors)), offset_(keys - queries) {
+    for (size_t at = 0; at < program.size();) {
+        Step step{program[at++], {}};
+        if (step.kind < 0 || step.kind > 2)
+            throw std::invalid_argument("opkit::attention: bias: there is no kind " + std::to_string(step.kind));
+        if (at + static_cast<size_t>(kOperands[step.kind]) > program.size())
+            throw std::invalid_argument("opkit::attention: bias: the program ends within a step");
+        for (int64_t n = 0; n < kOperands[step.kind]; ++n) step.operands[n] = program[at++];
+        steps_.push_back(step);
+    }
+}
+
+void Biases::write(const Tile& tile, float* out) const {
+    std::fill_n(out, tile.rows * kKeys, 0.0f);
+    for (const Step& step : steps_) {
+        if (step.kind == 0) dense(step, tile, out);
+        if (step.kind == 1) linear(step, tile, out);
+        if (step.kind == 2) relative(step, tile, out);
+    }
+}
+
+void Biases::dense(const Step& step, const Tile& tile, float* out) const {
+    const Typed& tensor = tensors_[static_cast<size_t>(step.operands[0])];
+    const int64_t* s = tensor.stride;
+    for (int64_t i = 0; i < tile.rows; ++i)
+        add_elements(tensor, tile.batch * s[0] + tile.head * s[1] + (tile.row + i) * s[2] + tile.key * s[3], s[3], tile.keys,
+                     out + i * kKeys);
+}
+
+void Biases::linear(const Step& step, const Tile& tile, float* out) const {
+    const Typed& slopes = tensors_[static_cast<size_t>(step.operands[0])];
+    float slope = 0.0f;
+    add_elements(slopes, tile.batch * slopes.stride[0] + tile.head * slopes.stride[1], 1, 1, &slope);
+    for (int64_t i = 0; i < tile.rows; ++i)
+        for (int64_t j = 0; j < tile.keys; ++j)
+            out[i * kKeys + j] -= slope * static_cast<float>(std::abs(tile.row + i + offset_ - tile.key - j));
+}
+
+void Biases::relative(const Step& step, const Tile& tile, float* out) const {
+    const Typed &by_row = tensors_[static_cast<size_t>(step.operands[0])], &by_column = tensors_[static_cast<size_t>(step.operands[1])];
+    const int64_t width = step.operands[2];
+    const auto at = [&tile](const Typed& t, int64_t i) {
+        return tile.batch * t.stride[0] + tile.head * t.stride[1] + (tile.row + i) * t.stride[2];
+    };
+    for (int64_t i = 0; i < tile.rows; ++i)
+        for (int64_t j = 0; j < tile.keys;) {
+            const int64_t key = tile.key + j, column = key % width, n = std::min(width - column, tile.keys - j);
+            float* row = out + i * kKeys + j;
+            add_elements(by_row, at(by_row, i) + key / width * by_row.stride[3], 0, n, row);
+            add_elements(by_column, at(by_column, i) + column * by_column.stride[3], by_column.stride[3], n, row);
+            j += n;
+        }
+}
+
+}  // namespace opkit::attention

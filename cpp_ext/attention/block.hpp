@@ -1,0 +1,50 @@
+// What one call of an ISA's attention kernel does: some query rows of one head against the keys that they see.
+//
+// Keys come in tiles of kKeys. Of a tile, K is stored as [words of a key][kKeys] and V as [keys of a word][words of a row], 32
+// bits each: a float32, or a pair of bf16 (of K two neighbours of a row, of V the same column of two neighbouring keys; the
+// layout called VNNI). What is missing at the edges is zero. So both products read a tile from its beginning to its end.
+#pragma once
+
+#include <stdint.h>
+
+namespace opkit::attention {
+
+constexpr int64_t kKeys = 64;        // of a tile: a row of visibility is one word of bits
+constexpr int64_t kMostRows = 16;    // that an ISA computes together
+
+enum State : int32_t { kHidden = 0, kFull = 1, kPartial = 2 };
+
+// What the rows see of a tile. Where that is a part, bit j of visible[row] is set if key j is seen. Where the block has biases,
+// they are written too, kKeys to a row.
+using Prepare = State (*)(void* context, int64_t tile, uint64_t* visible, float* biases);
+
+struct Block {
+    const void* queries;       // rows, `query_pitch` elements apart; float32 or bf16
+    int64_t query_pitch;
+    int64_t rows;              // at most what `rows_of_memory` was asked for
+    int64_t head;              // elements of a query and of a key
+    const uint32_t* keys;      // tile after tile
+    const uint32_t* values;
+    const uint8_t* unclean;    // of each tile: whether a value is infinite or NaN
+    int64_t columns;           // of a value, padded to whole vectors of the widest ISA
+    int64_t first, last;       // tiles
+    Prepare prepare;
+    void* context;
+    float scale;               // of the products
+    float softcap;             // 0: none
+    bool biased;
+    float sink;                // -inf: none
+    float* sums;               // result: rows by columns
+    float* lse;                // result: a number for each row
+    void* memory;              // block_memory(rows, head, columns) bytes, aligned to 64
+};
+
+constexpr int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+constexpr int64_t block_memory(int64_t rows, int64_t head, int64_t columns) {
+    (void)columns;
+    const int64_t padded = rounded_up(rows, kMostRows) + kMostRows;
+    return 4 * padded * (rounded_up(head, 2) + kKeys + 2 + 16) + 8 * padded + 256;
+}
+
+}  // namespace opkit::attention

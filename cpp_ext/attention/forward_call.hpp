@@ -1,0 +1,36 @@
+// Attention of whole tensors: packs keys and values once for each of their heads, and deals blocks of queries to threads.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "../isa/table.hpp"
+#include "bias.hpp"
+#include "mask.hpp"
+
+namespace opkit::attention {
+
+// (batch, heads, sequence, head); elements of a row lie next to each other, the other strides are any.
+struct Operand {
+    const void* data;
+    int64_t stride[3];
+    Type type;  // not Double
+};
+
+struct Call {
+    int64_t batch, heads, kv_heads, queries, keys, head, columns;
+    Operand q, k, v;         // of one type
+    void* out;               // of that type: (batch, heads, queries, columns)
+    int64_t out_stride[3];
+    float* lse;              // (batch, heads, queries)
+    const float* sinks;      // (heads), or null
+    float scale, softcap;
+    const Mask& mask;
+    const Biases& biases;
+    const isa::Table* kernels;
+};
+
+// The result is the same whatever the number of threads: a block does its tiles in their order.
+void forward(const Call& call);
+
+}  // namespace opkit::attention

@@ -1,0 +1,36 @@
+// How attention multiplies: float32, and bf16 that is widened in registers. V has what forward.hpp needs.
+#pragma once
+
+#include "../isa/vector_gemm.hpp"
+#include "block.hpp"
+
+namespace opkit::attention {
+namespace {
+
+// Probabilities stay float32.
+template <class Vectors>
+struct KeptFloats {
+    template <int N>
+    static void keep(float* cells, const typename Vectors::Floats (&powers)[N]) {
+        OPKIT_UNROLL
+        for (int j = 0; j < N; ++j) Vectors::store(cells + j * Vectors::kLanes, powers[j]);
+    }
+    static float kept(const float* cells, int64_t key) { return cells[key]; }
+};
+
+template <class Vectors>
+struct FloatProduct : isa::ProductF32<Vectors>, KeptFloats<Vectors> {
+    static constexpr int kDegree = 6, kKeysPerWord = 1;
+    static float value(uint32_t word, int64_t) { return isa::float_of(word); }
+};
+
+inline float half_of(uint32_t word, int64_t key) { return isa::float_of(key % 2 ? word & 0xFFFF0000u : word << 16); }
+
+template <class Vectors>
+struct WidenedProduct : isa::ProductBf16<Vectors>, KeptFloats<Vectors> {
+    static constexpr int kDegree = 6, kKeysPerWord = 2;
+    static float value(uint32_t word, int64_t key) { return half_of(word, key); }
+};
+
+}  // namespace
+}  // namespace opkit::attention
