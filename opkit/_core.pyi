@@ -258,18 +258,17 @@ def gemm_block_f32(
 
 # Attention (cpp_ext/attention).
 
+_Place = tuple[int, tuple[int, ...]]
+"""A tensor: its address, and the strides of its first three dimensions in elements; the last is dense."""
+
 def attention_forward(
     isa: str | None,
     dtype: str,
-    sizes: tuple[int, int, int, int, int, int, int],
-    q: int,
-    q_stride: Sequence[int],
-    k: int,
-    k_stride: Sequence[int],
-    v: int,
-    v_stride: Sequence[int],
-    out: int,
-    out_stride: Sequence[int],
+    sizes: tuple[int, ...],
+    q: _Place,
+    k: _Place,
+    v: _Place,
+    out: _Place,
     lse: int,
     mask: Sequence[int],
     mask_tensors: Sequence[tuple[int, Sequence[int]]],
@@ -279,10 +278,38 @@ def attention_forward(
     scale: float,
     softcap: float,
 ) -> None:
-    """Attention of tensors, by their addresses and strides in elements; ``isa`` of None is what ``OPKIT_ISA`` allows.
+    """Attention of tensors, by their addresses and strides; ``isa`` of None is what ``OPKIT_ISA`` allows.
 
-    Sizes: batch, heads, heads of keys, queries, keys, elements of a key, of a value. Rows lie dense. ``q``, ``k``, ``v``
-    and ``out`` have the dtype "float32", "bfloat16" or "float16"; ``lse`` and ``sinks`` (0: none) are float32.
+    Sizes: batch, heads, heads of keys, queries, keys, elements of a key, of a value. ``q``, ``k``, ``v`` and ``out``
+    have the dtype "float32", "bfloat16" or "float16"; ``lse`` and ``sinks`` (0: none) are float32.
+
+    Raises:
+        ValueError: a program is none, or a dtype has no kernel.
+    """
+
+def attention_backward(
+    isa: str | None,
+    dtype: str,
+    sizes: tuple[int, ...],
+    q: _Place,
+    k: _Place,
+    v: _Place,
+    out: _Place,
+    gradient: _Place,
+    lse: int,
+    of_lse: int,
+    to_q: _Place,
+    to_k: _Place,
+    to_v: _Place,
+    delta: int,
+    mask: Sequence[int],
+    mask_tensors: Sequence[tuple[int, Sequence[int]]],
+    bias: Sequence[int],
+    bias_tensors: Sequence[tuple[int, Sequence[int], str]],
+    scale: float,
+    softcap: float,
+) -> None:
+    """The gradients of ``attention_forward``, to ``to_q``, ``to_k`` and ``to_v``; ``of_lse`` may be 0, ``delta`` is written.
 
     Raises:
         ValueError: a program is none, or a dtype has no kernel.

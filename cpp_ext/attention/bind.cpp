@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <stdexcept>
@@ -8,7 +9,7 @@
 #include <vector>
 
 #include "../isa/bind.hpp"
-#include "forward_call.hpp"
+#include "backward_call.hpp"
 
 namespace py = pybind11;
 
@@ -35,41 +36,88 @@ Strided strided(Address data, const std::vector<int64_t>& strides) {
     return found;
 }
 
-Operand operand(Address data, const Strides3& strides, Type type) {
-    return {reinterpret_cast<const void*>(data), {strides[0], strides[1], strides[2]}, type};
+// A tensor: its address, and its strides in elements, of which the last is 1.
+using Place = std::tuple<Address, Strides3>;
+
+Operand operand(const Place& place, Type type) {
+    const auto& [data, s] = place;
+    return {reinterpret_cast<const void*>(data), {s[0], s[1], s[2]}, type};
 }
 
-void run(const std::optional<std::string>& isa, const std::string& dtype, const std::array<int64_t, 7>& sizes, Address q,
-         const Strides3& q_stride, Address k, const Strides3& k_stride, Address v, const Strides3& v_stride, Address out,
-         const Strides3& out_stride, Address lse, const std::vector<int64_t>& mask_program,
-         const std::vector<MaskTensor>& mask_tensors, const std::vector<int64_t>& bias_program,
-         const std::vector<BiasTensor>& bias_tensors, Address sinks, double scale, double softcap) {
-    const isa::Choice& choice = isa::within(isa);
-    const Type type = type_of(dtype);
-    std::vector<Strided> truths;
-    for (const auto& [data, strides] : mask_tensors) truths.push_back(strided(data, strides));
-    std::vector<Typed> added;
-    for (const auto& [data, strides, name] : bias_tensors) added.push_back({strided(data, strides), type_of(name)});
-    const Mask mask(mask_program, std::move(truths), sizes[0], sizes[4]);
-    const Biases biases(bias_program, std::move(added), sizes[3], sizes[4]);
-    const Call call{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
-                    operand(q, q_stride, type), operand(k, k_stride, type), operand(v, v_stride, type),
-                    reinterpret_cast<void*>(out), {out_stride[0], out_stride[1], out_stride[2]},
-                    reinterpret_cast<float*>(lse), reinterpret_cast<const float*>(sinks), static_cast<float>(scale),
-                    static_cast<float>(softcap), mask, biases, &choice.kernels};
+// What both directions have in common.
+struct Given {
+    Given(const std::string& dtype, const std::array<int64_t, 7>& sizes, const std::vector<int64_t>& mask_program,
+          const std::vector<MaskTensor>& mask_tensors, const std::vector<int64_t>& bias_program,
+          const std::vector<BiasTensor>& bias_tensors)
+        : type(type_of(dtype)),
+          mask(mask_program, truths(mask_tensors), sizes[0], sizes[4]),
+          biases(bias_program, added(bias_tensors), sizes[3], sizes[4]) {
+        if (type == Type::Double) throw py::value_error("opkit::attention: there is no kernel for float64");
+    }
+    static std::vector<Strided> truths(const std::vector<MaskTensor>& tensors) {
+        std::vector<Strided> found;
+        for (const auto& [data, strides] : tensors) found.push_back(strided(data, strides));
+        return found;
+    }
+    static std::vector<Typed> added(const std::vector<BiasTensor>& tensors) {
+        std::vector<Typed> found;
+        for (const auto& [data, strides, name] : tensors) found.push_back({strided(data, strides), type_of(name)});
+        return found;
+    }
+    Call call(const isa::Table& kernels, const std::array<int64_t, 7>& sizes, const Place& q, const Place& k, const Place& v,
+              double scale, double softcap) const {
+        Call found{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], operand(q, type), operand(k, type),
+                   operand(v, type), nullptr, {}, nullptr, nullptr, static_cast<float>(scale), static_cast<float>(softcap),
+                   mask, biases, &kernels};
+        return found;
+    }
+    Type type;
+    Mask mask;
+    Biases biases;
+};
+
+void run_forward(const std::optional<std::string>& isa, const std::string& dtype, const std::array<int64_t, 7>& sizes,
+                 const Place& q, const Place& k, const Place& v, const Place& out, Address lse,
+                 const std::vector<int64_t>& mask_program, const std::vector<MaskTensor>& mask_tensors,
+                 const std::vector<int64_t>& bias_program, const std::vector<BiasTensor>& bias_tensors, Address sinks,
+                 double scale, double softcap) {
+    const Given given(dtype, sizes, mask_program, mask_tensors, bias_program, bias_tensors);
+    Call call = given.call(isa::within(isa).kernels, sizes, q, k, v, scale, softcap);
+    const Operand to = operand(out, given.type);
+    call.out = const_cast<void*>(to.data);
+    std::copy_n(to.stride, 3, call.out_stride);
+    call.lse = reinterpret_cast<float*>(lse);
+    call.sinks = reinterpret_cast<const float*>(sinks);
     py::gil_scoped_release released;
     forward(call);
+}
+
+void run_backward(const std::optional<std::string>& isa, const std::string& dtype, const std::array<int64_t, 7>& sizes,
+                  const Place& q, const Place& k, const Place& v, const Place& out, const Place& gradient, Address lse,
+                  Address of_lse, const Place& to_q, const Place& to_k, const Place& to_v, Address delta,
+                  const std::vector<int64_t>& mask_program, const std::vector<MaskTensor>& mask_tensors,
+                  const std::vector<int64_t>& bias_program, const std::vector<BiasTensor>& bias_tensors, double scale,
+                  double softcap) {
+    const Given given(dtype, sizes, mask_program, mask_tensors, bias_program, bias_tensors);
+    const Call call = given.call(isa::within(isa).kernels, sizes, q, k, v, scale, softcap);
+    const Gradients gradients{operand(out, given.type), operand(gradient, given.type), reinterpret_cast<const float*>(lse),
+                              reinterpret_cast<const float*>(of_lse), operand(to_q, given.type), operand(to_k, given.type),
+                              operand(to_v, given.type), reinterpret_cast<float*>(delta)};
+    py::gil_scoped_release released;
+    backward(call, gradients);
 }
 
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("attention_forward", &run, py::arg("isa"), py::arg("dtype"), py::arg("sizes"), py::arg("q"), py::arg("q_stride"),
-          py::arg("k"), py::arg("k_stride"), py::arg("v"), py::arg("v_stride"), py::arg("out"), py::arg("out_stride"),
-          py::arg("lse"), py::arg("mask"), py::arg("mask_tensors"), py::arg("bias"), py::arg("bias_tensors"), py::arg("sinks"),
-          py::arg("scale"), py::arg("softcap"),
-          "Attention of tensors, by their addresses and strides in elements. Sizes: batch, heads, heads of keys, queries, keys, "
-          "elements of a key, of a value. The caller sees to it that they are right.");
+    m.def("attention_forward", &run_forward, py::arg("isa"), py::arg("dtype"), py::arg("sizes"), py::arg("q"), py::arg("k"),
+          py::arg("v"), py::arg("out"), py::arg("lse"), py::arg("mask"), py::arg("mask_tensors"), py::arg("bias"),
+          py::arg("bias_tensors"), py::arg("sinks"), py::arg("scale"), py::arg("softcap"),
+          "Attention of tensors, by their addresses and strides. The caller sees to it that they are right.");
+    m.def("attention_backward", &run_backward, py::arg("isa"), py::arg("dtype"), py::arg("sizes"), py::arg("q"), py::arg("k"),
+          py::arg("v"), py::arg("out"), py::arg("gradient"), py::arg("lse"), py::arg("of_lse"), py::arg("to_q"), py::arg("to_k"),
+          py::arg("to_v"), py::arg("delta"), py::arg("mask"), py::arg("mask_tensors"), py::arg("bias"), py::arg("bias_tensors"),
+          py::arg("scale"), py::arg("softcap"), "Gradients of attention; where they go to is written.");
 }
 
 }  // namespace opkit::attention

@@ -39,6 +39,26 @@ struct Block {
     void* memory;              // block_memory(rows, head, columns) bytes, aligned to 64
 };
 
+// Some query rows of one head against one tile of keys, backwards. Rows beyond the last are zero in all that is packed.
+struct BackwardTile {
+    const void *queries, *gradients;        // rows of cells (cells_of, in multiply.hpp), those of gradients of `value` elements
+    const uint32_t *query_words, *gradient_words;  // the same rows as values are stored
+    const uint32_t *keys, *values;          // the tile, both as keys are stored
+    const uint32_t* key_words;              // the keys as values are stored
+    int64_t rows;                           // at most kBackwardRows
+    int64_t head, value;                    // elements of a key, of a value
+    int64_t columns, value_columns;         // the same, padded to whole vectors
+    const float *lse, *delta;               // of each row; delta: the sum of gradient * result, less that of the lse
+    const uint64_t* visible;                // null: everything
+    const float* biases;                    // null: none
+    float scale, softcap;
+    float *query_sums, *key_sums, *value_sums;  // what is added to: rows, keys and keys by columns; the first two without the scale
+    void* memory;                           // kBackwardMemory bytes, aligned to 64
+};
+
+constexpr int64_t kBackwardRows = 96;
+constexpr int64_t kBackwardMemory = 4 * kBackwardRows * kKeys * 3;
+
 constexpr int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 constexpr int64_t block_memory(int64_t rows, int64_t head, int64_t columns) {

@@ -7,52 +7,13 @@
 // Per row and tile: 64 * (head + columns) multiply-adds, 2 FLOPs each; 64 * (head + columns) / R words of K and V from the second
 // cache; about 15 instructions for each vector of 64 scores: a head of 64 in bf16 (VDPBF16PS) spends a quarter of its time on
 // the softmax, a head of 128 in float32 a sixteenth. What limits it is the rate of multiply-adds.
-//
-// P says how a product is computed: Input, Cell, Right, kPhases, kPerCell, fill, left, right and add as in isa/vector_gemm.hpp, and
-//   V                vectors with what softmax needs (vectors_*.hpp)
-//   kDegree          of the polynomial of 2^x
-//   keep(cells, a, j)  writes probabilities of vector j of a row to cells
 #pragma once
 
-#include "../isa/vector_gemm.hpp"
-#include "block.hpp"
+#include "multiply.hpp"
 #include "powers.hpp"
 
 namespace opkit::attention {
 namespace {
-
-// c[R][COLS vectors] = a[R][steps] b[steps][COLS vectors]; each row of a begins `a_pitch` cells after the one before.
-template <class P, int COLS>
-inline __attribute__((always_inline)) void multiply(typename P::V::Floats (&sum)[P::V::kGroup][COLS], const typename P::Cell* a,
-                                                    int64_t a_pitch, const uint32_t* b, int64_t b_pitch, int64_t steps) {
-    using V = typename P::V;
-    constexpr int R = V::kGroup;
-    OPKIT_UNROLL
-    for (int i = 0; i < R; ++i)
-        OPKIT_UNROLL
-        for (int j = 0; j < COLS; ++j) sum[i][j] = V::zero();
-    for (int64_t step = 0; step < steps; ++step, a += P::kPhases, b += b_pitch) {
-        typename P::Right right[COLS];
-        OPKIT_UNROLL
-        for (int j = 0; j < COLS; ++j) right[j] = P::template right<0>(V::words(b + j * V::kLanes));
-        OPKIT_UNROLL
-        for (int i = 0; i < R; ++i) {
-            const auto left = P::left(a[i * a_pitch]);
-            OPKIT_UNROLL
-            for (int j = 0; j < COLS; ++j) sum[i][j] = P::add(sum[i][j], left, right[j]);
-        }
-        if constexpr (P::kPhases == 2) {
-            OPKIT_UNROLL
-            for (int j = 0; j < COLS; ++j) right[j] = P::template right<1>(V::words(b + j * V::kLanes));
-            OPKIT_UNROLL
-            for (int i = 0; i < R; ++i) {
-                const auto left = P::left(a[i * a_pitch + 1]);
-                OPKIT_UNROLL
-                for (int j = 0; j < COLS; ++j) sum[i][j] = P::add(sum[i][j], left, right[j]);
-            }
-        }
-    }
-}
 
 // Rows that are computed together, and what is known of them so far.
 template <class P>
@@ -85,7 +46,7 @@ __attribute__((noinline)) void scores(const Block& block, const Group<P>& group,
     constexpr int64_t kPerStep = P::kPhases * P::kPerCell;
     for (int64_t j = 0; j < kKeys; j += COLS * V::kLanes) {
         typename V::Floats sum[V::kGroup][COLS];
-        multiply<P, COLS>(sum, group.queries, group.pitch, keys + j, kKeys, (block.head + kPerStep - 1) / kPerStep);
+        multiply<P, V::kGroup, COLS>(sum, group.queries, group.pitch, keys + j, kKeys, (block.head + kPerStep - 1) / kPerStep);
         OPKIT_UNROLL
         for (int i = 0; i < V::kGroup; ++i)
             OPKIT_UNROLL
@@ -152,7 +113,7 @@ inline __attribute__((always_inline)) void add_columns(const Block& block, const
     using V = typename P::V;
     constexpr int64_t kSteps = kKeys / (P::kPhases * P::kPerCell);
     typename V::Floats sum[V::kGroup][COLS];
-    multiply<P, COLS>(sum, scratch.cells, kKeys / P::kPerCell, values + at, block.columns, kSteps);
+    multiply<P, V::kGroup, COLS>(sum, scratch.cells, kKeys / P::kPerCell, values + at, block.columns, kSteps);
     OPKIT_UNROLL
     for (int i = 0; i < V::kGroup; ++i) {
         if (i == group.rows) break;

@@ -2,24 +2,16 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 
-#include "../isa/table.hpp"
 #include "bias.hpp"
 #include "mask.hpp"
+#include "packing.hpp"
 
 namespace opkit::attention {
 
-// (batch, heads, sequence, head); elements of a row lie next to each other, the other strides are any.
-struct Operand {
-    const void* data;
-    int64_t stride[3];
-    Type type;  // not Double
-};
-
 struct Call {
     int64_t batch, heads, kv_heads, queries, keys, head, columns;
-    Operand q, k, v;         // of one type
+    Operand q, k, v;         // of one type, not Double
     void* out;               // of that type: (batch, heads, queries, columns)
     int64_t out_stride[3];
     float* lse;              // (batch, heads, queries)

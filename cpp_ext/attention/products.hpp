@@ -16,6 +16,10 @@ struct KeptFloats {
         for (int j = 0; j < N; ++j) Vectors::store(cells + j * Vectors::kLanes, powers[j]);
     }
     static float kept(const float* cells, int64_t key) { return cells[key]; }
+    // Rows of kKeys floats to columns of cells.
+    static void turn(const float* rows, int64_t count, float* cells, int64_t pitch) {
+        Vectors::transposed(reinterpret_cast<const uint32_t*>(rows), kKeys, count, kKeys, reinterpret_cast<uint32_t*>(cells), pitch);
+    }
 };
 
 template <class Vectors>

@@ -9,9 +9,9 @@ namespace opkit::attention {
 namespace {
 
 template <class Base>
-struct Avx2Vectors : Base {
+struct Avx2Vectors : Base, Avx2Transpose {
     using Floats = __m256;
-    static constexpr int kGroup = 6, kGroupCols = 2;
+    static constexpr int kGroup = 6, kGroupCols = 2, kColumnGroup = 4;
 
     static Floats minus(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
     static Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }

@@ -7,8 +7,8 @@
 namespace opkit::attention {
 namespace {
 
-struct Vectors : isa::Vectors {
-    static constexpr int kGroup = 12, kGroupCols = 2;
+struct Vectors : isa::Vectors, Avx2Transpose {
+    static constexpr int kGroup = 12, kGroupCols = 2, kColumnGroup = 8;
 
     static Floats minus(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
     static Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }

@@ -9,11 +9,11 @@
 namespace opkit::attention {
 namespace {
 
-struct PlainVectors {
+struct PlainVectors : PlainTranspose {
     using Floats = float __attribute__((vector_size(16)));
     using Words = uint32_t __attribute__((vector_size(16)));
     using Ints = int32_t __attribute__((vector_size(16)));
-    static constexpr int kLanes = 4, kRows = 4, kPairRows = 4, kCols = 2, kGroup = 4, kGroupCols = 2;
+    static constexpr int kLanes = 4, kRows = 4, kPairRows = 4, kCols = 2, kGroup = 4, kGroupCols = 2, kColumnGroup = 4;
 
     template <class T>
     static T taken(const void* at) {

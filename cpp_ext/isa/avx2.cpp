@@ -3,6 +3,7 @@
 #include <immintrin.h>
 #include <stddef.h>
 
+#include "../attention/backward.hpp"
 #include "../attention/forward.hpp"
 #include "../attention/products.hpp"
 #include "../attention/vectors_avx2.hpp"
@@ -66,7 +67,11 @@ constexpr Table make_table() {
     using Attention = attention::Avx2Vectors<Vectors>;
     table.transpose_words = attention::transpose_words_avx2;
     table.attention_f32 = attention::attend<attention::FloatProduct<Attention>>;
+    table.attention_cells_f32 = attention::fill_cells<attention::FloatProduct<Attention>>;
+    table.attention_backward_f32 = attention::retreat<attention::FloatProduct<Attention>>;
     table.attention_bf16 = attention::attend<attention::WidenedProduct<Attention>>;
+    table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<Attention>>;
+    table.attention_backward_bf16 = attention::retreat<attention::WidenedProduct<Attention>>;
     return table;
 }
 

@@ -1,5 +1,6 @@
 // AVX-512 as of the first servers that had it (F, BW, DQ, VL).
 #if defined(__x86_64__)
+#include "../attention/backward.hpp"
 #include "../attention/forward.hpp"
 #include "../attention/products.hpp"
 #include "../attention/vectors_avx512.hpp"
@@ -19,7 +20,11 @@ constexpr Table make_table() {
     table.gemm_block_f32 = gemm_f32<Vectors>;
     table.transpose_words = attention::transpose_words_avx2;
     table.attention_f32 = attention::attend<attention::FloatProduct<attention::Vectors>>;
+    table.attention_cells_f32 = attention::fill_cells<attention::FloatProduct<attention::Vectors>>;
+    table.attention_backward_f32 = attention::retreat<attention::FloatProduct<attention::Vectors>>;
     table.attention_bf16 = attention::attend<attention::WidenedProduct<attention::Vectors>>;
+    table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<attention::Vectors>>;
+    table.attention_backward_bf16 = attention::retreat<attention::WidenedProduct<attention::Vectors>>;
     return table;
 }
 

@@ -1,5 +1,6 @@
 // AVX-512 with VDPBF16PS. The conversions stay those of avx512: see table.hpp on VCVTNEPS2BF16.
 #if defined(__x86_64__)
+#include "../attention/backward.hpp"
 #include "../attention/forward.hpp"
 #include "../attention/pairs_avx512.hpp"
 #include "avx512_pairs.hpp"
@@ -12,6 +13,8 @@ constexpr Table make_table() {
     Table table{"avx512_bf16", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}};
     table.gemm_block_bf16 = gemm_pairs<ProductPairs>;
     table.attention_bf16 = attention::attend<attention::PairProduct>;
+    table.attention_cells_bf16 = attention::fill_cells<attention::PairProduct>;
+    table.attention_backward_bf16 = attention::retreat<attention::PairProduct>;
     return table;
 }
 

@@ -1,4 +1,5 @@
 // What every processor of the architecture runs: plain C++, which the compiler may vectorise for the architecture's base.
+#include "../attention/backward.hpp"
 #include "../attention/forward.hpp"
 #include "../attention/products.hpp"
 #include "../attention/vectors_plain.hpp"
@@ -47,7 +48,11 @@ constexpr Table make_table() {
     table.gemm_block_f32 = gemm_block_f32;
     table.transpose_words = attention::transpose_words;
     table.attention_f32 = attention::attend<attention::FloatProduct<attention::PlainVectors>>;
+    table.attention_cells_f32 = attention::fill_cells<attention::FloatProduct<attention::PlainVectors>>;
+    table.attention_backward_f32 = attention::retreat<attention::FloatProduct<attention::PlainVectors>>;
     table.attention_bf16 = attention::attend<attention::WidenedProduct<attention::PlainVectors>>;
+    table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<attention::PlainVectors>>;
+    table.attention_backward_bf16 = attention::retreat<attention::WidenedProduct<attention::PlainVectors>>;
     return table;
 }
 

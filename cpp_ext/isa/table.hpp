@@ -36,7 +36,8 @@
 //   gemm_block_f32: the same with b[k][n] as it is.
 //   transpose_words: keys by rows, `pitch` words apart, to a tile out[words][attention::kKeys] (attention/block.hpp); what lies
 //     beyond the last key is left as it is.
-//   attention_f32, attention_bf16: a block of queries (attention/forward.hpp).
+//   attention_*: a block of queries (attention/forward.hpp). attention_cells_*: rows, `pitch` elements apart, as cells, which are of
+//     the ISA's own kind; attention_backward_*: rows against a tile of keys (attention/backward.hpp).
 #define OPKIT_ISA_KERNELS(KERNEL)                                                                                      \
     KERNEL(bf16_to_f32, (const uint16_t* in, float* out, int64_t n))                                                   \
     KERNEL(f32_to_bf16, (const float* in, uint16_t* out, int64_t n))                                                   \
@@ -47,7 +48,11 @@
                             int64_t n, int64_t k))                                                                    \
     KERNEL(transpose_words, (const uint32_t* rows, int64_t pitch, int64_t keys, int64_t words, uint32_t* out))         \
     KERNEL(attention_f32, (const attention::Block& block))                                                             \
-    KERNEL(attention_bf16, (const attention::Block& block))
+    KERNEL(attention_bf16, (const attention::Block& block))                                                            \
+    KERNEL(attention_cells_f32, (const void* rows, int64_t pitch, int64_t count, int64_t elements, void* out))         \
+    KERNEL(attention_cells_bf16, (const void* rows, int64_t pitch, int64_t count, int64_t elements, void* out))        \
+    KERNEL(attention_backward_f32, (const attention::BackwardTile& tile))                                              \
+    KERNEL(attention_backward_bf16, (const attention::BackwardTile& tile))
 
 namespace opkit::isa {
 

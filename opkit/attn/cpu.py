@@ -30,22 +30,57 @@ def forward(
     """
     from opkit import _core
 
-    (batch, heads, queries, head), (_, kv_heads, keys, columns) = q.shape, v.shape
     q, k, v = (_by_rows(each) for each in (q, k, v))
-    out = _empty(q, columns, heads_inside)
-    lse = torch.empty((batch, heads, queries))
-    if keys == 0:
+    out, lse = _empty(q, v.shape[-1], heads_inside), torch.empty(q.shape[:3])
+    if k.shape[2] == 0:
         return out.zero_(), _of_sinks(lse, sinks)
-    kept = [each.contiguous() for each in (sinks,) if each is not None]
+    sinks = None if sinks is None else sinks.contiguous()
+    of_sinks = 0 if sinks is None else sinks.data_ptr()
+    programs = (mask, _truths(mask_tensors), bias, _added(bias_tensors))
+    places = (_place(each) for each in (q, k, v, out))
     _core.attention_forward(
-        None, NAMES[q.dtype], (batch, heads, kv_heads, queries, keys, head, columns),
-        q.data_ptr(), q.stride()[:3], k.data_ptr(), k.stride()[:3], v.data_ptr(), v.stride()[:3],
-        out.data_ptr(), out.stride()[:3], lse.data_ptr(),
-        mask, [(each.data_ptr(), _strides(each)) for each in mask_tensors],
-        bias, [(each.data_ptr(), _strides(each), _BIAS_NAMES[each.dtype]) for each in bias_tensors],
-        kept[0].data_ptr() if kept else 0, scale, softcap,
-    )  # fmt: skip
+        None, NAMES[q.dtype], _sizes(q, v), *places, lse.data_ptr(), *programs, of_sinks, scale, softcap
+    )
     return out, lse
+
+
+def backward(
+    gradient: Tensor,
+    of_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    mask: list[int],
+    bias: list[int],
+    scale: float,
+    softcap: float,
+    heads_inside: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, and delta: of each row the sum of result * gradient, less the gradient of its lse.
+
+    Args:
+        gradient, of_lse: those of the result and of the log-sum-exp, which may be None.
+        out, lse: what :func:`forward` gave; the rest are its arguments.
+    """
+    from opkit import _core
+
+    q, k, v, out, gradient = (_by_rows(each) for each in (q, k, v, out, gradient))
+    found = [_empty(each, each.shape[-1], heads_inside) for each in (q, k, v)]
+    lse, delta = lse.contiguous(), torch.zeros(q.shape[:3])
+    of_lse = None if of_lse is None else of_lse.contiguous()
+    if 0 in (q.numel(), k.numel(), v.numel()):
+        return (*(each.zero_() for each in found), delta)
+    given = (_place(each) for each in (q, k, v, out, gradient))
+    programs = (mask, _truths(mask_tensors), bias, _added(bias_tensors))
+    _core.attention_backward(
+        None, NAMES[q.dtype], _sizes(q, v), *given, lse.data_ptr(), 0 if of_lse is None else of_lse.data_ptr(),
+        *(_place(each) for each in found), delta.data_ptr(), *programs, scale, softcap,
+    )  # fmt: skip
+    return (*found, delta)
 
 
 def obstacle(q: Tensor, bias_tensors: list[Tensor], sinks: Tensor | None, dropout_p: float) -> str:
@@ -63,6 +98,23 @@ def obstacle(q: Tensor, bias_tensors: list[Tensor], sinks: Tensor | None, dropou
 
 def _by_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _place(x: Tensor) -> tuple[int, tuple[int, ...]]:
+    return x.data_ptr(), x.stride()[:3]
+
+
+def _sizes(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    (batch, heads, queries, head), (_, kv_heads, keys, columns) = q.shape, v.shape
+    return batch, heads, kv_heads, queries, keys, head, columns
+
+
+def _truths(tensors: list[Tensor]) -> list[tuple[int, list[int]]]:
+    return [(each.data_ptr(), _strides(each)) for each in tensors]
+
+
+def _added(tensors: list[Tensor]) -> list[tuple[int, list[int], str]]:
+    return [(each.data_ptr(), _strides(each), _BIAS_NAMES[each.dtype]) for each in tensors]
 
 
 def _strides(x: Tensor) -> list[int]:

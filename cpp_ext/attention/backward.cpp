@@ -1,0 +1,203 @@
+#include <algorithm>
+#include <cstring>
+
+#include "backward_call.hpp"
+#include "store.hpp"
+#include "workers.hpp"
+
+namespace opkit::attention {
+namespace {
+
+constexpr int64_t kUnits = 16;  // of work at least, where there are keys enough: more threads than that share fewer heads
+
+// How work is cut: the tiles of a head of keys in pieces, by the shape alone. Each piece has sums of its own for the queries.
+struct Cut {
+    explicit Cut(const Call& call)
+        : heads(call.batch * call.kv_heads),
+          tiles((call.keys + kKeys - 1) / kKeys),
+          blocks((call.queries + kBackwardRows - 1) / kBackwardRows),
+          columns(padded_columns(call.head)),
+          value_columns(padded_columns(call.columns)) {
+        const int64_t wanted = heads >= kUnits ? 1 : (kUnits + heads - 1) / heads;
+        of_piece = (tiles + wanted - 1) / wanted;
+        pieces = (tiles + of_piece - 1) / of_piece;
+    }
+    int64_t heads, tiles, blocks, columns, value_columns, of_piece, pieces;
+    int64_t sums() const { return blocks * kBackwardRows * columns; }  // floats, of the queries of a head
+};
+
+// Of one query head: its rows and their gradients as kernels read them.
+struct Queries {
+    char *cells, *gradient_cells;
+    uint32_t *words, *gradient_words;
+    int64_t of_cells, of_gradient_cells, of_words, of_gradient_words;  // of a block
+
+    Queries(const Call& call, const Cut& cut, Pieces& pieces) {
+        of_cells = 4 * kBackwardRows * rounded_up(call.head, 2);
+        of_gradient_cells = 4 * kBackwardRows * rounded_up(call.columns, 2);
+        of_words = value_words(call.q.type, call.head, kBackwardRows);
+        of_gradient_words = value_words(call.q.type, call.columns, kBackwardRows);
+        cells = pieces.take<char>(of_cells * cut.blocks);
+        gradient_cells = pieces.take<char>(of_gradient_cells * cut.blocks);
+        words = pieces.take<uint32_t>(of_words * cut.blocks);
+        gradient_words = pieces.take<uint32_t>(of_gradient_words * cut.blocks);
+    }
+    static int64_t bytes(const Call& call, const Cut& cut) {
+        const int64_t row = 8 * (rounded_up(call.head, kWidest) + rounded_up(call.columns, kWidest));
+        return cut.blocks * kBackwardRows * row + 4 * 64;
+    }
+};
+
+// Of one head of keys: some of its tiles.
+struct Keys {
+    uint32_t *keys, *values, *words;
+    float *sums, *value_sums;
+    int64_t of_keys, of_values, of_words;
+
+    Keys(const Call& call, const Cut& cut, Pieces& pieces)
+        : of_keys(key_words(call.k.type, call.head)),
+          of_values(key_words(call.v.type, call.columns)),
+          of_words(value_words(call.k.type, call.head)) {
+        keys = pieces.take<uint32_t>(of_keys * cut.of_piece);
+        values = pieces.take<uint32_t>(of_values * cut.of_piece);
+        words = pieces.take<uint32_t>(of_words * cut.of_piece);
+        sums = pieces.take<float>(kKeys * cut.columns * cut.of_piece);
+        value_sums = pieces.take<float>(kKeys * cut.value_columns * cut.of_piece);
+    }
+    static int64_t bytes(const Call& call, const Cut& cut) {
+        const int64_t words = key_words(call.k.type, call.head) + key_words(call.v.type, call.columns) +
+                              value_words(call.k.type, call.head);
+        return 4 * cut.of_piece * (words + kKeys * (cut.columns + cut.value_columns)) + 5 * 64;
+    }
+};
+
+void pack_queries(const Call& call, const Gradients& given, const Cut& cut, const Queries& to, int64_t batch, int64_t head) {
+    thread_local Store store;
+    const auto fill = is_paired(call.q.type) ? call.kernels->attention_cells_bf16 : call.kernels->attention_cells_f32;
+    const auto pack = [&](const Operand& operand, int64_t elements, int64_t block, bool clean, char* cells, uint32_t* words) {
+        const int64_t first = block * kBackwardRows, count = std::min(kBackwardRows, call.queries - first);
+        auto* copy = reinterpret_cast<float*>(store.of(4 * count * elements));
+        const Rows rows = widened(rows_of(operand, batch, head, first, count, elements), copy);
+        fill(rows.data, rows.stride, count, elements, cells);
+        pack_values(*call.kernels, rows, kBackwardRows, clean, words);
+    };
+    for (int64_t n = 0; n < cut.blocks; ++n) {
+        pack(call.q, call.head, n, true, to.cells + n * to.of_cells, to.words + n * to.of_words);
+        pack(given.gradient, call.columns, n, false, to.gradient_cells + n * to.of_gradient_cells,
+             to.gradient_words + n * to.of_gradient_words);
+    }
+}
+
+// What is no finite number among keys counts where it is seen, by its scores; in the sum over keys it would reach every row.
+void pack_piece(const Call& call, const Keys& to, int64_t batch, int64_t head, int64_t first, int64_t count) {
+    for (int64_t n = 0; n < count; ++n) {
+        const int64_t key = (first + n) * kKeys, keys = std::min(kKeys, call.keys - key);
+        const Rows rows = rows_of(call.k, batch, head, key, keys, call.head);
+        pack_keys(*call.kernels, rows, to.keys + n * to.of_keys);
+        pack_values(*call.kernels, rows, kKeys, true, to.words + n * to.of_words);
+        pack_keys(*call.kernels, rows_of(call.v, batch, head, key, keys, call.columns), to.values + n * to.of_values);
+    }
+}
+
+// All blocks of a query head against one tile of keys.
+void run_tile(const Call& call, const Gradients& given, const Cut& cut, const Queries& queries, const Keys& keys, int64_t batch,
+              int64_t head, int64_t tile, int64_t local, float* query_sums) {
+    thread_local Store store;
+    const int64_t bits = call.mask.scratch(kBackwardRows);
+    Pieces pieces(store.of(Pieces::bytes(kBackwardMemory, 1) + Pieces::bytes(bits, 8) + Pieces::bytes(kBackwardRows, 8) +
+                           Pieces::bytes(kBackwardRows * kKeys, 4)));
+    auto* memory = pieces.take<char>(kBackwardMemory);
+    auto *scratch = pieces.take<uint64_t>(bits), *visible = pieces.take<uint64_t>(kBackwardRows);
+    auto* biases = pieces.take<float>(kBackwardRows * kKeys);
+    const auto kernel = is_paired(call.q.type) ? call.kernels->attention_backward_bf16 : call.kernels->attention_backward_f32;
+    for (int64_t block = 0; block < cut.blocks; ++block) {
+        const int64_t row = block * kBackwardRows, rows = std::min(kBackwardRows, call.queries - row);
+        const Tile where{batch, head, row, rows, tile * kKeys, std::min(kKeys, call.keys - tile * kKeys)};
+        const State state = call.mask.look(where, scratch, visible);
+        if (state == kHidden) continue;
+        if (!call.biases.empty()) call.biases.write(where, biases);
+        const int64_t at = (batch * call.heads + head) * call.queries + row;
+        kernel({queries.cells + block * queries.of_cells, queries.gradient_cells + block * queries.of_gradient_cells,
+                queries.words + block * queries.of_words, queries.gradient_words + block * queries.of_gradient_words,
+                keys.keys + local * keys.of_keys, keys.values + local * keys.of_values, keys.words + local * keys.of_words, rows,
+                call.head, call.columns, cut.columns, cut.value_columns, given.lse + at, given.delta + at,
+                state == kPartial ? visible : nullptr, call.biases.empty() ? nullptr : biases, call.scale, call.softcap,
+                query_sums + row * cut.columns, keys.sums + local * kKeys * cut.columns,
+                keys.value_sums + local * kKeys * cut.value_columns, memory});
+    }
+}
+
+void write_rows(const Call& call, const Operand& to, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t elements,
+                const float* sums, int64_t pitch) {
+    const int64_t size = to.type == Type::Float ? 4 : 2;
+    auto* data = static_cast<char*>(const_cast<void*>(to.data)) + (batch * to.stride[0] + head * to.stride[1]) * size;
+    for (int64_t i = 0; i < count; ++i)
+        write_row(*call.kernels, sums + i * pitch, elements, to.type, data + (first + i) * to.stride[2] * size);
+}
+
+void scale_by(float* sums, int64_t n, float scale) {
+    for (int64_t i = 0; i < n; ++i) sums[i] *= scale;
+}
+
+// A piece of a head of keys, against all queries of the heads that read it.
+void run_piece(const Call& call, const Gradients& given, const Cut& cut, int64_t unit, float* query_sums) {
+    thread_local Store store;
+    const int64_t piece = unit % cut.pieces, kv = unit / cut.pieces % call.kv_heads, batch = unit / cut.pieces / call.kv_heads;
+    const int64_t group = call.heads / call.kv_heads, first = piece * cut.of_piece, count = std::min(cut.of_piece, cut.tiles - first);
+    Pieces pieces(store.of(Queries::bytes(call, cut) + Keys::bytes(call, cut)));
+    const Queries queries(call, cut, pieces);
+    const Keys keys(call, cut, pieces);
+    pack_piece(call, keys, batch, kv, first, count);
+    std::memset(keys.sums, 0, static_cast<size_t>(4 * count * kKeys * cut.columns));
+    std::memset(keys.value_sums, 0, static_cast<size_t>(4 * count * kKeys * cut.value_columns));
+    for (int64_t head = kv * group; head < (kv + 1) * group; ++head) {
+        float* sums = query_sums + ((batch * call.heads + head) * cut.pieces + piece) * cut.sums();
+        std::memset(sums, 0, static_cast<size_t>(4 * cut.sums()));
+        pack_queries(call, given, cut, queries, batch, head);
+        for (int64_t n = 0; n < count; ++n) run_tile(call, given, cut, queries, keys, batch, head, first + n, n, sums);
+    }
+    const int64_t key = first * kKeys, rows = std::min(count * kKeys, call.keys - key);
+    scale_by(keys.sums, count * kKeys * cut.columns, call.scale);
+    write_rows(call, given.k, batch, kv, key, rows, call.head, keys.sums, cut.columns);
+    write_rows(call, given.v, batch, kv, key, rows, call.columns, keys.value_sums, cut.value_columns);
+}
+
+// The sums of a block of queries, over the pieces in their order.
+void merge(const Call& call, const Gradients& given, const Cut& cut, int64_t unit, float* query_sums) {
+    const int64_t block = unit % cut.blocks, head = unit / cut.blocks % call.heads, batch = unit / cut.blocks / call.heads;
+    const int64_t row = block * kBackwardRows, rows = std::min(kBackwardRows, call.queries - row), n = rows * cut.columns;
+    float* sums = query_sums + (batch * call.heads + head) * cut.pieces * cut.sums() + row * cut.columns;
+    for (int64_t piece = 1; piece < cut.pieces; ++piece)
+        for (int64_t i = 0; i < n; ++i) sums[i] += sums[piece * cut.sums() + i];
+    scale_by(sums, n, call.scale);
+    write_rows(call, given.q, batch, head, row, rows, call.head, sums, cut.columns);
+}
+
+// The sums of result * gradient of a head's rows, less the gradient of the lse.
+void write_delta(const Call& call, const Gradients& given, int64_t unit) {
+    thread_local Store store;
+    const int64_t batch = unit / call.heads, head = unit % call.heads, n = call.columns;
+    auto* copy = reinterpret_cast<float*>(store.of(8 * n));
+    for (int64_t i = 0; i < call.queries; ++i) {
+        const Rows out = rows_of(given.out, batch, head, i, 1, n), gradient = rows_of(given.gradient, batch, head, i, 1, n);
+        widen_row(out.data, out.type, n, copy);
+        widen_row(gradient.data, gradient.type, n, copy + n);
+        float sum = 0.0f;
+        for (int64_t c = 0; c < n; ++c) sum += copy[c] * copy[n + c];
+        given.delta[unit * call.queries + i] = given.of_lse ? sum - given.of_lse[unit * call.queries + i] : sum;
+    }
+}
+
+}  // namespace
+
+void backward(const Call& call, const Gradients& given) {
+    if (call.batch == 0 || call.heads == 0 || call.queries == 0 || call.keys == 0) return;
+    thread_local Store store;
+    const Cut cut(call);
+    auto* query_sums = reinterpret_cast<float*>(store.of(4 * call.batch * call.heads * cut.pieces * cut.sums()));
+    deal(call.batch * call.heads, [&](int64_t unit) { write_delta(call, given, unit); });
+    deal(cut.heads * cut.pieces, [&](int64_t unit) { run_piece(call, given, cut, unit, query_sums); });
+    deal(call.batch * call.heads * cut.blocks, [&](int64_t unit) { merge(call, given, cut, unit, query_sums); });
+}
+
+}  // namespace opkit::attention

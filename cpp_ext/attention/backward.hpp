@@ -1,0 +1,118 @@
+// Attention backward, for any ISA with vectors: some query rows against one tile of keys.
+//
+// With P = exp(scale Q K^T - lse), dP = dO V^T and dS = P (dP - delta), what is added is dQ += dS K, dK += dS^T Q, dV += P^T dO
+// (Dao et al., FlashAttention, 2022). That are five products of rows x 64 x head multiply-adds; P and dS are turned once, in the
+// first caches, so that the last two products read them by rows as the others do. Sums stay in float32, and are added to in an order
+// that the shape decides. What limits it is the rate of multiply-adds; for each of them there are 1/80 (head 64) exponentials.
+#pragma once
+
+#include "multiply.hpp"
+#include "powers.hpp"
+
+namespace opkit::attention {
+namespace {
+
+// c[R][columns] += a[R][steps] b[steps][columns], or without adding.
+template <class P, int R, int COLS, bool ADD>
+inline __attribute__((always_inline)) void product_columns(const typename P::Cell* a, int64_t a_pitch, const uint32_t* b,
+                                                           int64_t b_pitch, int64_t steps, float* c, int64_t c_pitch) {
+    using V = typename P::V;
+    typename V::Floats sum[R][COLS];
+    multiply<P, R, COLS>(sum, a, a_pitch, b, b_pitch, steps);
+    OPKIT_UNROLL
+    for (int i = 0; i < R; ++i)
+        OPKIT_UNROLL
+        for (int j = 0; j < COLS; ++j) {
+            float* at = c + i * c_pitch + j * V::kLanes;
+            V::store(at, ADD ? V::plus(V::load(at), sum[i][j]) : sum[i][j]);
+        }
+}
+
+template <class P, int R, bool ADD>
+__attribute__((noinline)) void product(const typename P::Cell* a, int64_t a_pitch, const uint32_t* b, int64_t b_pitch, int64_t steps,
+                                       float* c, int64_t c_pitch, int64_t columns) {
+    constexpr int64_t kWide = P::V::kGroupCols * P::V::kLanes;
+    int64_t at = 0;
+    for (; at + kWide <= columns; at += kWide)
+        product_columns<P, R, P::V::kGroupCols, ADD>(a, a_pitch, b + at, b_pitch, steps, c + at, c_pitch);
+    for (; at < columns; at += P::V::kLanes) product_columns<P, R, 1, ADD>(a, a_pitch, b + at, b_pitch, steps, c + at, c_pitch);
+}
+
+// Scores of a row to probabilities, and gradients of probabilities to those of scores (without the scale).
+template <class P>
+inline __attribute__((always_inline)) void differentiate(const BackwardTile& tile, int64_t row, float* scores, float* gradients) {
+    using V = typename P::V;
+    const float lse = tile.lse[row];
+    const auto scale = V::broadcast(tile.scale), base = V::broadcast(lse), delta = V::broadcast(tile.delta[row]);
+    const bool plain = !(tile.softcap > 0) && !tile.biases;
+    const uint64_t visible = lse == -__builtin_inff() ? 0 : tile.visible ? tile.visible[row] : ~uint64_t{0};
+    for (int j = 0; j < kKeys / V::kLanes; ++j) {
+        float *at = scores + j * V::kLanes, *slope = gradients + j * V::kLanes;
+        auto score = V::times(V::load(at), scale), inner = V::broadcast(1.0f);
+        if (tile.softcap > 0) {
+            const auto capped = hyperbolic_tangent<V>(V::times(score, V::broadcast(1.0f / tile.softcap)));
+            inner = V::minus(inner, V::times(capped, capped));
+            score = V::times(capped, V::broadcast(tile.softcap));
+        }
+        if (tile.biases) score = V::plus(score, V::load(tile.biases + row * kKeys + j * V::kLanes));
+        const auto seen = V::bits(visible, j);
+        const auto above = plain ? V::fused_minus(V::load(at), scale, base) : V::minus(score, base);
+        const auto power = V::where(seen, exponential<V, P::kDegree>(above), V::zero());
+        const auto found = V::times(V::times(power, V::minus(V::load(slope), delta)), inner);
+        V::store(at, power);
+        V::store(slope, V::where(seen, found, V::zero()));
+    }
+}
+
+template <class P>
+void keep_row(const float* row, typename P::Cell* cells) {
+    using V = typename P::V;
+    typename V::Floats all[kKeys / V::kLanes];
+    for (int j = 0; j < kKeys / V::kLanes; ++j) all[j] = V::load(row + j * V::kLanes);
+    P::keep(cells, all);
+}
+
+// c[kKeys][columns] += turned^T words, of what `rows` rows of kKeys hold, which is lost.
+template <class P>
+void add_turned(float* rows, int64_t count, typename P::Cell* cells, const uint32_t* words, float* sums, int64_t columns) {
+    constexpr int R = P::V::kColumnGroup;
+    constexpr int64_t kPerStep = P::kPhases * P::kPerCell;
+    const int64_t even = rounded_up(count, 2), pitch = even / P::kPerCell;
+    P::turn(rows, even, cells, pitch);
+    for (int64_t key = 0; key < kKeys; key += R)
+        product<P, R, true>(cells + key * pitch, pitch, words, columns, even / kPerStep, sums + key * columns, columns, columns);
+}
+
+template <class P>
+void retreat(const BackwardTile& tile) {
+    using V = typename P::V;
+    using Cell = typename P::Cell;
+    constexpr int R = V::kGroup;
+    constexpr int64_t kPerStep = P::kPhases * P::kPerCell;
+    auto* scores = static_cast<float*>(tile.memory);
+    float* slopes = scores + kBackwardRows * kKeys;
+    Cell* cells = reinterpret_cast<Cell*>(slopes + kBackwardRows * kKeys);
+    const int64_t pitch = cells_of<P>(tile.head), value_pitch = cells_of<P>(tile.value), padded = rounded_up(tile.rows, R);
+    for (int64_t i = 0; i < padded; i += R) {
+        product<P, R, false>(static_cast<const Cell*>(tile.queries) + i * pitch, pitch, tile.keys, kKeys,
+                             (tile.head + kPerStep - 1) / kPerStep, scores + i * kKeys, kKeys, kKeys);
+        product<P, R, false>(static_cast<const Cell*>(tile.gradients) + i * value_pitch, value_pitch, tile.values, kKeys,
+                             (tile.value + kPerStep - 1) / kPerStep, slopes + i * kKeys, kKeys, kKeys);
+        for (int64_t row = i; row < i + R; ++row) {
+            if (row < tile.rows) {
+                differentiate<P>(tile, row, scores + row * kKeys, slopes + row * kKeys);
+            } else {
+                __builtin_memset(scores + row * kKeys, 0, 4 * kKeys);
+                __builtin_memset(slopes + row * kKeys, 0, 4 * kKeys);
+            }
+            keep_row<P>(slopes + row * kKeys, cells + (row - i) * (kKeys / P::kPerCell));
+        }
+        product<P, R, true>(cells, kKeys / P::kPerCell, tile.key_words, tile.columns, kKeys / kPerStep,
+                            tile.query_sums + i * tile.columns, tile.columns, tile.columns);
+    }
+    add_turned<P>(scores, tile.rows, cells, tile.gradient_words, tile.value_sums, tile.value_columns);
+    add_turned<P>(slopes, tile.rows, cells, tile.query_words, tile.key_sums, tile.columns);
+}
+
+}  // namespace
+}  // namespace opkit::attention

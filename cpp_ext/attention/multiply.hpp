@@ -1,0 +1,69 @@
+// The product that all of attention is made of: R rows of cells by a tile of words, into registers.
+//
+// P says how a product is computed: Input, Cell, Right, kPhases, kPerCell, fill, left, right and add as in isa/vector_gemm.hpp, and
+//   V                vectors with what softmax needs (vectors_*.hpp)
+//   kDegree          of the polynomial of an exponential
+//   kKeysPerWord     rows in a word of what is stored as values are
+//   keep(cells, a)   writes vectors of a row to cells
+//   kept(cells, n), value(word, n)  what is number n there, as a float
+#pragma once
+
+#include "../isa/vector_gemm.hpp"
+#include "block.hpp"
+
+namespace opkit::attention {
+namespace {
+
+// c[R][COLS vectors] = a[R][steps] b[steps][COLS vectors]; each row of a begins `a_pitch` cells after the one before.
+template <class P, int R, int COLS>
+inline __attribute__((always_inline)) void multiply(typename P::V::Floats (&sum)[R][COLS], const typename P::Cell* a,
+                                                    int64_t a_pitch, const uint32_t* b, int64_t b_pitch, int64_t steps) {
+    using V = typename P::V;
+    OPKIT_UNROLL
+    for (int i = 0; i < R; ++i)
+        OPKIT_UNROLL
+        for (int j = 0; j < COLS; ++j) sum[i][j] = V::zero();
+    for (int64_t step = 0; step < steps; ++step, a += P::kPhases, b += b_pitch) {
+        typename P::Right right[COLS];
+        OPKIT_UNROLL
+        for (int j = 0; j < COLS; ++j) right[j] = P::template right<0>(V::words(b + j * V::kLanes));
+        OPKIT_UNROLL
+        for (int i = 0; i < R; ++i) {
+            const auto left = P::left(a[i * a_pitch]);
+            OPKIT_UNROLL
+            for (int j = 0; j < COLS; ++j) sum[i][j] = P::add(sum[i][j], left, right[j]);
+        }
+        if constexpr (P::kPhases == 2) {
+            OPKIT_UNROLL
+            for (int j = 0; j < COLS; ++j) right[j] = P::template right<1>(V::words(b + j * V::kLanes));
+            OPKIT_UNROLL
+            for (int i = 0; i < R; ++i) {
+                const auto left = P::left(a[i * a_pitch + 1]);
+                OPKIT_UNROLL
+                for (int j = 0; j < COLS; ++j) sum[i][j] = P::add(sum[i][j], left, right[j]);
+            }
+        }
+    }
+}
+
+// Cells of a row.
+template <class P>
+constexpr int64_t cells_of(int64_t elements) {
+    return rounded_up(elements, P::kPhases * P::kPerCell) / P::kPerCell;
+}
+
+// Rows to cells; so many more that they fill the last group are zero.
+template <class P>
+void fill_cells(const void* rows, int64_t pitch, int64_t count, int64_t elements, void* out) {
+    auto* cells = static_cast<typename P::Cell*>(out);
+    const int64_t of_row = cells_of<P>(elements);
+    for (int64_t i = 0; i < rounded_up(count, P::V::kGroup); ++i, cells += of_row) {
+        if (i < count)
+            P::fill(cells, static_cast<const typename P::Input*>(rows) + i * pitch, elements);
+        else
+            __builtin_memset(cells, 0, static_cast<size_t>(of_row) * sizeof *cells);
+    }
+}
+
+}  // namespace
+}  // namespace opkit::attention
