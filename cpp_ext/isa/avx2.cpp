@@ -3,6 +3,7 @@
 #include <immintrin.h>
 #include <stddef.h>
 
+#include "../attention/decode.hpp"
 #include "table.hpp"
 #include "vector_gemm.hpp"
 
@@ -53,6 +54,14 @@ struct Vectors {
     }
 };
 
+}  // namespace
+}  // namespace opkit::isa
+
+#include "../attention/lanes_avx2.hpp"
+
+namespace opkit::isa {
+namespace {
+
 constexpr Table make_table() {
     Table table{"avx2", {"avx2", "fma"}};
     table.bf16_to_f32 = widen<Vectors>;
@@ -60,6 +69,7 @@ constexpr Table make_table() {
     table.pack_b_bf16 = pack_pairs<Vectors>;
     table.gemm_block_bf16 = gemm_pairs<ProductBf16<Vectors>>;
     table.gemm_block_f32 = gemm_f32<Vectors>;
+    table.attend_decode = attend_decode<Lanes>;
     return table;
 }
 

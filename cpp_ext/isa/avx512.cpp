@@ -1,5 +1,7 @@
 // AVX-512 as of the first servers that had it (F, BW, DQ, VL).
 #if defined(__x86_64__)
+#include "../attention/decode.hpp"
+#include "../attention/lanes_avx512.hpp"
 #include "avx512_vectors.hpp"
 #include "table.hpp"
 #include "vector_gemm.hpp"
@@ -14,6 +16,7 @@ constexpr Table make_table() {
     table.pack_b_bf16 = pack_pairs<Vectors>;
     table.gemm_block_bf16 = gemm_pairs<ProductBf16<Vectors>>;
     table.gemm_block_f32 = gemm_f32<Vectors>;
+    table.attend_decode = attend_decode<Lanes>;
     return table;
 }
 

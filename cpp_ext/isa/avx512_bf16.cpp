@@ -1,14 +1,24 @@
 // AVX-512 with VDPBF16PS. The conversions stay those of avx512: see table.hpp on VCVTNEPS2BF16.
 #if defined(__x86_64__)
+#include "../attention/decode.hpp"
+#include "../attention/decode_pairs.hpp"
 #include "avx512_pairs.hpp"
 #include "table.hpp"
 
 namespace opkit::isa {
 namespace {
 
+void attend_pairs(const DecodeTask* task) {
+    if (task->q_type == kBf16 && task->kv_type == kBf16)
+        attend<KeysPairs, ValuesPairs>(*task);
+    else
+        attend_decode<Lanes>(task);
+}
+
 constexpr Table make_table() {
     Table table{"avx512_bf16", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}};
     table.gemm_block_bf16 = gemm_pairs<ProductPairs>;
+    table.attend_decode = attend_pairs;
     return table;
 }
 

@@ -1,4 +1,6 @@
 // What every processor of the architecture runs: plain C++, which the compiler may vectorise for the architecture's base.
+#include "../attention/decode.hpp"
+#include "../attention/lanes_portable.hpp"
 #include "scalar.hpp"
 #include "table.hpp"
 
@@ -42,6 +44,7 @@ constexpr Table make_table() {
     table.pack_b_bf16 = pack_b_bf16;
     table.gemm_block_bf16 = gemm_block_bf16;
     table.gemm_block_f32 = gemm_block_f32;
+    table.attend_decode = attend_decode<Lanes>;
     return table;
 }
 

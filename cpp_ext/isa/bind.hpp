@@ -3,6 +3,11 @@
 
 #include <pybind11/pybind11.h>
 
+#include "table.hpp"
+
 namespace opkit::isa {
 void bind(pybind11::module_& m);
+
+// The kernels within the environment's OPKIT_ISA, read as Python holds it now. Needs the GIL.
+const Table& environment_table();
 }

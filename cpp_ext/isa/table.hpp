@@ -25,6 +25,8 @@
 
 #include <stdint.h>
 
+#include "../attention/decode_task.hpp"
+
 // name, parameters. All matrices are stored by rows, ld* is the distance of two rows in elements; every size may be zero.
 // Matrices may have any alignment; an output overlaps no input. bf16 values travel as uint16_t.
 //   bf16_to_f32, f32_to_bf16: n values.
@@ -32,6 +34,7 @@
 //     with zeros.
 //   gemm_block_bf16: c[m][n] += a[m][k] b[k][n] with b as pack_b_bf16 writes it.
 //   gemm_block_f32: the same with b[k][n] as it is.
+//   attend_decode: one part of attention with few queries; see attention/decode_task.hpp and decode.hpp.
 #define OPKIT_ISA_KERNELS(KERNEL)                                                                                      \
     KERNEL(bf16_to_f32, (const uint16_t* in, float* out, int64_t n))                                                   \
     KERNEL(f32_to_bf16, (const float* in, uint16_t* out, int64_t n))                                                   \
@@ -39,7 +42,8 @@
     KERNEL(gemm_block_bf16, (const uint16_t* a, int64_t lda, const uint16_t* b_packed, float* c, int64_t ldc, int64_t m,\
                              int64_t n, int64_t k))                                                                    \
     KERNEL(gemm_block_f32, (const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t m,\
-                            int64_t n, int64_t k))
+                            int64_t n, int64_t k))                                                                     \
+    KERNEL(attend_decode, (const DecodeTask* task))
 
 namespace opkit::isa {
 
