@@ -121,7 +121,7 @@ private:
         return address ? pointer<const float>(address) + offset : nullptr;
     }
 
-    void attend_part(const Part& part, void* workspace) {
+    DecodeTask task_of(const Part& part, void* workspace) const {
         const Sequence& sequence = sequences_[static_cast<size_t>(part.sequence)];
         DecodeTask task{};
         task.q = pointer<const unsigned char>(call_.q) + part.head * group_ * call_.q_head +
@@ -142,7 +142,7 @@ private:
         task.maximum = totals_.get() + slot, task.total = totals_.get() + slots_ + slot;
         task.sum = sums_.get() + slot * call_.dv;
         task.workspace = workspace;
-        kernels_.attend_decode(&task);
+        return task;
     }
 
     static void attend(int64_t begin, int64_t end, void* context) {
@@ -150,8 +150,16 @@ private:
         const int64_t bytes = decode_workspace(self.most_rows_, self.call_.d, self.call_.dv);
         const std::unique_ptr<unsigned char[]> memory(new unsigned char[static_cast<size_t>(bytes) + 64]);
         const auto address = (reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64;
-        for (int64_t i = begin; i < end; ++i)
-            self.attend_part(self.parts_[static_cast<size_t>(i)], reinterpret_cast<void*>(address));
+        DecodeTask task{}, following = self.task_of(self.parts_[static_cast<size_t>(begin)], reinterpret_cast<void*>(address));
+        for (int64_t i = begin; i < end; ++i) {
+            task = following;
+            task.prefetched = i > begin;
+            if (i + 1 < end) {
+                following = self.task_of(self.parts_[static_cast<size_t>(i + 1)], reinterpret_cast<void*>(address));
+                task.following = &following;
+            }
+            self.kernels_.attend_decode(&task);
+        }
     }
 
     // In the order of the parts, whichever thread does it.

@@ -193,12 +193,14 @@ void attend(const DecodeTask& task) {
     const Memory<K, W> m(task);
     Tile tiles[2];
     locate(task, task.begin, tiles[0]);
-    prefetch_tile(task, tiles[0]);
+    if (!task.prefetched) prefetch_tile(task, tiles[0]);
     start(task, m);
     for (int64_t at = task.begin, which = 0; at < task.end; at += kTileKeys, which ^= 1) {
-        const bool more = at + kTileKeys < task.end;
-        if (more) locate(task, at + kTileKeys, tiles[which ^ 1]);
-        attend_tile(task, m, tiles[which], more ? &tiles[which ^ 1] : nullptr);
+        Tile* next = &tiles[which ^ 1];
+        if (at + kTileKeys < task.end) locate(task, at + kTileKeys, *next);
+        else if (task.following) locate(*task.following, task.following->begin, *next);
+        else next = nullptr;
+        attend_tile(task, m, tiles[which], next);
     }
     finish(task, m);
 }

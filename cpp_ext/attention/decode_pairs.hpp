@@ -33,6 +33,13 @@ struct KeysPairs {
     }
 };
 
+// Every processor with VDPBF16PS has VPDPWSSD too.
+struct LanesOfPairs : Lanes {
+    static Words add_pairs(Words sum, int32_t pair, Words pairs) {
+        return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(pair));
+    }
+};
+
 struct ValuesPairs {
     using V = Lanes;
     using Left = __m512bh;

@@ -34,6 +34,8 @@ struct DecodeTask {
     ElementType q_type, kv_type;
     int64_t kv_bytes;             // of an element
     float *maximum, *total, *sum; // results: of each row its greatest logit, sum of exps, and dv weighted sums of values
+    const DecodeTask* following;  // the thread's next part, whose first tile is prefetched; or null
+    bool prefetched;              // this part's first tile was
     void* workspace;              // decode_workspace bytes at a multiple of 64
 };
 

@@ -12,11 +12,11 @@ void attend_pairs(const DecodeTask* task) {
     if (task->q_type == kBf16 && task->kv_type == kBf16)
         attend<KeysPairs, ValuesPairs>(*task);
     else
-        attend_decode<Lanes>(task);
+        attend_decode<LanesOfPairs>(task);
 }
 
 constexpr Table make_table() {
-    Table table{"avx512_bf16", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}};
+    Table table{"avx512_bf16", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"}};
     table.gemm_block_bf16 = gemm_pairs<ProductPairs>;
     table.attend_decode = attend_pairs;
     return table;

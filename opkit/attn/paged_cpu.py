@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opkit.errors import KernelError
+
 UNLIMITED = 2**62  #: an end of a band that hides nothing
 LARGEST_HEAD = 1024
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
@@ -37,6 +39,11 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD
         and available()
     )
+
+
+def takes_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
+    """:func:`takes`, and the heads of queries are a multiple of those of keys."""
+    return takes(q, k_pages, v_pages) and k_pages.shape[2] > 0 and q.shape[1] % k_pages.shape[2] == 0
 
 
 def decode(
@@ -74,7 +81,8 @@ def decode(
              [5.0986]]]))
     """
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
-    out = torch.empty_like(q[..., :1].expand(*q.shape[:3], v.shape[-1]), memory_format=torch.contiguous_format)
+    sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+    out = torch.empty((*q.shape[:3], v.shape[-1]), dtype=q.dtype)
     lse = torch.empty(q.shape[:3], dtype=torch.float32)
     _call(
         sequences=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], queries=q.shape[2], keys=k.shape[2],
@@ -108,7 +116,11 @@ def paged(
     Raises:
         ValueError: a length, a start of queries or a page that is needed is out of range.
     """
+    if not takes_pages(q, k_pages, v_pages):
+        raise KernelError(f"opkit::paged_attention: kernel 'decode' does not take q {_told(q)} with k_pages {_told(k_pages)}")
     q, k, v = _dense_rows(q), _dense_rows(k_pages), _dense_rows(v_pages)
+    sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+    k_scale, v_scale = _single(k_scale), _single(v_scale)
     table = page_table.to(torch.int32).contiguous()
     lengths, starts = lengths.to(torch.int64).contiguous(), starts.to(torch.int64).contiguous()
     out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype)
@@ -116,7 +128,7 @@ def paged(
     _call(
         sequences=lengths.numel(), heads=q.shape[1], kv_heads=k.shape[2], queries=q.shape[0],
         keys=table.shape[1] * k.shape[1], starts=starts.data_ptr(), lengths=lengths.data_ptr(),
-        table=table.data_ptr() or 64, table_row=table.shape[1], page_size=k.shape[1], pages=k.shape[0],
+        table=table.data_ptr() or 64, table_row=table.shape[1], page_size=max(k.shape[1], 1), pages=k.shape[0],
         **_shared(q, k, v, lower, upper, scale, softcap), **_sinks(sinks), from_end=True,
         **_places("q", q, ("token", "head")), q_sequence=0,
         **_places("out", out, ("token", "head")), out_sequence=0,
@@ -135,6 +147,14 @@ def _call(**fields: Any) -> None:
 
 def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _told(x: Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)}"
+
+
+def _single(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(torch.float32)
 
 
 def _shared(
