@@ -187,10 +187,14 @@ def _band(causal: bool, window: int | tuple[int, int] | None) -> tuple[int, int]
     return lower, min(upper, 0) if causal else upper
 
 
-def _scale_of(name: str, scale: Tensor | float | None, pages: Tensor, function: str = "paged_attention") -> Tensor | None:
+def _scale_of(
+    name: str, scale: Tensor | float | None, pages: Tensor, function: str = "paged_attention"
+) -> Tensor | None:
     if scale is None:
         if pages.dtype == torch.int8:
-            raise DtypeError(f"opkit.{function}: {name} is None, and the pages are int8. Pass the scales, {_shape_of_scales(pages)}.")
+            raise DtypeError(
+                f"opkit.{function}: {name} is None, and the pages are int8. Pass the scales, {_shape_of_scales(pages)}."
+            )
         return None
     tensor = torch.as_tensor(scale, dtype=None if isinstance(scale, Tensor) else torch.float32, device=pages.device)
     if tensor.numel() == 1 and function == "paged_attention":
@@ -221,10 +225,14 @@ def _check(
             f"{tuple(v_pages.shape)}; both are (pages, page_size, kv_heads, head size), of the same dtype"
         )
     if x.dim() not in ((3,) if starts is not None else (3, 4)):
-        expected = "(total, heads, d) with cu_seqlens" if starts is not None else "(batch, heads, d) or (batch, n, heads, d)"
+        expected = (
+            "(total, heads, d) with cu_seqlens" if starts is not None else "(batch, heads, d) or (batch, n, heads, d)"
+        )
         raise ShapeError(f"opkit.{function}: {name} is {tuple(x.shape)}; expected {expected}")
     if starts is None and x.shape[0] != lengths.shape[0]:
-        raise ShapeError(f"opkit.{function}: {name} has batch size {x.shape[0]}, and there are {lengths.shape[0]} lengths")
+        raise ShapeError(
+            f"opkit.{function}: {name} has batch size {x.shape[0]}, and there are {lengths.shape[0]} lengths"
+        )
     heads, kv_heads = x.shape[-2], k_pages.shape[2]
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(f"opkit.{function}: {heads} heads of {name} are no multiple of k_pages' {kv_heads}")

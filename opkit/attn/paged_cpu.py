@@ -19,7 +19,6 @@ LARGEST_HEAD = 1024
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 
 
-
 @functools.cache
 def available() -> bool:
     """Whether opkit's compiled core is there."""
@@ -117,7 +116,9 @@ def paged(
         ValueError: a length, a start of queries or a page that is needed is out of range.
     """
     if not takes_pages(q, k_pages, v_pages):
-        raise KernelError(f"opkit::paged_attention: kernel 'decode' does not take q {_told(q)} with k_pages {_told(k_pages)}")
+        raise KernelError(
+            f"opkit::paged_attention: kernel 'decode' does not take q {_told(q)} with k_pages {_told(k_pages)}"
+        )
     q, k, v = _dense_rows(q), _dense_rows(k_pages), _dense_rows(v_pages)
     sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
     k_scale, v_scale = _single(k_scale), _single(v_scale)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from opkit.attn.paged_cpu import UNLIMITED, decode, takes
 
 _core = pytest.importorskip("opkit._core", reason="opkit runs from a source tree that was not installed")
@@ -40,7 +41,9 @@ def check(q, k, v, **options):
     assert out.dtype == q.dtype
     assert lse.dtype == torch.float32
     paired = q.dtype == k.dtype == torch.bfloat16
-    bound = (ROUNDING[q.dtype] + paired * 2.0**-9 + 2.0**-17) * max(1.0, v.double().abs().max().item() if v.numel() else 1)
+    bound = (ROUNDING[q.dtype] + paired * 2.0**-9 + 2.0**-17) * max(
+        1.0, v.double().abs().max().item() if v.numel() else 1
+    )
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=bound)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=2.0**-19, atol=2.0**-17)
     return out, lse
@@ -102,7 +105,9 @@ def test_queries_that_see_nothing_give_zeros(isa):
     assert (lse == -torch.inf).all()
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 2, 1, 5, 8, 8), (1, 0, 1, 1, 5, 8, 8), (1, 2, 1, 0, 5, 8, 8), (1, 2, 1, 1, 5, 8, 0)])
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 2, 1, 5, 8, 8), (1, 0, 1, 1, 5, 8, 8), (1, 2, 1, 0, 5, 8, 8), (1, 2, 1, 1, 5, 8, 0)]
+)
 def test_empty_tensors(isa, shape):
     check(*made(*shape))
 
