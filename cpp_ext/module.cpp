@@ -1,6 +1,7 @@
 // opkit._core: what Python asks of the compiled core.
 #include <pybind11/pybind11.h>
 
+#include "attention/bind_decode.hpp"
 #include "cpu_features.hpp"
 #include "isa/bind.hpp"
 
@@ -31,4 +32,5 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
     opkit::launch::bind(m);
     opkit::isa::bind(m);
     opkit::attention::bind(m);
+    opkit::bind_decode(m);
 }

@@ -25,6 +25,8 @@ __version__ = "0.1.0"
 
 
 if TYPE_CHECKING:
+    from opkit.attn.paged import append_kv as append_kv
+    from opkit.attn.paged import paged_attention as paged_attention
     from opkit.compiler.explain import explain as explain
 
 
@@ -33,4 +35,8 @@ def __getattr__(name: str) -> Any:
         from opkit.compiler.explain import explain
 
         return explain
+    if name in ("paged_attention", "append_kv"):  # they need jaxtyping
+        from opkit.attn import paged
+
+        return getattr(paged, name)
     raise AttributeError(f"module 'opkit' has no attribute {name!r}")

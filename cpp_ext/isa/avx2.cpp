@@ -7,6 +7,7 @@
 #include "../attention/forward.hpp"
 #include "../attention/products.hpp"
 #include "../attention/vectors_avx2.hpp"
+#include "../attention/decode.hpp"
 #include "table.hpp"
 #include "vector_gemm.hpp"
 
@@ -57,6 +58,14 @@ struct Vectors {
     }
 };
 
+}  // namespace
+}  // namespace opkit::isa
+
+#include "../attention/lanes_avx2.hpp"
+
+namespace opkit::isa {
+namespace {
+
 constexpr Table make_table() {
     Table table{"avx2", {"avx2", "fma"}};
     table.bf16_to_f32 = widen<Vectors>;
@@ -72,6 +81,7 @@ constexpr Table make_table() {
     table.attention_bf16 = attention::attend<attention::WidenedProduct<Attention>>;
     table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<Attention>>;
     table.attention_backward_bf16 = attention::retreat<attention::WidenedProduct<Attention>>;
+    table.attend_decode = attend_decode<Lanes>;
     return table;
 }
 

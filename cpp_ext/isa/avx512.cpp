@@ -4,6 +4,8 @@
 #include "../attention/forward.hpp"
 #include "../attention/products.hpp"
 #include "../attention/vectors_avx512.hpp"
+#include "../attention/decode.hpp"
+#include "../attention/lanes_avx512.hpp"
 #include "avx512_vectors.hpp"
 #include "table.hpp"
 #include "vector_gemm.hpp"
@@ -25,6 +27,7 @@ constexpr Table make_table() {
     table.attention_bf16 = attention::attend<attention::WidenedProduct<attention::Vectors>>;
     table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<attention::Vectors>>;
     table.attention_backward_bf16 = attention::retreat<attention::WidenedProduct<attention::Vectors>>;
+    table.attend_decode = attend_decode<Lanes>;
     return table;
 }
 

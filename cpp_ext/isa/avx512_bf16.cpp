@@ -3,18 +3,28 @@
 #include "../attention/backward.hpp"
 #include "../attention/forward.hpp"
 #include "../attention/pairs_avx512.hpp"
+#include "../attention/decode.hpp"
+#include "../attention/decode_pairs.hpp"
 #include "avx512_pairs.hpp"
 #include "table.hpp"
 
 namespace opkit::isa {
 namespace {
 
+void attend_pairs(const DecodeTask* task) {
+    if (task->q_type == kBf16 && task->kv_type == kBf16)
+        attend<KeysPairs, ValuesPairs>(*task);
+    else
+        attend_decode<LanesOfPairs>(task);
+}
+
 constexpr Table make_table() {
-    Table table{"avx512_bf16", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}};
+    Table table{"avx512_bf16", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"}};
     table.gemm_block_bf16 = gemm_pairs<ProductPairs>;
     table.attention_bf16 = attention::attend<attention::PairProduct>;
     table.attention_cells_bf16 = attention::fill_cells<attention::PairProduct>;
     table.attention_backward_bf16 = attention::retreat<attention::PairProduct>;
+    table.attend_decode = attend_pairs;
     return table;
 }
 

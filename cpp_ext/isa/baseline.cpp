@@ -3,6 +3,8 @@
 #include "../attention/forward.hpp"
 #include "../attention/products.hpp"
 #include "../attention/vectors_plain.hpp"
+#include "../attention/decode.hpp"
+#include "../attention/lanes_portable.hpp"
 #include "scalar.hpp"
 #include "table.hpp"
 
@@ -53,6 +55,7 @@ constexpr Table make_table() {
     table.attention_bf16 = attention::attend<attention::WidenedProduct<attention::PlainVectors>>;
     table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<attention::PlainVectors>>;
     table.attention_backward_bf16 = attention::retreat<attention::WidenedProduct<attention::PlainVectors>>;
+    table.attend_decode = attend_decode<Lanes>;
     return table;
 }
 

@@ -188,6 +188,8 @@ void bind_kernels(py::module_& m) {
 
 }  // namespace
 
+const Table& environment_table() { return table_of(std::nullopt); }
+
 void bind(py::module_& m) {
     m.def("isas", [] { return names([](const Choice& choice) { return choice.obstacle.empty(); }); },
           "The instruction sets whose kernels run here, the widest last.");

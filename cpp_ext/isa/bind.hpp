@@ -15,4 +15,7 @@ void bind(pybind11::module_& m);
 // A cap of none is the environment's OPKIT_ISA, read as Python holds it now. Throws ValueError on an unknown name.
 const Choice& within(const std::optional<std::string>& cap);
 
+// The kernels within the environment's OPKIT_ISA, read as Python holds it now. Needs the GIL.
+const Table& environment_table();
+
 }  // namespace opkit::isa

@@ -26,6 +26,7 @@
 #include <stdint.h>
 
 #include "../attention/block.hpp"
+#include "../attention/decode_task.hpp"
 
 // name, parameters. All matrices are stored by rows, ld* is the distance of two rows in elements; every size may be zero.
 // Matrices may have any alignment; an output overlaps no input. bf16 values travel as uint16_t.
@@ -38,6 +39,7 @@
 //     beyond the last key is left as it is.
 //   attention_*: a block of queries (attention/forward.hpp). attention_cells_*: rows, `pitch` elements apart, as cells, which are of
 //     the ISA's own kind; attention_backward_*: rows against a tile of keys (attention/backward.hpp).
+//   attend_decode: one part of attention with few queries; see attention/decode_task.hpp and decode.hpp.
 #define OPKIT_ISA_KERNELS(KERNEL)                                                                                      \
     KERNEL(bf16_to_f32, (const uint16_t* in, float* out, int64_t n))                                                   \
     KERNEL(f32_to_bf16, (const float* in, uint16_t* out, int64_t n))                                                   \
@@ -52,7 +54,8 @@
     KERNEL(attention_cells_f32, (const void* rows, int64_t pitch, int64_t count, int64_t elements, void* out))         \
     KERNEL(attention_cells_bf16, (const void* rows, int64_t pitch, int64_t count, int64_t elements, void* out))        \
     KERNEL(attention_backward_f32, (const attention::BackwardTile& tile))                                              \
-    KERNEL(attention_backward_bf16, (const attention::BackwardTile& tile))
+    KERNEL(attention_backward_bf16, (const attention::BackwardTile& tile))                                             \
+    KERNEL(attend_decode, (const DecodeTask* task))
 
 namespace opkit::isa {
 

@@ -14,13 +14,8 @@
 
 #include <stddef.h>
 
+#include "unroll.hpp"
 #include "vector_convert.hpp"
-
-#if defined(__clang__)
-#define OPKIT_UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define OPKIT_UNROLL _Pragma("GCC unroll 32")
-#endif
 
 namespace opkit::isa {
 namespace {

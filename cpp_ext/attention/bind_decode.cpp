@@ -1,0 +1,36 @@
+#include "bind_decode.hpp"
+
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+
+#include "../isa/bind.hpp"
+#include "../runtime/failure.hpp"
+#include "decode_call.hpp"
+
+namespace py = pybind11;
+
+namespace opkit {
+namespace {
+
+void decode_attention(const py::kwargs& fields) {
+    DecodeCall call;
+#define OPKIT_DECODE_TAKE(type, name) call.name = fields[#name].cast<type>();
+    OPKIT_DECODE_FIELDS(OPKIT_DECODE_TAKE)
+#undef OPKIT_DECODE_TAKE
+    const isa::Table& kernels = isa::environment_table();
+    const py::gil_scoped_release released;
+    const Report report;
+    decode(call, kernels);
+    if (report.failed()) throw std::runtime_error(report.text());
+}
+
+}  // namespace
+
+void bind_decode(py::module_& m) {
+    m.def("decode_attention", &decode_attention,
+          "Attention of few queries to many keys; the fields are those of cpp_ext/attention/decode_call.hpp.");
+}
+
+}  // namespace opkit

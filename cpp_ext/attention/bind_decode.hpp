@@ -1,0 +1,7 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace opkit {
+void bind_decode(pybind11::module_& m);
+}

@@ -1,0 +1,223 @@
+// Attention of few queries to many keys (decoding), for any ISA.
+//
+// For r rows (query heads of a KV head, times queries), n keys, sizes d and dv: 2 r n (d + dv) FLOPs on n (d + dv) elements, each
+// read once for all rows: r FLOPs for each byte of bf16. Memory limits it up to about 16 rows of bf16. The keys of a sequence are
+// divided into parts, which are computed independently and merged: FlashDecoding (Dao, Haziza, Massa, Sizov 2023), online
+// softmax within a part: FlashAttention-2 (Dao 2023).
+//
+// A tile of kTileKeys keys at a time: logits, exps, sums of values; the next tile's rows are prefetched meanwhile. Hidden keys do
+// not leak, whatever they hold: where rows of a tile see different keys, each row's sums are of the keys that it sees.
+#pragma once
+
+#include "decode_softmax.hpp"
+#include "decode_values.hpp"
+
+namespace opkit::isa {
+namespace {
+
+alignas(64) constexpr unsigned char kNoRow[4 * kLargestHead + 64] = {};
+
+// Where a tile's rows are. After the last key: rows that may be read, and count for nothing.
+struct Tile {
+    const unsigned char* k[kTileKeys + 16];
+    const unsigned char* v[kTileKeys + 16];
+    float k_scale[kTileKeys], v_scale[kTileKeys];
+    int64_t begin, keys;
+};
+
+inline void locate(const DecodeRows& rows, int64_t page, int64_t slot, int64_t count, const unsigned char** at, float* scales) {
+    const unsigned char* row = rows.data + page * rows.page + slot * rows.token;
+    for (int64_t i = 0; i < count; ++i, row += rows.token) at[i] = row;
+    if (!rows.scale) return;
+    const float* scale = rows.scale + page * rows.scale_page + slot * rows.scale_token;
+    for (int64_t i = 0; i < count; ++i, scale += rows.scale_token) scales[i] = *scale;
+}
+
+inline void locate(const DecodeTask& task, int64_t begin, Tile& tile) {
+    tile.begin = begin;
+    tile.keys = task.end - begin < kTileKeys ? task.end - begin : kTileKeys;
+    for (int64_t i = 0; i < tile.keys;) {
+        const int64_t index = (begin + i) / task.page_size, slot = (begin + i) % task.page_size;
+        const int64_t left = task.page_size - slot, count = left < tile.keys - i ? left : tile.keys - i;
+        const int64_t page = task.pages ? task.pages[index] : 0;
+        locate(task.k, page, slot, count, tile.k + i, tile.k_scale + i);
+        locate(task.v, page, slot, count, tile.v + i, tile.v_scale + i);
+        i += count;
+    }
+    for (int64_t i = tile.keys; i < kTileKeys + 16; ++i) tile.k[i] = tile.v[i] = kNoRow;
+    for (int64_t i = tile.keys; i < kTileKeys; ++i) tile.k_scale[i] = tile.v_scale[i] = 1.0f;
+}
+
+constexpr int64_t kWeightsPitch = kTileKeys + 16;  // zeros after the weights of a whole tile
+
+// The memory of a part, from the task's workspace.
+template <class K, class W>
+struct Memory {
+    using V = typename K::V;
+    using Weight = typename W::Weight;
+    int64_t rows, padded, cells_pitch, sums_pitch;
+    uint32_t* cells;
+    float *sums, *logits, *factor, *decay, *maximum, *total;
+    Weight* weights;
+
+    explicit Memory(const DecodeTask& task) : rows(task.group * task.queries), padded(padded_rows(rows)) {
+        cells_pitch = (task.k.size + 63) / 64 * 64;
+        sums_pitch = (task.v.size + 63) / 64 * 64;
+        auto* next = static_cast<float*>(task.workspace);
+        const auto take = [&](int64_t count) { return (next += padded * count) - padded * count; };
+        cells = reinterpret_cast<uint32_t*>(take(cells_pitch));
+        sums = take(sums_pitch);
+        logits = take(kTileKeys);
+        weights = reinterpret_cast<Weight*>(take(kWeightsPitch));
+        factor = take(1), decay = take(1), maximum = take(1), total = take(1);
+    }
+};
+
+template <class K, class W>
+void start(const DecodeTask& task, const Memory<K, W>& m) {
+    const auto bytes = [&](int64_t count) { return static_cast<size_t>(4 * m.padded * count); };
+    __builtin_memset(m.sums, 0, bytes(m.sums_pitch));
+    __builtin_memset(m.weights, 0, bytes(kWeightsPitch));
+    __builtin_memset(m.decay, 0, bytes(1));
+    if (m.padded > m.rows) __builtin_memset(m.cells, 0, bytes(m.cells_pitch));
+    for (int64_t r = 0; r < m.rows; ++r) {
+        const auto* q = task.q + r / task.queries * task.q_head + r % task.queries * task.q_token;
+        m.factor[r] = K::prepare(q, task.q_type, task.k.size, m.cells + r * m.cells_pitch) * task.scale;
+        m.maximum[r] = -__builtin_inff();
+        m.total[r] = 0.0f;
+    }
+}
+
+// Calls block<ROWS>(first row) until all rows are done: ROWS is a power of two, at most MOST.
+template <int MOST, class F>
+inline __attribute__((always_inline)) int64_t blocks(int64_t row, int64_t rows, const F& block) {
+    for (; row + MOST <= rows; row += MOST) block.template operator()<MOST>(row);
+    if constexpr (MOST > 1) return blocks<MOST / 2>(row, rows, block);
+    return row;
+}
+
+template <class K, class W>
+struct ScoreRows {
+    const DecodeTask& task;
+    const Memory<K, W>& m;
+    const unsigned char *const *rows, *const *next;
+    int64_t key;
+    template <int ROWS>
+    void operator()(int64_t row) const {
+        score<K, ROWS>(rows, row == 0 ? next : nullptr, task.k.size * task.kv_bytes, m.cells + row * m.cells_pitch,
+                       m.cells_pitch, m.logits + row * kTileKeys + key);
+    }
+};
+
+template <class K, class W>
+struct WeighRows {
+    const DecodeTask& task;
+    const Memory<K, W>& m;
+    const unsigned char *const *rows, *const *next;
+    int64_t first, keys;
+    template <int ROWS>
+    void operator()(int64_t row) const {
+        weigh<W, ROWS>({rows, row == 0 ? next : nullptr, keys, task.v.size * task.kv_bytes,
+                        m.weights + row * kWeightsPitch + first, kWeightsPitch, m.sums + row * m.sums_pitch, m.sums_pitch,
+                        m.decay + row});
+    }
+};
+
+struct Range {
+    int64_t first, last;
+};
+
+// The keys of a tile that a query sees, counted from the tile's first.
+inline Range visible(const DecodeTask& task, const Tile& tile, int64_t query) {
+    const int64_t first = query + task.lower - tile.begin, last = query + task.upper + 1 - tile.begin;
+    const int64_t length = task.length - tile.begin, keys = length < tile.keys ? length : tile.keys;
+    const Range range{first > 0 ? first : 0, last < keys ? last : keys};
+    return range.first < range.last ? range : Range{0, 0};
+}
+
+// Gives whether all rows see all keys of the tile.
+template <class K, class W>
+bool update_rows(const DecodeTask& task, const Memory<K, W>& m, Tile& tile) {
+    bool all = true;
+    for (int64_t r = 0; r < m.rows; ++r) {
+        const Range range = visible(task, tile, r % task.queries);
+        all &= range.first == 0 && range.last == tile.keys;
+        const TileRow row{m.logits + r * kTileKeys, range.first, range.last, tile.keys, m.factor[r], task.softcap,
+                          task.k.scale ? tile.k_scale : nullptr, task.v.scale ? tile.v_scale : nullptr};
+        m.decay[r] = update<W>(row, m.maximum[r], m.total[r], m.weights + r * kWeightsPitch);
+    }
+    return all;
+}
+
+// Each row by itself, of the keys that it sees; what stands after them in its list of rows is zeros, for products of two keys.
+template <class K, class W>
+void weigh_visible(const DecodeTask& task, const Memory<K, W>& m, const Tile& tile) {
+    const unsigned char* rows[kTileKeys + 2];
+    for (int64_t r = 0; r < m.rows; ++r) {
+        const Range range = visible(task, tile, r % task.queries);
+        const int64_t keys = range.last - range.first;
+        for (int64_t i = 0; i < keys; ++i) rows[i] = tile.v[range.first + i];
+        rows[keys] = rows[keys + 1] = kNoRow;
+        WeighRows<K, W>{task, m, rows, nullptr, range.first, keys}.template operator()<1>(r);
+    }
+}
+
+template <class K, class W>
+void attend_tile(const DecodeTask& task, const Memory<K, W>& m, Tile& tile, const Tile* next) {
+    using V = typename K::V;
+    for (int64_t key = 0; key < tile.keys; key += V::kLanes)
+        blocks<V::kMaxRows>(0, m.padded, ScoreRows<K, W>{task, m, tile.k + key, next ? next->k + key : nullptr, key});
+    if (update_rows(task, m, tile))
+        blocks<8>(0, m.padded, WeighRows<K, W>{task, m, tile.v, next ? next->v : nullptr, 0, tile.keys});
+    else
+        weigh_visible(task, m, tile);
+}
+
+template <class K, class W>
+void finish(const DecodeTask& task, const Memory<K, W>& m) {
+    for (int64_t r = 0; r < m.rows; ++r) {
+        W::order(m.sums + r * m.sums_pitch, m.sums_pitch);
+        __builtin_memcpy(task.sum + r * task.v.size, m.sums + r * m.sums_pitch, static_cast<size_t>(4 * task.v.size));
+        task.maximum[r] = m.maximum[r];
+        task.total[r] = m.total[r];
+    }
+}
+
+inline void prefetch_tile(const DecodeTask& task, const Tile& tile) {
+    for (int64_t i = 0; i < tile.keys; ++i) prefetch(tile.k[i], task.k.size * task.kv_bytes);
+    for (int64_t i = 0; i < tile.keys; ++i) prefetch(tile.v[i], task.v.size * task.kv_bytes);
+}
+
+template <class K, class W>
+void attend(const DecodeTask& task) {
+    const Memory<K, W> m(task);
+    Tile tiles[2];
+    locate(task, task.begin, tiles[0]);
+    if (!task.prefetched) prefetch_tile(task, tiles[0]);
+    start(task, m);
+    for (int64_t at = task.begin, which = 0; at < task.end; at += kTileKeys, which ^= 1) {
+        Tile* next = &tiles[which ^ 1];
+        if (at + kTileKeys < task.end) locate(task, at + kTileKeys, *next);
+        else if (task.following) locate(*task.following, task.following->begin, *next);
+        else next = nullptr;
+        attend_tile(task, m, tiles[which], next);
+    }
+    finish(task, m);
+}
+
+template <class V, class T>
+void attend_float(const DecodeTask& task) {
+    attend<KeysFloat<V, T>, ValuesFloat<V, T>>(task);
+}
+
+template <class V>
+void attend_decode(const DecodeTask* task) {
+    if (task->kv_type == kF32) attend_float<V, F32>(*task);
+    if (task->kv_type == kBf16) attend_float<V, Bf16>(*task);
+    if (task->kv_type == kF16) attend_float<V, F16>(*task);
+    if (task->kv_type == kI8) attend<KeysInt8<V>, ValuesFloat<V, I8>>(*task);
+    if (task->kv_type == kF8) attend_float<V, F8>(*task);
+}
+
+}  // namespace
+}  // namespace opkit::isa

@@ -1,0 +1,125 @@
+"""What paged attention and appending to a paged KV cache compute, in plain torch, on any device."""
+
+import torch
+from jaxtyping import Float, Integer, Shaped
+from torch import Tensor
+
+_ELEMENTS = 1 << 26  # of gathered keys at a time
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def paged_attention(
+    q: Float[Tensor, "total heads d"],
+    k_pages: Shaped[Tensor, "pages size kv_heads d"],
+    v_pages: Shaped[Tensor, "pages size kv_heads dv"],
+    page_table: Integer[Tensor, "batch width"],
+    lengths: Integer[Tensor, "batch"],
+    starts: Integer[Tensor, "batch+1"],
+    lower: int,
+    upper: int,
+    scale: float,
+    softcap: float,
+    sinks: Float[Tensor, "heads"] | None,
+    k_scale: Float[Tensor, "pages size kv_heads"] | None,
+    v_scale: Float[Tensor, "pages size kv_heads"] | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of ragged queries to pages of keys and values.
+
+    Queries ``starts[b]`` to ``starts[b + 1]`` are the last of sequence ``b``, which has ``lengths[b]`` keys. The query at
+    position p sees the key at j iff ``lower <= j - p <= upper``. Returns ``(total, heads, dv)`` of ``q``'s dtype, and the
+    log-sum-exp ``(total, heads)``, float32 (float64 for float64).
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys = page_table.shape[1] * k_pages.shape[1]
+    out = q.new_zeros((*q.shape[:2], v_pages.shape[-1]))
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
+    tokens = torch.arange(q.shape[0], device=q.device)
+    sequence, position = _places(tokens, lengths, starts)
+    block = max(1, _ELEMENTS // max(1, keys * k_pages.shape[2] * max(k_pages.shape[3], v_pages.shape[3])))
+    for some in torch.split(tokens, block):
+        pages = page_table[sequence[some]].clamp(0, max(k_pages.shape[0] - 1, 0)).long()
+        visible = _visible(position[some], lengths[sequence[some]], keys, lower, upper)
+        k = _gathered(k_pages, k_scale, pages, visible, wide)
+        v = _gathered(v_pages, v_scale, pages, visible, wide)
+        out[some], lse[some] = _attend(q[some].to(wide), k, v, visible, scale, softcap, sinks, q.dtype)
+    return out, lse
+
+
+def _places(tokens: Tensor, lengths: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """The sequence of each query, and its position there."""
+    sequence = torch.searchsorted(starts.to(tokens.dtype), tokens, right=True) - 1
+    sequence = sequence.clamp(0, max(lengths.shape[0] - 1, 0))
+    return sequence, lengths[sequence] - starts[sequence + 1] + tokens
+
+
+def _visible(position: Tensor, lengths: Tensor, keys: int, lower: int, upper: int) -> Tensor:
+    j = torch.arange(keys, device=position.device)
+    distance = j - position[:, None]
+    return (lower <= distance) & (distance <= upper) & (j < lengths[:, None])
+
+
+def _gathered(pages: Tensor, scale: Tensor | None, wanted: Tensor, visible: Tensor, wide: torch.dtype) -> Tensor:
+    """``(queries, keys, kv_heads, d)``: each query's keys, zeros where it sees none."""
+    if pages.shape[0] == 0:
+        return torch.zeros((*visible.shape, *pages.shape[2:]), dtype=wide, device=pages.device)
+    dense = pages.view(torch.uint8)[wanted].view(pages.dtype) if pages.itemsize == 1 else pages[wanted]
+    dense = dense.to(wide) if scale is None else dense.to(wide) * scale[wanted].to(wide)[..., None]
+    return dense.flatten(1, 2).masked_fill(~visible[..., None, None], 0.0)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    grouped = q.unflatten(1, (k.shape[2], q.shape[1] // max(k.shape[2], 1)))
+    logits = torch.einsum("thgd,tkhd->thgk", grouped, k).flatten(1, 2) * scale
+    logits = torch.tanh(logits / softcap) * softcap if softcap > 0 else logits
+    logits = logits.masked_fill(~visible[:, None], -torch.inf)
+    sink = torch.full_like(q[0, :, 0], -torch.inf) if sinks is None else sinks.to(q.dtype)
+    lse = torch.cat([logits, sink[None, :, None].expand(*q.shape[:2], 1)], dim=-1).logsumexp(-1)
+    weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    out = torch.einsum("thgk,tkhd->thgd", weights.unflatten(1, grouped.shape[1:3]), v).flatten(1, 2)
+    return out.to(dtype), lse
+
+
+def append_kv(
+    k: Float[Tensor, "total kv_heads d"],
+    v: Float[Tensor, "total kv_heads dv"],
+    k_pages: Shaped[Tensor, "pages size kv_heads d"],
+    v_pages: Shaped[Tensor, "pages size kv_heads dv"],
+    page_table: Integer[Tensor, "batch width"],
+    lengths_before: Integer[Tensor, "batch"],
+    starts: Integer[Tensor, "batch+1"],
+    k_scale: Float[Tensor, "pages size kv_heads"] | None,
+    v_scale: Float[Tensor, "pages size kv_heads"] | None,
+) -> None:
+    """Write tokens ``starts[b]`` to ``starts[b + 1]`` after the first ``lengths_before[b]`` of sequence ``b``, in place."""
+    if k.shape[0] == 0:
+        return
+    tokens = torch.arange(k.shape[0], device=k.device)
+    sequence = torch.searchsorted(starts.to(tokens.dtype), tokens, right=True) - 1
+    position = lengths_before[sequence] + tokens - starts[sequence]
+    page = page_table[sequence, position // k_pages.shape[1]].long()
+    slot = (position % k_pages.shape[1]).long()
+    _write(k, k_pages, k_scale, page, slot)
+    _write(v, v_pages, v_scale, page, slot)
+
+
+def _write(x: Tensor, pages: Tensor, scale: Tensor | None, page: Tensor, slot: Tensor) -> None:
+    if scale is not None:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        step = wide.abs().amax(-1) / _LARGEST.get(pages.dtype, 1.0)
+        scale[page, slot] = step.to(scale.dtype)
+        x = wide / torch.where(step > 0, step, 1.0)[..., None]
+    if pages.dtype == torch.int8:
+        x = x.round().clamp(-127, 127)
+    if pages.itemsize == 1:  # torch indexes few types of float8
+        pages.view(torch.uint8)[page, slot] = x.to(pages.dtype).view(torch.uint8)
+    else:
+        pages[page, slot] = x.to(pages.dtype)
