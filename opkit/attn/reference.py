@@ -70,8 +70,9 @@ def attention(
 
 def _spread(x: Tensor, heads: int) -> Tensor:
     """Keys or values, repeated for the query heads that share a head of theirs."""
-    groups = heads // x.shape[1]
-    return x if groups == 1 else x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)
+    if heads == x.shape[1]:
+        return x
+    return x.unsqueeze(2).expand(-1, -1, heads // x.shape[1], -1, -1).flatten(1, 2)
 
 
 def _contact(x: Tensor, seen: Tensor | None) -> Tensor | None:
