@@ -160,7 +160,7 @@ def _lowered(
 ) -> tuple[Any, ...]:
     """The operator's arguments."""
     q, k, v = _heads_first(q, k, v, layout)
-    if torch.is_autocast_enabled(q.device.type):
+    if isinstance(q, Tensor) and _autocasts(q.device.type):
         q, k, v = _cast(q, k, v)
     sizes = _sizes(q, k, v, layout)
     mask_program, mask_tensors, bias_program, bias_tensors = [], [], [], []
@@ -197,6 +197,10 @@ def _heads_first(q: Any, k: Any, v: Any, layout: str) -> tuple[Tensor, Tensor, T
     return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
 
 
+def _autocasts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values in the dtype of autocast, float64 excepted, as ``scaled_dot_product_attention`` has them."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
@@ -217,7 +221,7 @@ def _sizes(q: Any, k: Any, v: Any, layout: str) -> Sizes:
     except (AttributeError, ValueError, TypeError):
         fits = False
     if not fits:
-        arguments.explain(*(_as_given(x, layout) for x in (q, k, v)), layout)
+        arguments.explain(_as_given(q, layout), _as_given(k, layout), _as_given(v, layout), layout)
     return Sizes(batch, heads, queries, keys, device)  # pyright: ignore[reportPossiblyUnboundVariable]
 
 

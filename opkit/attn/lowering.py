@@ -249,8 +249,8 @@ def lower(mask: Mask, sizes: Sizes) -> Lowered:
 
 def _lower(mask: Mask, sizes: Sizes) -> Lowered:
     parts = conjuncts(mask)
-    added = tuple(part.tensor for part in parts if _additive(part))
-    hiding = [part for part in parts if not _additive(part)]
+    added = tuple(part.tensor for part in parts if isinstance(part, Dense) and part.additive)
+    hiding = [part for part in parts if not (isinstance(part, Dense) and part.additive)]
     to = Lowering(sizes)
     documents = to.documents_among(hiding)
     for number, part in enumerate(hiding):
@@ -259,7 +259,3 @@ def _lower(mask: Mask, sizes: Sizes) -> Lowered:
             to.emit(program.AND)
     moved = documents is not None and not documents.same
     return Lowered(to.program, to.tensors, added, moved)
-
-
-def _additive(mask: Mask) -> bool:
-    return isinstance(mask, Dense) and mask.additive

@@ -32,6 +32,7 @@ _BATCHED = (0, 1, 2, 3, 4)
 def attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     """The operator, defined and given its kernels when it is first asked for.
 
+    >>> import torch
     >>> q = torch.ones(1, 2, 3, 4)
     >>> out, lse = attention_operator()(q, q, q, [], [], None, None, [], [], 0.5, 0.0, 0.0, False)
     >>> out.shape, lse.shape
