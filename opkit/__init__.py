@@ -3,6 +3,7 @@
 An operator is one reference, any number of kernels, and rules: what the author leaves out is derived from the reference.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from opkit import errors as errors
@@ -25,18 +26,26 @@ __version__ = "0.1.0"
 
 
 if TYPE_CHECKING:
+    from opkit import masks as masks
+    from opkit.attn.api import attention as attention
     from opkit.attn.paged import append_kv as append_kv
     from opkit.attn.paged import paged_attention as paged_attention
     from opkit.compiler.explain import explain as explain
 
+# What few need, or takes long to import, as torch._dynamo does: imported when it is first asked for.
+_LATER = {
+    "append_kv": ("opkit.attn.paged", "append_kv"),
+    "attention": ("opkit.attn.api", "attention"),
+    "explain": ("opkit.compiler.explain", "explain"),
+    "masks": ("opkit.masks", None),
+    "paged_attention": ("opkit.attn.paged", "paged_attention"),
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "explain":  # it needs torch._dynamo, which takes long to import
-        from opkit.compiler.explain import explain
-
-        return explain
-    if name in ("paged_attention", "append_kv"):  # they need jaxtyping
-        from opkit.attn import paged
-
-        return getattr(paged, name)
-    raise AttributeError(f"module 'opkit' has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module 'opkit' has no attribute {name!r}")
+    module, member = _LATER[name]
+    found = importlib.import_module(module)
+    globals()[name] = found if member is None else getattr(found, member)
+    return globals()[name]

@@ -60,7 +60,8 @@ def at_least_two(spec: CallSpec, case: Case) -> Case:
 def other_sizes(spec: CallSpec, case: Case) -> list[Case]:
     """Cases that differ from ``case``, and from one another, in their sizes alone."""
     found = [resized(spec, case, change) for change in CHANGES]
-    return [each for each in dict.fromkeys(found) if _shapes(each) != _shapes(case)]
+    distinct = {repr(each): each for each in found}  # a case may hold lists, and then has no hash
+    return [each for each in distinct.values() if _shapes(each) != _shapes(case)]
 
 
 def _shapes(case: Case) -> list[tuple[int, ...]]:

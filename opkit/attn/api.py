@@ -1,0 +1,249 @@
+"""``opkit.attention``: from what a user says to a call of the operator."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from opkit.attn import arguments, biases, reference
+from opkit.attn.lowering import Sizes
+from opkit.attn.lowering import lower as lower_mask
+from opkit.attn.masks import Mask, as_mask
+from opkit.attn.operator import attention_operator
+from opkit.op.operator import use_kernel
+from opkit.op.selection import REFERENCE, Selection
+
+_OPERATOR = attention_operator()
+_DTYPES = arguments.DTYPES
+Bias = Tensor | biases.Bias | list[Any] | tuple[Any, ...]
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = ...,
+    bias: Bias | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    return_lse: Literal[False] = ...,
+    layout: str = ...,
+    kernel: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = ...,
+    bias: Bias | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    return_lse: Literal[True],
+    layout: str = ...,
+    kernel: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention: each query's mean of the values, weighted by the exponentials of its logits with the keys.
+
+    Computed in float32, or float64 for float64 ``q``. A query that sees no key gives zeros, and has zero gradients.
+
+    Args:
+        q: queries, (batch, heads, queries, d), float32, float64, bfloat16 or float16, of any strides.
+        k: keys, (batch, key heads, keys, d) of ``q``'s dtype. ``heads`` is a multiple of the key heads: as many
+            consecutive query heads share a head of keys.
+        v: values, (batch, key heads, keys, d_v) of ``q``'s dtype.
+        mask: which keys a query sees, of :mod:`opkit.masks`; or a tensor, as in ``opkit.masks.Dense``. None: all keys.
+        bias: is added to the logits: a floating tensor that broadcasts to (batch, heads, queries, keys), an
+            ``opkit.masks.ALiBi``, an ``opkit.masks.RelativePosition``, or several of them in a list.
+        scale: a factor of the logits; ``1 / sqrt(d)`` by default.
+        softcap: the logits become ``softcap * tanh(logits / softcap)``, before biases are added.
+        sinks: (heads,), a further logit of every query of a head, which has no value.
+        dropout_p: the share of probabilities set to zero; their seed comes from torch's generator.
+        return_lse: also give the logarithm of the sum of the exponentials of each row's logits.
+        layout: "bhsd" as above; "bshd", (batch, sequence, heads, head size); or "thd", (total, heads, head size) for
+            sequences packed one after another. Masks and biases have queries and keys last in every layout, and the batch
+            size 1 for "thd".
+        kernel: the name of a kernel to force, or "reference"; None: the best that takes the call.
+
+    Returns:
+        The result, in ``layout`` and contiguous, of ``q``'s dtype; with ``return_lse`` also the log-sum-exp, (batch,
+        heads, queries), or (heads, total) for "thd", in float32 or float64; minus infinity for a query that sees nothing.
+
+    Raises:
+        ShapeError, DtypeError, ArgumentTypeError, ArgumentError: an argument does not fit; the message says which.
+        KernelError: there is no kernel of that name.
+
+    >>> import opkit, torch
+    >>> from opkit.masks import Causal, SlidingWindow
+    >>> q, k, v = torch.ones(2, 8, 6, 16), torch.ones(2, 4, 6, 16), torch.ones(2, 4, 6, 32)
+    >>> opkit.attention(q, k, v, mask=Causal() & SlidingWindow(3)).shape
+    torch.Size([2, 8, 6, 32])
+
+    Sources: Vaswani et al., "Attention Is All You Need", 2017, https://arxiv.org/abs/1706.03762; sinks: OpenAI, "gpt-oss
+    model card", 2025, https://arxiv.org/abs/2508.10925; softcap: Gemma 2, 2024, https://arxiv.org/abs/2408.00118.
+    """
+    call = _lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout)
+    if kernel is None:
+        out, lse = _OPERATOR(*call)
+    else:
+        out, lse = _forced(kernel, call)
+    if layout != "bhsd":
+        out, lse = _in_layout(out, lse, layout)
+    return (out, lse) if return_lse else out
+
+
+def select(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    layout: str = "bhsd",
+) -> Selection:
+    """The kernel that :func:`opkit.attention` would run for these arguments, and why each other one was refused.
+
+    Args:
+        q: and all others: see :func:`opkit.attention`.
+
+    >>> import torch
+    >>> q = torch.ones(1, 1, 2, 4)
+    >>> select(q, q, q).operator
+    'opkit::attention'
+    """
+    return _OPERATOR.select(*_lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout))
+
+
+def _lowered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None,
+    bias: Bias | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    layout: str,
+) -> tuple[Any, ...]:
+    """The operator's arguments."""
+    q, k, v = _heads_first(q, k, v, layout)
+    if isinstance(q, Tensor) and _autocasts(q.device.type):
+        q, k, v = _cast(q, k, v)
+    sizes = _sizes(q, k, v, layout)
+    mask_program, mask_tensors, bias_program, bias_tensors = [], [], [], []
+    if mask is not None:
+        hidden = lower_mask(as_mask(mask), sizes)
+        mask_program, mask_tensors = hidden.program, hidden.tensors
+        if hidden.moved:
+            biases.refuse_moved(bias)
+        for tensor in hidden.additive:
+            bias_program += biases.lower(tensor, sizes, bias_tensors)
+    if bias is not None:
+        bias_program += biases.lower(bias, sizes, bias_tensors)
+    if softcap is not None:
+        arguments.check_softcap(softcap)
+    if sinks is not None:
+        arguments.check_sinks(sinks, q, sizes.heads)
+    seed = None if dropout_p == 0 else _seed(dropout_p, q.device)
+    return (
+        q, k, v, mask_tensors, bias_tensors, sinks, seed, mask_program, bias_program,
+        q.shape[3] ** -0.5 if scale is None else float(scale), 0.0 if softcap is None else float(softcap),
+        float(dropout_p), layout != "bhsd",
+    )  # fmt: skip
+
+
+def _heads_first(q: Any, k: Any, v: Any, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Views (batch, heads, sequence, head size)."""
+    if layout == "bhsd":
+        return q, k, v
+    arguments.check_layout(layout)
+    if not all(isinstance(x, Tensor) and x.dim() == len(layout) for x in (q, k, v)):
+        arguments.explain(q, k, v, layout)
+    if layout == "bshd":
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+
+
+def _autocasts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values in the dtype of autocast, float64 excepted, as ``scaled_dot_product_attention`` has them."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _sizes(q: Any, k: Any, v: Any, layout: str) -> Sizes:
+    try:
+        batch, heads, queries, d = q.shape
+        batch_k, shared, keys, d_k = k.shape
+        batch_v, shared_v, keys_v, _ = v.shape
+        dtype, device = q.dtype, q.device
+        fits = (
+            batch == batch_k and batch == batch_v and d == d_k and keys == keys_v and shared == shared_v
+            and d > 0 and shared > 0 and heads % shared == 0 and dtype is k.dtype and dtype is v.dtype
+            and dtype in _DTYPES and device == k.device and device == v.device
+        )  # fmt: skip
+    except (AttributeError, ValueError, TypeError):
+        fits = False
+    if not fits:
+        arguments.explain(_as_given(q, layout), _as_given(k, layout), _as_given(v, layout), layout)
+    return Sizes(batch, heads, queries, keys, device)  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def _as_given(x: Any, layout: str) -> Any:
+    if layout == "bhsd":
+        return x
+    return x.transpose(1, 2) if layout == "bshd" else x.squeeze(0).transpose(0, 1)
+
+
+def _seed(dropout_p: float, device: torch.device) -> Tensor:
+    arguments.check_dropout(dropout_p)
+    return torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device)
+
+
+def _forced(kernel: str, call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    if kernel == REFERENCE and torch.compiler.is_compiling():  # the compiler is to see it
+        return reference.attention(*call)
+    with use_kernel(_OPERATOR, kernel):
+        return _OPERATOR(*call)
+
+
+def _in_layout(out: Tensor, lse: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    if layout == "bshd":
+        return out.transpose(1, 2), lse
+    return out.squeeze(0).transpose(0, 1), lse.squeeze(0)

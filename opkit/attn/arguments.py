@@ -1,0 +1,110 @@
+"""What is wrong with the arguments of a call: looked for once it is known that something is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
+
+DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+LAYOUTS = {
+    "bhsd": "(batch, heads, sequence, head size)",
+    "bshd": "(batch, sequence, heads, head size)",
+    "thd": "(total, heads, head size)",
+}
+
+
+def explain(q: Any, k: Any, v: Any, layout: str) -> None:
+    """Raise for the first thing that is wrong with queries, keys and values in the user's ``layout``.
+
+    Raises:
+        ArgumentTypeError: one is no tensor.
+        DtypeError: their dtypes differ, or there is no attention in them.
+        ArgumentError: they are on different devices.
+        ShapeError: their shapes contradict the layout or each other.
+    """
+    given = {"q": q, "k": k, "v": v}
+    for name, tensor in given.items():
+        _check_tensor(name, tensor, q, layout)
+    sizes = {name: dict(zip(_names(layout), tensor.shape, strict=True)) for name, tensor in given.items()}
+    for left, right, what in (("q", "k", "batch"), ("q", "v", "batch"), ("q", "k", "head size"), ("k", "v", "heads"),
+                              ("k", "v", "sequence"), ("k", "v", "total")):  # fmt: skip
+        if sizes[left].get(what) != sizes[right].get(what):
+            raise ShapeError(
+                f"opkit.attention: {left} of shape {tuple(given[left].shape)} and {right} of shape "
+                f"{tuple(given[right].shape)} must agree in {what}: {sizes[left][what]} and {sizes[right][what]}, in the layout "
+                f"{layout!r}, {LAYOUTS[layout]}."
+            )
+    heads, shared = sizes["q"]["heads"], sizes["k"]["heads"]
+    if not shared or heads % shared:
+        raise ShapeError(
+            f"opkit.attention: q has {heads} heads and k {shared}, in the layout {layout!r}, {LAYOUTS[layout]}; q's must be a "
+            "multiple of k's."
+        )
+    if not sizes["q"]["head size"]:
+        raise ShapeError(f"opkit.attention: q of shape {tuple(q.shape)} has heads of size 0, expected 1 or more.")
+
+
+def _names(layout: str) -> list[str]:
+    return LAYOUTS[layout].strip("()").split(", ")
+
+
+def _check_tensor(name: str, tensor: Any, q: Tensor, layout: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ArgumentTypeError(f"opkit.attention: {name} must be a tensor, got {type(tensor).__name__}: {tensor!r}.")
+    if tensor.dtype not in DTYPES:
+        raise DtypeError(
+            f"opkit.attention: {name} has dtype {tensor.dtype}, expected float32, float64, bfloat16 or float16. Convert it with "
+            ".to(torch.float32)."
+        )
+    if tensor.dtype != q.dtype:
+        raise DtypeError(
+            f"opkit.attention: {name} has dtype {tensor.dtype}, q has {q.dtype}. Convert it with .to(q.dtype)."
+        )
+    if tensor.device != q.device:
+        raise ArgumentError(
+            f"opkit.attention: {name} is on {tensor.device}, q is on {q.device}. Move it with .to(q.device)."
+        )
+    if tensor.dim() != len(_names(layout)):
+        raise ShapeError(
+            f"opkit.attention: {name} of shape {tuple(tensor.shape)} has {tensor.dim()} dimensions; the layout {layout!r} is "
+            f"{LAYOUTS[layout]}."
+        )
+
+
+def check_layout(layout: Any) -> None:
+    """Raise unless there is such a layout."""
+    if layout not in LAYOUTS:
+        known = "; ".join(f"{name!r}: {sizes}" for name, sizes in LAYOUTS.items())
+        raise ArgumentError(f"opkit.attention: layout={layout!r} is unknown. There are {known}.")
+
+
+def check_softcap(softcap: float) -> None:
+    """Raise unless ``softcap`` is positive."""
+    if not softcap > 0:
+        raise ArgumentError(f"opkit.attention: softcap={softcap!r} must be above 0, or None for no bound.")
+
+
+def check_dropout(dropout_p: float) -> None:
+    """Raise unless ``dropout_p`` is a share."""
+    if not 0 <= dropout_p <= 1:
+        raise ArgumentError(f"opkit.attention: dropout_p={dropout_p!r} must be between 0 and 1.")
+
+
+def check_sinks(sinks: Any, q: Tensor, heads: int) -> None:
+    """Raise unless ``sinks`` are one floating number for each head, beside ``q``."""
+    if not isinstance(sinks, Tensor):
+        raise ArgumentTypeError(f"opkit.attention: sinks must be a tensor, got {type(sinks).__name__}: {sinks!r}.")
+    if not sinks.is_floating_point():
+        raise DtypeError(f"opkit.attention: sinks has dtype {sinks.dtype}, expected a floating one.")
+    if sinks.device != q.device:
+        raise ArgumentError(
+            f"opkit.attention: sinks is on {sinks.device}, q is on {q.device}. Move it with .to(q.device)."
+        )
+    if tuple(sinks.shape) != (heads,):
+        raise ShapeError(
+            f"opkit.attention: sinks of shape {tuple(sinks.shape)} must be (heads,) = ({heads},), q's heads."
+        )

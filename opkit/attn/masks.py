@@ -1,0 +1,355 @@
+"""Which keys a query sees: small frozen objects, combined with ``&``, ``|`` and ``~``.
+
+Queries are counted by ``i`` and keys by ``j``, both from 0. Where there are fewer queries than keys, or more, the
+diagonal of :class:`Causal`, :class:`SlidingWindow` and :class:`PrefixLM` lies where ``align`` says:
+
+- ``"top-left"``, the default: query 0 is at key 0. It is what ``scaled_dot_product_attention(is_causal=True)`` does.
+- ``"bottom-right"``: the last query is at the last key. It is what a model wants that decodes with a cache of keys.
+
+With as many queries as keys the two are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from opkit.attn import block_masks, program
+from opkit.attn.program import UNLIMITED
+from opkit.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    from opkit.attn.lowering import Documents, Lowering
+
+Align = Literal["top-left", "bottom-right"]
+ALIGNS = ("top-left", "bottom-right")
+
+
+class Mask:
+    """What every mask is; use those below, and ``a & b``, ``a | b``, ``~a``.
+
+    In a function that ``torch.compile`` traces, write ``Not(a)`` for ``~a``, which Dynamo does not trace.
+    """
+
+    static: ClassVar[bool] = False
+    """Whether it holds no tensors, so that its program depends on the numbers of queries and keys alone."""
+
+    def __and__(self, other: object) -> Mask:
+        return And((self, as_mask(other)))
+
+    def __rand__(self, other: object) -> Mask:
+        return And((as_mask(other), self))
+
+    def __or__(self, other: object) -> Mask:
+        return Or((self, as_mask(other)))
+
+    def __ror__(self, other: object) -> Mask:
+        return Or((as_mask(other), self))
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise ArgumentTypeError(
+            f"{self!r} is neither true nor false. Combine masks with &, | and ~, not and, or and not."
+        )
+
+    def lower(self, to: Lowering, documents: Documents | None) -> None:
+        """Append the program to ``to``; ``documents`` are those that a :class:`VarLen` beside this mask tells apart."""
+        raise NotImplementedError(type(self))
+
+
+def as_mask(value: object) -> Mask:
+    """A mask as it is, and a tensor as :class:`Dense`.
+
+    Raises:
+        ArgumentTypeError: it is neither.
+    """
+    if isinstance(value, Mask):
+        return value
+    if isinstance(value, Tensor):
+        return Dense(value)
+    raise ArgumentTypeError(
+        f"opkit.attention: a mask is one of opkit.masks or a tensor, got {type(value).__name__}: {value!r}. "
+        "Example: mask=opkit.masks.Causal()."
+    )
+
+
+def _check_align(mask: Mask, align: str) -> None:
+    if align not in ALIGNS:
+        raise ArgumentError(
+            f"{type(mask).__name__}: align={align!r} must be 'top-left' (query 0 is at key 0; the default, as in torch's "
+            "is_causal=True) or 'bottom-right' (the last query is at the last key, for decoding with cached keys)."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal(Mask):
+    """A query sees the keys up to its own place: ``j <= i``, or ``j <= i + keys - queries`` for "bottom-right".
+
+    Args:
+        align: where the diagonal lies if the numbers of queries and keys differ; "top-left" by default, as in torch.
+
+    >>> import opkit, torch
+    >>> q, kv = torch.zeros(1, 1, 2, 4), torch.arange(12.0).reshape(1, 1, 3, 4)
+    >>> opkit.attention(q, kv, kv, mask=Causal())[0, 0, :, 0]
+    tensor([0., 2.])
+    >>> opkit.attention(q, kv, kv, mask=Causal("bottom-right"))[0, 0, :, 0]
+    tensor([2., 4.])
+    """
+
+    align: Align = "top-left"
+    static: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_align(self, self.align)
+
+    def lower(self, to: Lowering, documents: Documents | None) -> None:
+        """``BAND`` without a lower end."""
+        to.band(-UNLIMITED, 0, self.align, documents)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow(Mask):
+    """A query sees the ``left`` keys before its own place, its own, and the ``right`` keys after it.
+
+    Args:
+        left: how many keys before; None: all of them.
+        right: how many keys after; None: all of them. ``Causal() & SlidingWindow(left)`` sees ``left + 1`` keys.
+        align: where the diagonal lies if the numbers of queries and keys differ; "top-left" by default.
+
+    >>> import opkit, torch
+    >>> q, v = torch.zeros(1, 1, 4, 1), torch.arange(4.0).reshape(1, 1, 4, 1)
+    >>> opkit.attention(q, q, v, mask=SlidingWindow(1, 0)).flatten()
+    tensor([0.0000, 0.5000, 1.5000, 2.5000])
+    """
+
+    left: int | None = None
+    right: int | None = None
+    align: Align = "top-left"
+    static: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_align(self, self.align)
+        for name, value in (("left", self.left), ("right", self.right)):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 0
+            ):
+                raise ArgumentError(
+                    f"SlidingWindow: {name}={value!r} must be a number of keys, 0 or more, or None for all."
+                )
+
+    def lower(self, to: Lowering, documents: Documents | None) -> None:
+        """``BAND``."""
+        lower = -UNLIMITED if self.left is None else -self.left
+        to.band(lower, UNLIMITED if self.right is None else self.right, self.align, documents)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Segments(Mask):
+    """A query sees the keys of its own segment: ``q_ids[b, i] == kv_ids[b, j]``.
+
+    Args:
+        q_ids: integers, (batch, queries), or (queries,) for all batches; they are compared as int32.
+        kv_ids: integers, (batch, keys) or (keys,); None: those of the queries.
+    """
+
+    q_ids: Tensor
+    kv_ids: Tensor | None = None
+
+    def lower(self, to: Lowering, documents: Documents | None) -> None:
+        """``SEGMENTS``."""
+        queries = to.integers(self, "q_ids", self.q_ids, ("batch", "queries"))
+        keys = to.integers(self, "kv_ids", self.q_ids if self.kv_ids is None else self.kv_ids, ("batch", "keys"))
+        to.emit(program.SEGMENTS, queries, keys)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class VarLen(Mask):
+    """Documents packed one after another; a query sees the keys of its own document.
+
+    In a conjunction, :class:`Causal`, :class:`SlidingWindow` and :class:`PrefixLM` count within each document and are
+    aligned within it, and the lengths of :class:`KeyPadding` and :class:`PrefixLM` are one for each document.
+
+    Args:
+        cu_seqlens_q: int32 or int64, (documents + 1,): where each document's queries begin, and where the last ends; the
+            first number is 0 and none is below the one before it. Queries from the last number on see nothing.
+        cu_seqlens_k: the same of the keys; None: the queries' own.
+
+    >>> import opkit, torch
+    >>> q, v = torch.zeros(5, 1, 1), torch.arange(5.0).reshape(5, 1, 1)
+    >>> opkit.attention(q, q, v, layout="thd", mask=VarLen(torch.tensor([0, 2, 5])) & Causal()).flatten()
+    tensor([0.0000, 0.5000, 2.0000, 2.5000, 3.0000])
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor | None = None
+
+    @property
+    def of_keys(self) -> Tensor:
+        """Where each document's keys begin, and where the last ends."""
+        return self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
+
+    def lower(self, to: Lowering, documents: Documents | None) -> None:
+        """``SEGMENTS`` of the documents' numbers."""
+        own = to.documents(self) if documents is None or documents.mask is not self else documents
+        to.emit(program.SEGMENTS, to.tensor(own.of_queries), to.tensor(own.of_keys))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrefixLM(Mask):
+    """Every query sees the first ``lengths[b]`` keys, and the keys up to its own place.
+
+    Args:
+        lengths: integers, (batch,) or a scalar tensor for all batches; beside a :class:`VarLen`, (documents,).
+        align: where the diagonal lies if the numbers of queries and keys differ; "top-left" by default.
+    """
+
+    lengths: Tensor
+    align: Align = "top-left"
+
+    def __post_init__(self) -> None:
+        _check_align(self, self.align)
+
+    def lower(self, to: Lowering, documents: Documents | None) -> None:
+        """``LENGTH BAND OR``."""
+        to.lengths(self, self.lengths, documents)
+        to.band(-UNLIMITED, 0, self.align, documents)
+        to.emit(program.OR)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeyPadding(Mask):
+    """Every query sees the first ``lengths[b]`` keys; the others are padding.
+
+    Args:
+        lengths: integers, (batch,) or a scalar tensor for all batches; beside a :class:`VarLen`, (documents,).
+    """
+
+    lengths: Tensor
+
+    def lower(self, to: Lowering, documents: Documents | None) -> None:
+        """``LENGTH``."""
+        to.lengths(self, self.lengths, documents)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    """A tensor says it: True where a query sees a key; or, if it is floating, what is added to the logits.
+
+    Args:
+        tensor: bool or floating, of a shape that broadcasts to (batch, heads, queries, keys). A floating one can only be
+            combined with ``&``; its minus infinities hide, but NaN and infinity in hidden values get through as
+            ``0 * NaN``, which bool masks rule out.
+    """
+
+    tensor: Tensor
+
+    @property
+    def additive(self) -> bool:
+        """Whether it is added to the logits, and so a bias."""
+        return self.tensor.is_floating_point()
+
+    def lower(self, to: Lowering, documents: Documents | None) -> None:
+        """``DENSE``."""
+        if self.additive:
+            raise ArgumentError(
+                "opkit.attention: a floating Dense mask is added to the logits and can only be combined with &. Give a bool "
+                "tensor to combine it with | or ~: Dense(tensor > float('-inf'))."
+            )
+        to.emit(program.DENSE, to.dense("Dense", self.tensor, floating=False))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Blocks(Mask):
+    """A ``BlockMask`` of ``torch.nn.attention.flex_attention``: the same queries see the same keys as there.
+
+    Its function is evaluated for every query and key, which takes queries * keys bytes for each batch and head that it
+    has; make the mask once, and use it often.
+
+    Args:
+        block_mask: what ``create_block_mask`` or ``BlockMask.from_kv_blocks`` gave, for as many queries and keys.
+
+    Attributes:
+        dense: bool, (batch or 1, heads or 1, queries, keys).
+    """
+
+    block_mask: Any
+    dense: Tensor = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.block_mask, "kv_num_blocks"):
+            raise ArgumentTypeError(
+                f"Blocks takes a BlockMask of torch.nn.attention.flex_attention, got {type(self.block_mask).__name__}. Make one "
+                "with create_block_mask, or give a bool tensor to Dense."
+            )
+        object.__setattr__(self, "dense", block_masks.dense(self.block_mask))
+
+    def lower(self, to: Lowering, documents: Documents | None) -> None:
+        """``DENSE``."""
+        to.emit(program.DENSE, to.dense("Blocks", self.dense, floating=False))
+
+
+@dataclasses.dataclass(frozen=True)
+class And(Mask):
+    """A query sees the keys that it sees by every one of ``parts``; written ``a & b``."""
+
+    parts: tuple[Mask, ...]
+
+    @property
+    def static(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether no part holds tensors."""
+        return all(part.static for part in self.parts)
+
+    def lower(self, to: Lowering, documents: Documents | None) -> None:
+        """Each part, and ``AND`` after all but the first."""
+        found = conjuncts(self)
+        documents = to.documents_among(found) or documents
+        for number, part in enumerate(found):
+            part.lower(to, documents)
+            if number:
+                to.emit(program.AND)
+
+
+@dataclasses.dataclass(frozen=True)
+class Or(Mask):
+    """A query sees the keys that it sees by any one of ``parts``; written ``a | b``."""
+
+    parts: tuple[Mask, ...]
+
+    @property
+    def static(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether no part holds tensors."""
+        return all(part.static for part in self.parts)
+
+    def lower(self, to: Lowering, documents: Documents | None) -> None:
+        """Each part, and ``OR`` after all but the first."""
+        for number, part in enumerate(self.parts):
+            part.lower(to, documents)
+            if number:
+                to.emit(program.OR)
+
+
+@dataclasses.dataclass(frozen=True)
+class Not(Mask):
+    """A query sees the keys that it does not see by ``part``; written ``~a``."""
+
+    part: Mask
+
+    @property
+    def static(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the part holds no tensors."""
+        return self.part.static
+
+    def lower(self, to: Lowering, documents: Documents | None) -> None:
+        """The part, and ``NOT``."""
+        self.part.lower(to, documents)
+        to.emit(program.NOT)
+
+
+def conjuncts(mask: Mask) -> list[Mask]:
+    """The masks of which a conjunction consists, those of the conjunctions in it too; of any other mask, itself."""
+    return [leaf for part in mask.parts for leaf in conjuncts(part)] if isinstance(mask, And) else [mask]

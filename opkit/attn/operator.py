@@ -1,0 +1,72 @@
+"""``opkit::attention``, the operator behind :func:`opkit.attention`, and the kernels that are registered for it.
+
+A kernel has a file of its own, which :data:`KERNELS` names; its ``register(op)`` is called when the operator is first
+asked for, and calls ``op.register_kernel(device, function, when=..., dtypes=..., name=...)``. The function has the
+signature of :func:`opkit.attn.reference.attention`. ``op.select(...)`` says which kernel a call gets, and why not another.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from opkit.attn import reference
+from opkit.op.definition import custom_op
+from opkit.op.operator import CustomOp
+from opkit.op.rules import vmap
+
+NAME = "opkit::attention"
+
+KERNELS: tuple[str, ...] = ()
+"""Modules with kernels, in the order of registration: of those that take a call, the last is chosen."""
+
+# What has a batch size first, which a mapped dimension can be folded into; the sinks and the seed have none.
+_BATCHED = (0, 1, 2, 3, 4)
+
+
+@functools.cache
+def attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
+    """The operator, defined and given its kernels when it is first asked for.
+
+    >>> import torch
+    >>> q = torch.ones(1, 2, 3, 4)
+    >>> out, lse = attention_operator()(q, q, q, [], [], None, None, [], [], 0.5, 0.0, 0.0, False)
+    >>> out.shape, lse.shape
+    (torch.Size([1, 2, 3, 4]), torch.Size([1, 2, 3]))
+    """
+    op = custom_op(NAME, mutates_args=())(reference.attention)
+    op.register_vmap(_mapped)
+    for module in KERNELS:
+        importlib.import_module(module).register(op)
+    return op
+
+
+def _mapped(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+    """One call with the mapped dimension folded into the batch; a call for each index with mapped sinks, or dropout."""
+    sinks, seed = args[5:7]
+    if seed is not None or (sinks is not None and in_dims[5] is not None):
+        return vmap.loop(attention_operator(), info, in_dims, args, {})
+    folded = list(args)
+    batch = _batch(args[0], in_dims[0])
+    for i in _BATCHED:
+        folded[i] = _folded(args[i], in_dims[i], info.batch_size, batch)
+    out, lse = attention_operator()(*folded)
+    return (out.unflatten(0, (info.batch_size, batch)), lse.unflatten(0, (info.batch_size, batch))), (0, 0)
+
+
+def _batch(q: Tensor, dim: int | None) -> int:
+    return (q if dim is None else q.movedim(dim, 0)[0]).shape[0]
+
+
+def _folded(value: Any, dims: Any, size: int, batch: int) -> Any:
+    """Tensors of batch size ``batch`` or 1, of which some have a mapped dimension, with ``size * batch`` or 1 in its place."""
+    if isinstance(value, (list, tuple)):
+        return [_folded(v, d, size, batch) for v, d in zip(value, dims or [None] * len(value), strict=True)]
+    if dims is None and value.shape[0] == 1 and batch != 1:
+        return value
+    mapped = value.expand(size, *value.shape) if dims is None else value.movedim(dims, 0)
+    return mapped.expand(size, batch, *mapped.shape[2:]).flatten(0, 1)
