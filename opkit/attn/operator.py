@@ -63,10 +63,9 @@ def _batch(q: Tensor, dim: int | None) -> int:
 
 
 def _folded(value: Any, dims: Any, size: int, batch: int) -> Any:
-    """Tensors of batch size ``batch`` or 1, of which some have a mapped dimension, with ``size * batch`` or 1 in its place."""
+    """Tensors, some with a mapped dimension, with ``size * batch`` in place of the batch; in lists a batch of 1 may stay."""
     if isinstance(value, (list, tuple)):
-        return [_folded(v, d, size, batch) for v, d in zip(value, dims or [None] * len(value), strict=True)]
-    if dims is None and value.shape[0] == 1 and batch != 1:
-        return value
+        each = zip(value, dims or [None] * len(value), strict=True)
+        return [v if d is None and v.shape[0] == 1 else _folded(v, d, size, batch) for v, d in each]
     mapped = value.expand(size, *value.shape) if dims is None else value.movedim(dims, 0)
     return mapped.expand(size, batch, *mapped.shape[2:]).flatten(0, 1)
