@@ -204,6 +204,15 @@ def launch_kernel(description: Mapping[str, Any], launcher: Launcher) -> KernelL
         RuntimeError: there are 1,024.
     """
 
+# Attention with few queries (cpp_ext/attention). Kernels are those within the environment's OPKIT_ISA.
+
+def decode_attention(**fields: int | float | bool) -> None:
+    """Attention of few queries to many keys; the fields, all needed, are those of cpp_ext/attention/decode_call.hpp.
+
+    Raises:
+        ValueError: a length, a start of queries or a page that is needed is out of range, or a head size is greater than 1024.
+    """
+
 # The kernels of cpp_ext/isa, by instruction set (ISA): None is the widest that runs here, within the environment's OPKIT_ISA.
 # Matrices are contiguous buffers of any rank, stored by rows that lie ld* elements apart; bf16 values travel as uint16.
 # cpp_ext/isa/table.hpp says what holds of the results.

@@ -14,9 +14,16 @@ namespace py = pybind11;
 namespace opkit {
 namespace {
 
+template <class T>
+T taken(const py::kwargs& fields, const char* name) {
+    PyObject* value = PyDict_GetItemString(fields.ptr(), name);
+    if (!value) throw py::type_error(std::string("decode_attention() needs ") + name);
+    return py::handle(value).cast<T>();
+}
+
 void decode_attention(const py::kwargs& fields) {
     DecodeCall call;
-#define OPKIT_DECODE_TAKE(type, name) call.name = fields[#name].cast<type>();
+#define OPKIT_DECODE_TAKE(type, name) call.name = taken<type>(fields, #name);
     OPKIT_DECODE_FIELDS(OPKIT_DECODE_TAKE)
 #undef OPKIT_DECODE_TAKE
     const isa::Table& kernels = isa::environment_table();

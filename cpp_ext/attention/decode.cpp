@@ -16,12 +16,19 @@
 namespace opkit {
 namespace {
 
-constexpr int64_t kLeastPart = 256, kMostParts = 64;  // keys in a part; parts of a sequence, as long as one has 2^30 keys
+constexpr int64_t kLeastPart = 256, kMostParts = 32;  // keys in a part; parts of a sequence, as long as one has 2^30 keys
 constexpr int64_t kBytes[] = {4, 2, 2, 1, 1};         // of an ElementType
 
 template <class T>
 T* pointer(int64_t address) {
     return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+}
+
+// Memory that a calling thread keeps, since fresh pages for each call cost more than the merge that reads them.
+float* kept(size_t count) {
+    thread_local std::vector<float> memory;
+    if (memory.size() < count) memory.resize(count);
+    return memory.data();
 }
 
 struct Sequence {
@@ -80,8 +87,8 @@ public:
     Decoding(const DecodeCall& call, const isa::Table& kernels)
         : call_(call), kernels_(kernels), group_(call.kv_heads ? call.heads / call.kv_heads : 0) {
         for (int64_t i = 0; i < call.sequences; ++i) add(make_sequence(call, i));
-        totals_.reset(new float[static_cast<size_t>(2 * slots_ + 1)]);
-        sums_.reset(new float[static_cast<size_t>(slots_ * call.dv + 1)]);
+        totals_ = kept(static_cast<size_t>(slots_ * (2 + call.dv)));
+        sums_ = totals_ + 2 * slots_;
     }
 
     void run() {
@@ -139,8 +146,8 @@ private:
         task.q_type = static_cast<ElementType>(call_.q_type), task.kv_type = static_cast<ElementType>(call_.kv_type);
         task.kv_bytes = kBytes[task.kv_type];
         const int64_t slot = this->slot(sequence, part.part, part.head * group_);
-        task.maximum = totals_.get() + slot, task.total = totals_.get() + slots_ + slot;
-        task.sum = sums_.get() + slot * call_.dv;
+        task.maximum = totals_ + slot, task.total = totals_ + slots_ + slot;
+        task.sum = sums_ + slot * call_.dv;
         task.workspace = workspace;
         return task;
     }
@@ -178,15 +185,15 @@ private:
         const float hidden = -std::numeric_limits<float>::infinity(), sink = sinks ? sinks[head] : hidden;
         float most = sink;
         for (int64_t part = 0; part < sequence.parts; ++part)
-            most = std::max(most, totals_[static_cast<size_t>(slot(sequence, part, head) + query)]);
+            most = std::max(most, totals_[slot(sequence, part, head) + query]);
         const float base = most == hidden ? 0.0f : most;
         float total = std::exp(sink - base);
         std::fill(sum.begin(), sum.end(), 0.0f);
         for (int64_t part = 0; part < sequence.parts; ++part) {
             const int64_t at = slot(sequence, part, head) + query;
-            const float weight = std::exp(totals_[static_cast<size_t>(at)] - base);
-            total += weight * totals_[static_cast<size_t>(slots_ + at)];
-            const float* partial = sums_.get() + at * call_.dv;
+            const float weight = std::exp(totals_[at] - base);
+            total += weight * totals_[slots_ + at];
+            const float* partial = sums_ + at * call_.dv;
             for (int64_t c = 0; c < call_.dv; ++c) sum[static_cast<size_t>(c)] += weight * partial[c];
         }
         write(sequence, head, query, sum, total, base);
@@ -210,7 +217,7 @@ private:
     int64_t slots_ = 0, most_rows_ = 0;
     std::vector<Sequence> sequences_;
     std::vector<Part> parts_;
-    std::unique_ptr<float[]> totals_, sums_;
+    float *totals_ = nullptr, *sums_ = nullptr;  // of each part and row: greatest logits, totals; sums of values
 };
 
 }  // namespace

@@ -171,12 +171,17 @@ def _shared(
 def _places(name: str, x: Tensor, dims: tuple[str, ...], size: int | None = None) -> dict[str, int]:
     """The address of a tensor, and its strides: in bytes, or in units of ``size`` elements."""
     unit = x.element_size() if size is None else size
-    return {name: x.data_ptr()} | {f"{name}_{dim}": x.stride(i) * unit for i, dim in enumerate(dims)}
+    return dict(zip(_names(name, dims), (x.data_ptr(), *[stride * unit for stride in x.stride()]), strict=False))
+
+
+@functools.cache
+def _names(name: str, dims: tuple[str, ...]) -> tuple[str, ...]:
+    return (name, *(f"{name}_{dim}" for dim in dims))
 
 
 def _scales(name: str, scale: Tensor | None) -> dict[str, int]:
     if scale is None:
-        return {f"{name}_scale": 0} | {f"{name}_scale_{dim}": 0 for dim in ("page", "token", "head")}
+        return dict.fromkeys(_names(f"{name}_scale", ("page", "token", "head")), 0)
     return _places(f"{name}_scale", scale, ("page", "token", "head"), size=1)
 
 

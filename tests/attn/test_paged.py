@@ -1,5 +1,7 @@
 """Paged attention, and appending to pages: every instruction set, against float64."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -79,7 +81,7 @@ def expected(cache, q, starts, left=None, right=0, scale=None, softcap=0.0, sink
     """A sequence and a query at a time, of the keys that the query sees."""
     out = torch.zeros(*q.shape[:2], cache.v.shape[-1], dtype=torch.float64)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
-    for b, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+    for b, (first, last) in enumerate(itertools.pairwise(starts)):
         k, v = cache.dense(b)
         for t in range(first, last):
             position = len(k) - (last - t)
@@ -133,7 +135,7 @@ def test_ragged_batches_of_all_dtypes(isa, dtype, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", KV, ids=str)
-@pytest.mark.parametrize("d, dv", [(1, 1), (7, 96), (96, 7), (128, 128), (576, 512)])
+@pytest.mark.parametrize(("d", "dv"), [(1, 1), (7, 96), (96, 7), (128, 128), (576, 512)])
 def test_sizes_of_heads(isa, kv_dtype, d, dv):
     cache = Cache([150, 17], kv_heads=1, d=d, dv=dv, dtype=kv_dtype)
     check(cache, cache.queries(3, 5, torch.bfloat16), [0, 2, 3], {})
@@ -290,7 +292,7 @@ def test_what_is_appended_is_attended_to(dtype):
             assert not dense[len(whole) :].any()
 
 
-@pytest.mark.parametrize("dtype, steps", [(torch.int8, 2.0**-7.9), (torch.float8_e4m3fn, 2.0**-4)], ids=str)
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.int8, 2.0**-7.9), (torch.float8_e4m3fn, 2.0**-4)], ids=str)
 def test_quantised_tokens_are_near(dtype, steps):
     k, v = torch.randn(2, 3, 2, 32) * 7, torch.randn(2, 3, 2, 16)
     k[0, 0, 0] = 0
