@@ -21,8 +21,9 @@ inline __attribute__((always_inline)) typename V::Floats polynomial(typename V::
 // e^x, for x <= 88. e^-inf is 0, NaN stays; results below the smallest normal number may be 0.
 template <class V, int DEGREE>
 inline __attribute__((always_inline)) typename V::Floats exponential(typename V::Floats x) {
-    const auto log2_e = V::broadcast(1.4426950408889634f), scaled = V::times(x, log2_e), n = V::nearest(scaled);
-    return V::scaled(polynomial<V, DEGREE>(V::fused_minus(x, log2_e, n)), n, scaled);
+    const auto bounded = V::greatest(V::broadcast(-150.0f), x);  // what is less gives 0 too; -inf less itself would be NaN
+    const auto log2_e = V::broadcast(1.4426950408889634f), scaled = V::times(bounded, log2_e), n = V::nearest(scaled);
+    return V::scaled(polynomial<V, DEGREE>(V::fused_minus(bounded, log2_e, n)), n, scaled);
 }
 
 // tanh x = e / (e + 2) with e = exp(2 x) - 1, which is taken without cancellation.

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from opkit.attn import gradients, paged_cpu, program
+from opkit.op.operator import CustomOp
+
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+FEW = 16  #: rows of a head of keys
 _BIAS_NAMES = {**NAMES, torch.float64: "float64"}
 
 
@@ -24,17 +31,17 @@ def forward(
     dropout_p: float,
     heads_inside: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The operator's result and log-sum-exp, of its own arguments; :func:`obstacle` says what is not taken.
+    """The operator's result and log-sum-exp, of its own arguments; :func:`takes` says of which.
 
     The numbers do not depend on how many threads there are.
     """
     from opkit import _core
 
     q, k, v = (_by_rows(each) for each in (q, k, v))
-    out, lse = _empty(q, v.shape[-1], heads_inside), torch.empty(q.shape[:3])
+    out, lse = _empty(q, v.shape[-1], heads_inside), torch.empty(q.shape[:3], dtype=torch.float32)
     if k.shape[2] == 0:
         return out.zero_(), _of_sinks(lse, sinks)
-    sinks = None if sinks is None else sinks.contiguous()
+    sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
     of_sinks = 0 if sinks is None else sinks.data_ptr()
     programs = (mask, _truths(mask_tensors), bias, _added(bias_tensors))
     places = (_place(each) for each in (q, k, v, out))
@@ -70,7 +77,7 @@ def backward(
 
     q, k, v, out, gradient = (_by_rows(each) for each in (q, k, v, out, gradient))
     found = [_empty(each, each.shape[-1], heads_inside) for each in (q, k, v)]
-    lse, delta = lse.contiguous(), torch.zeros(q.shape[:3])
+    lse, delta = lse.contiguous(), torch.zeros(q.shape[:3], dtype=torch.float32)
     of_lse = None if of_lse is None else of_lse.contiguous()
     if 0 in (q.numel(), k.numel(), v.numel()):
         return (*(each.zero_() for each in found), delta)
@@ -83,17 +90,61 @@ def backward(
     return (*found, delta)
 
 
-def obstacle(q: Tensor, bias_tensors: list[Tensor], sinks: Tensor | None, dropout_p: float) -> str:
-    """Why the kernels do not take a call, or nothing."""
-    if q.dtype not in NAMES:
-        return f"the kernels are for float32, bfloat16 and float16, q has {q.dtype}"
-    if dropout_p > 0:
-        return "the kernels have no dropout"
-    if any(each.dtype not in _BIAS_NAMES for each in bias_tensors):
-        return "the kernels take biases of floats"
+def register(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::attention`` and ``opkit::attention_backward`` their kernels for processors."""
+    op.register_kernel("cpu", forward, when=takes, name="tiles")
+    op.register_kernel("cpu", decode, when=takes_few, name="decode", priority=1)
+    gradients.backward_operator().register_kernel("cpu", backward, when=takes_gradients, name="tiles")
+
+
+def takes(q: Tensor, bias_tensors: list[Tensor], dropout_p: float) -> bool:
+    """Whether :func:`forward` takes a call: narrow floats or float32, biases of floats, no dropout."""
     return (
-        "" if sinks is None or sinks.dtype == torch.float32 else f"the kernels take sinks in float32, not {sinks.dtype}"
+        q.dtype in NAMES and dropout_p == 0 and all(each.dtype in _BIAS_NAMES for each in bias_tensors) and available()
     )
+
+
+def takes_few(q: Tensor, k: Tensor, v: Tensor, mask: list[int], bias: list[int], dropout_p: float) -> bool:
+    """Whether :func:`decode` takes a call: so few rows to a head of keys that reading these is what takes time."""
+    rows = q.shape[2] * q.shape[1] // max(1, k.shape[1])
+    banded = not mask or (len(mask) == 3 and mask[0] == program.BAND)
+    return rows <= FEW and banded and not bias and dropout_p == 0 and paged_cpu.takes(q, k, v)
+
+
+def takes_gradients(q: Tensor, bias_tensors: list[Tensor]) -> bool:
+    """Whether :func:`backward` takes a call."""
+    return takes(q, bias_tensors, 0.0)
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    mask: list[int],
+    bias: list[int],
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    heads_inside: bool,
+) -> tuple[Tensor, Tensor]:
+    """Few queries: keys and values are read as they lie, once for all heads that share them."""
+    lower, upper = mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
+    out, lse = paged_cpu.decode(q, k, v, lower, upper, scale, softcap, sinks)
+    return (out.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else out), lse
+
+
+@functools.cache
+def available() -> bool:
+    """Whether opkit's compiled core is there."""
+    try:
+        import opkit._core
+    except ImportError:  # opkit runs from a source tree that was not installed
+        return False
+    return hasattr(opkit._core, "attention_forward")
 
 
 def _by_rows(x: Tensor) -> Tensor:

@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from opkit.attn import reference
+from opkit.attn import gradients, reference
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp
 from opkit.op.rules import vmap
 
 NAME = "opkit::attention"
 
-KERNELS: tuple[str, ...] = ()
+KERNELS: tuple[str, ...] = ("opkit.attn.cpu",)
 """Modules with kernels, in the order of registration: of those that take a call, the last is chosen."""
 
 # What has a batch size first, which a mapped dimension can be folded into; the sinks and the seed have none.
@@ -40,6 +40,7 @@ def attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     """
     op = custom_op(NAME, mutates_args=())(reference.attention)
     op.register_vmap(_mapped)
+    op.register_autograd(gradients.backward, setup_context=gradients.setup_context)
     for module in KERNELS:
         importlib.import_module(module).register(op)
     return op

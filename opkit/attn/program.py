@@ -153,3 +153,42 @@ _BIAS: dict[int, tuple[int, _Term]] = {
     BIAS_ALIBI: (1, _bias_alibi),
     BIAS_REL: (3, _bias_rel),
 }
+
+
+def bias_gradients(of_logits: Tensor, program: Sequence[int], tensors: Tensors) -> list[Tensor | None]:
+    """The gradients of a bias's tensors, in their dtypes, from that of the logits; None for one that no term names."""
+    found: list[Tensor | None] = [None] * len(tensors)
+    at = 0
+    while at < len(program):
+        kind = int(program[at])
+        operands = program[at + 1 : at + 1 + _BIAS[kind][0]]
+        for number, gradient in zip(operands, _BIAS_GRADIENTS[kind](of_logits, operands, tensors), strict=False):
+            summed = gradient.sum_to_size(tensors[number].shape).to(tensors[number].dtype)
+            earlier = found[number]
+            found[number] = summed if earlier is None else earlier + summed
+        at += 1 + len(operands)
+    return found
+
+
+def _of_dense(of_logits: Tensor, operands: Sequence[int], tensors: Tensors) -> list[Tensor]:
+    return [of_logits]
+
+
+def _of_alibi(of_logits: Tensor, operands: Sequence[int], tensors: Tensors) -> list[Tensor]:
+    grid = Grid(of_logits.shape[-2], of_logits.shape[-1], of_logits.device)
+    distances = (grid.rows + (grid.keys - grid.queries) - grid.columns).abs()
+    return [-(of_logits * distances.to(of_logits.dtype)).sum((-1, -2))]
+
+
+def _of_rel(of_logits: Tensor, operands: Sequence[int], tensors: Tensors) -> list[Tensor]:
+    high, wide = tensors[operands[0]].shape[-1], tensors[operands[1]].shape[-1]
+    missing = high * wide - of_logits.shape[-1]
+    spread = torch.nn.functional.pad(of_logits, (0, missing)).unflatten(-1, (high, wide))
+    return [spread.sum(-1), spread.sum(-2)]
+
+
+_BIAS_GRADIENTS: dict[int, Callable[[Tensor, Sequence[int], Tensors], list[Tensor]]] = {
+    BIAS_DENSE: _of_dense,
+    BIAS_ALIBI: _of_alibi,
+    BIAS_REL: _of_rel,
+}

@@ -58,29 +58,29 @@ def attention(
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     grid = Grid(q.shape[2], k.shape[2], q.device)
-    keys, values = (_spread(x.to(dtype), q.shape[1]) for x in (k, v))
+    keys, values = (spread(x.to(dtype), q.shape[1]) for x in (k, v))
     seen = program.visible(mask, mask_tensors, grid)
     logits = _logits(q.to(dtype), keys, seen, scale, softcap)
     logits = program.biased(logits, bias, bias_tensors, grid)
     weights, lse = _softmax(logits, seen, sinks)
     weights = _dropped(weights, seed, dropout_p, grid)
-    out = _product(weights, values, _finite(values), _contact(values, seen)).to(q.dtype)
-    return _laid_out(out, heads_inside), lse
+    out = product(weights, values, finite(values), contact(values, seen)).to(q.dtype)
+    return laid_out(out, heads_inside), lse
 
 
-def _spread(x: Tensor, heads: int) -> Tensor:
+def spread(x: Tensor, heads: int) -> Tensor:
     """Keys or values, repeated for the query heads that share a head of theirs."""
     if heads == x.shape[1]:
         return x
     return x.unsqueeze(2).expand(-1, -1, heads // x.shape[1], -1, -1).flatten(1, 2)
 
 
-def _contact(x: Tensor, seen: Tensor | None) -> Tensor | None:
+def contact(x: Tensor, seen: Tensor | None) -> Tensor | None:
     """Which queries see a row of ``x`` that is not finite, (batch, heads, queries, 1); None where each sees all rows."""
     return None if seen is None else (seen & ~x.isfinite().all(-1).unsqueeze(-2)).any(-1, keepdim=True)
 
 
-def _product(left: Tensor, right: Tensor, clean: Tensor, contact: Tensor | None) -> Tensor:
+def product(left: Tensor, right: Tensor, clean: Tensor, contact: Tensor | None) -> Tensor:
     """``left @ right``, and ``left @ clean`` for the rows of ``left`` without ``contact``."""
     if contact is None:
         return left @ right
@@ -88,12 +88,12 @@ def _product(left: Tensor, right: Tensor, clean: Tensor, contact: Tensor | None)
     return torch.where(contact, torch.where(contact, left, 0.0) @ right, without)
 
 
-def _finite(x: Tensor) -> Tensor:
+def finite(x: Tensor) -> Tensor:
     return torch.where(x.isfinite().all(-1, keepdim=True), x, 0.0)
 
 
 def _logits(q: Tensor, keys: Tensor, seen: Tensor | None, scale: float, softcap: float) -> Tensor:
-    logits = _product(q, keys.mT, _finite(keys).mT, _contact(keys, seen)) * scale
+    logits = product(q, keys.mT, finite(keys).mT, contact(keys, seen)) * scale
     return softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
 
 
@@ -119,5 +119,5 @@ def _dropped(weights: Tensor, seed: Tensor | None, dropout_p: float, grid: Grid)
     return torch.where(kept, weights * (0.0 if dropout_p >= 1 else 1 / (1 - dropout_p)), 0.0)
 
 
-def _laid_out(out: Tensor, heads_inside: bool) -> Tensor:
+def laid_out(out: Tensor, heads_inside: bool) -> Tensor:
     return out.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else out.contiguous()

@@ -256,6 +256,14 @@ def test_large_scores(isa):
     close(run(q, k, v), expected(q, k, v), 2e-5)
 
 
+def test_the_largest_scores_that_there_are(isa):
+    q, v = torch.zeros(1, 1, 2, 3), r(1, 1, 5, 3)
+    huge = torch.tensor([0.0, 3.4e38, -3.4e38, -torch.inf, 1.0]).expand(1, 1, 2, 5)
+    out, lse = run(q, r(1, 1, 5, 3), v, bias=[0, 0], added=[huge])
+    torch.testing.assert_close(out, v[:, :, [1, 1]], rtol=0, atol=0)
+    assert lse.tolist() == [[[3.3999999521443642e38] * 2]]
+
+
 # ---- promises --------------------------------------------------------------------------------------------------------
 
 
@@ -283,10 +291,9 @@ def test_errors_are_no_larger_than_those_of_torch(dtype, causal):
     assert errors[0] <= 1.05 * errors[1]
 
 
-def test_what_is_not_taken_is_told():
+def test_what_is_not_taken():
     q = torch.ones(1, 1, 2, 2)
-    assert cpu.obstacle(q, [], None, 0.0) == ""
-    assert "float64" in cpu.obstacle(q.double(), [], None, 0.0)
-    assert "dropout" in cpu.obstacle(q, [], None, 0.1)
-    assert "sinks" in cpu.obstacle(q, [], torch.ones(1).double(), 0.0)
-    assert "biases" in cpu.obstacle(q, [torch.ones(1, dtype=torch.int64)], None, 0.0)
+    assert cpu.takes(q, [], 0.0)
+    assert not cpu.takes(q.double(), [], 0.0)
+    assert not cpu.takes(q, [], 0.1)
+    assert not cpu.takes(q, [torch.ones(1, dtype=torch.int64)], 0.0)
