@@ -1,0 +1,272 @@
+"""How fast is ``opkit.attention`` on the processor, beside torch's SDPA and FlexAttention and the rate of multiply-adds?
+
+Forward and backward in float32 and bfloat16, causal and windowed masks, short sequences, and errors beside float64. All are
+called in turn, round by round, in one process, on two threads; a figure is the median of the rounds, a ratio the median of
+the rounds' own. The peak is what a loop of independent multiply-adds reaches in the same rounds, in the widest
+instructions that the processor has (VDPBF16PS for bfloat16; none where it has no such instruction)::
+
+    python benchmarks/attention_cpu.py [--what forward,backward,masks,short,errors] [--rounds 7] [--quick] [--markdown FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import opkit
+from opkit.masks import Causal, SlidingWindow, VarLen
+
+Call = Callable[[], Any]
+DTYPES = (torch.float32, torch.bfloat16)
+SIZES = [  # batch, heads, sequence, head
+    (8, 8, 128, 64), (2, 16, 512, 64), (1, 16, 1024, 64), (1, 16, 1024, 96), (1, 16, 1024, 128), (1, 8, 1024, 256),
+    (1, 8, 4096, 64), (1, 8, 4096, 128), (1, 2, 16384, 128),
+]  # fmt: skip
+QUICK = [(1, 2, 128, 64)]
+
+PEAK = r"""
+#include <immintrin.h>
+#include <stdint.h>
+// 24 sums are enough for two instructions a cycle with a latency of four.
+__attribute__((target("%(target)s"))) static void loop(float* out, int64_t n) {
+    __m512 sum[24];
+    for (int i = 0; i < 24; i++) sum[i] = _mm512_setzero_ps();
+    const __m512 a = _mm512_set1_ps(1.0f);
+    for (int64_t k = 0; k < n; k++) {
+        #pragma GCC unroll 24
+        for (int i = 0; i < 24; i++) sum[i] = %(step)s;
+    }
+    for (int i = 0; i < 24; i++) out[i] = _mm512_reduce_add_ps(sum[i]);
+}
+void %(name)s(const float* seed, float* out, int64_t n) { (void)seed; loop(out, n); }
+"""
+KINDS = {  # the target, a step, its FLOPs
+    torch.float32: ("avx512f", "_mm512_fmadd_ps(a, a, sum[i])", 32),
+    torch.bfloat16: ("avx512f,avx512bf16", "_mm512_dpbf16_ps(sum[i], (__m512bh)a, (__m512bh)a)", 64),
+}
+
+
+def peak(dtype: torch.dtype) -> tuple[Callable[[int], Any], int] | None:
+    """A function that makes n steps on one thread, and the FLOPs of a step; None where the processor has no such vectors."""
+    from opkit import _core
+
+    features = _core.cpu_features()
+    target, step, flops = KINDS[dtype]
+    needed = {"avx512f": "avx512f", "avx512bf16": "avx512_bf16"}
+    if not all(features.get(needed[each], False) for each in target.split(",")):
+        return None
+    name = f"peak_{str(dtype)[6:]}"
+
+    @opkit.custom_op(f"benchmark::{name}", inline=False)
+    def op(seed: Tensor, n: int) -> Tensor:
+        return seed.new_zeros(24)
+
+    kernel = opkit.c_kernel(PEAK % {"target": target, "step": step, "name": name}, name=name)
+    op.register_kernel("cpu", kernel)
+    seed = torch.zeros(24)
+    return lambda n: op(seed, n), 24 * flops
+
+
+def interleaved(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call, round by round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def row(label: str, times: dict[str, list[float]], flops: float, ceiling: float | None) -> dict[str, Any]:
+    """Rates in GFLOP/s, the share of the peak, and the ratio to torch."""
+    median = {name: statistics.median(found) for name, found in times.items()}
+    ratio = statistics.median(b / a for a, b in zip(times["opkit"], times["torch"], strict=True))
+    found = {"case": label, **{name: round(flops / found / 1e9, 1) for name, found in median.items()}}
+    share = None if ceiling is None else round(flops / median["opkit"] / 1e9 / ceiling, 2)
+    return {**found, "of peak": share, "torch / opkit": round(ratio, 2)}
+
+
+def tensors(size: tuple[int, int, int, int], dtype: torch.dtype, count: int = 3) -> list[Tensor]:
+    """Normal ones, (batch, heads, sequence, head)."""
+    return [torch.randn(size).to(dtype) for _ in range(count)]
+
+
+def ceilings(threads: int) -> dict[torch.dtype, float | None]:
+    """GFLOP/s of each dtype: one thread's, times the threads, which is what a machine that is alone gives."""
+    found: dict[torch.dtype, float | None] = {}
+    for dtype in DTYPES:
+        loop = peak(dtype)
+        if loop is None:
+            found[dtype] = None
+            continue
+        call, flops = loop
+        call(1000)
+        best = min(_timed(lambda call=call: call(200_000)) for _ in range(9))
+        found[dtype] = threads * 200_000 * flops / best / 1e9
+    return found
+
+
+def _timed(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+# ---- what is asked ---------------------------------------------------------------------------------------------------
+
+
+def forward(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The forward without a mask, over sizes."""
+    for dtype in DTYPES:
+        for size in options.sizes:
+            q, k, v = tensors(size, dtype)
+            calls = {
+                "opkit": lambda q=q, k=k, v=v: opkit.attention(q, k, v),
+                "torch": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v),
+            }
+            batch, heads, length, head = size
+            flops = 4.0 * batch * heads * length * length * head
+            yield row(f"{size} {str(dtype)[6:]}", interleaved(calls, options.rounds), flops, ceiling[dtype])
+
+
+def backward(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The backward alone, of a forward that is kept."""
+    for dtype in DTYPES:
+        for size in [each for each in options.sizes if each[2] <= 4096]:
+            *leaves, gradient = tensors(size, dtype, 4)
+            leaves = [each.requires_grad_() for each in leaves]
+            results = {"opkit": opkit.attention(*leaves), "torch": F.scaled_dot_product_attention(*leaves)}
+            calls = {
+                name: lambda out=out, leaves=leaves, gradient=gradient: torch.autograd.grad(
+                    out, leaves, gradient, retain_graph=True
+                )
+                for name, out in results.items()
+            }
+            batch, heads, length, head = size
+            flops = 10.0 * batch * heads * length * length * head
+            yield row(f"{size} {str(dtype)[6:]}", interleaved(calls, options.rounds), flops, ceiling[dtype])
+
+
+def masks(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The time under a mask as a share of the time without."""
+    length = 256 if options.quick else 16384
+    starts = torch.arange(0, length + 1, max(1, length // 16), dtype=torch.int32)
+    for dtype in DTYPES:
+        for name, mask, n in (
+            ("causal", Causal(), length // 8),
+            ("window 1024", Causal() & SlidingWindow(1024), length),
+            ("16 documents", VarLen(starts, starts), length),
+        ):
+            q, k, v = tensors((1, 2, n, 128), dtype)
+            calls = {
+                "full": lambda q=q, k=k, v=v: opkit.attention(q, k, v),
+                "masked": lambda q=q, k=k, v=v, mask=mask: opkit.attention(q, k, v, mask=mask),
+            }
+            times = interleaved(calls, max(3, options.rounds // 2))
+            share = statistics.median(b / a for a, b in zip(times["full"], times["masked"], strict=True))
+            yield {"case": f"{name}, {n}, {str(dtype)[6:]}", "of the time without": round(share, 3)}
+
+
+def short(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Microseconds of a call of short sequences."""
+    for dtype in DTYPES:
+        for size in ((1, 1, 1, 8), (1, 8, 16, 64), (1, 8, 64, 64), (8, 8, 64, 64)):
+            q, k, v = tensors(size, dtype)
+            calls = {
+                "opkit": lambda q=q, k=k, v=v: [opkit.attention(q, k, v) for _ in range(20)],
+                "torch": lambda q=q, k=k, v=v: [F.scaled_dot_product_attention(q, k, v) for _ in range(20)],
+            }
+            times = interleaved(calls, 3 * options.rounds)
+            micro = {name: round(statistics.median(found) / 20 * 1e6, 1) for name, found in times.items()}
+            ratio = statistics.median(b / a for a, b in zip(times["opkit"], times["torch"], strict=True))
+            yield {"case": f"{size} {str(dtype)[6:]}", **micro, "torch / opkit": round(ratio, 2)}
+
+
+def errors(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Root mean square errors beside float64, of the result and of the gradients."""
+    for dtype in (*DTYPES, torch.float16):
+        for length in (128,) if options.quick else (128, 1024, 4096):
+            for causal in (False, True):
+                yield {
+                    "case": f"{length}{', causal' if causal else ''}, {str(dtype)[6:]}",
+                    **_errors(length, dtype, causal),
+                }
+
+
+def _errors(length: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
+    *given, gradient = tensors((1, 1, length, 64), dtype, 4)
+
+    def run(call: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        leaves = [each.clone().requires_grad_() for each in inputs]
+        out = call(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, gradient.to(out.dtype))]
+
+    def torchs(*x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*x, is_causal=causal)
+
+    exact = run(torchs, [each.double() for each in given])
+    found = {
+        "opkit": run(lambda *x: opkit.attention(*x, mask=Causal() if causal else None), given),
+        "torch": run(torchs, given),
+    }
+    names = ("result", "dq", "dk", "dv")
+    rms = {
+        side: [(a.double() - b).square().mean().sqrt().item() for a, b in zip(values, exact, strict=True)]
+        for side, values in found.items()
+    }
+    return {name: f"{a:.1e} / {b:.1e}" for name, a, b in zip(names, rms["opkit"], rms["torch"], strict=True)}
+
+
+PARTS = {"forward": forward, "backward": backward, "masks": masks, "short": short, "errors": errors}
+
+
+def markdown(title: str, rows: list[dict[str, Any]]) -> str:
+    """A table of rows that have the same columns."""
+    columns = list(rows[0])
+    lines = [f"| {' | '.join([title, *columns[1:]])} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]
+    lines += [f"| {' | '.join('-' if row[c] is None else str(row[c]) for c in columns)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, and print tables and a line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, which say nothing of speed")
+    parser.add_argument("--markdown", type=Path, help="where the tables go")
+    options = parser.parse_args()
+    options.sizes = QUICK if options.quick else SIZES
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    ceiling = ceilings(options.threads)
+    found: dict[str, Any] = {"peak, GFLOP/s": {str(dtype)[6:]: each and round(each) for dtype, each in ceiling.items()}}
+    text = ""
+    for what in options.what:
+        found[what] = []
+        for each in PARTS[what](options, ceiling):
+            found[what].append(each)
+            print(what, each, file=sys.stderr, flush=True)
+        text += markdown(what, found[what]) + "\n"
+    print(text)
+    if options.markdown:
+        options.markdown.write_text(text, encoding="utf-8")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
