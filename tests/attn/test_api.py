@@ -231,6 +231,20 @@ def test_a_kernel_is_called_once_for_a_mapped_call(doubling):
         torch.testing.assert_close(out[n], 2 * opkit.attention(q[n], k[n], v[n], mask=Causal(), kernel="reference"))
 
 
+def test_beside_a_kernel_compiled_gradients_of_all_lengths_are_the_eager_ones(doubling):
+    torch.compiler.reset()
+
+    def loss(q, k, v):
+        return opkit.attention(q, k, v, mask=Causal("bottom-right")).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for queries, keys in ((5, 6), (3, 9)):
+        args = [x.requires_grad_() for x in inputs(queries=queries, keys=keys)]
+        found = [torch.autograd.grad(function(*args), args) for function in (compiled, loss)]
+        torch.testing.assert_close(*found)
+    assert doubling[1]
+
+
 def test_the_reference_is_selected_for_what_no_kernel_takes():
     q = torch.zeros(1, 1, 2, 4, device="meta")
     assert opkit.attention(q, q, q).shape == (1, 1, 2, 4)
