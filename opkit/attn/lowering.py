@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ _MOST_PROGRAMS = 4096
 _OWN = "opkit.attention"
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The sizes of a call and its device."""
 
     batch: int
@@ -253,9 +252,20 @@ def _lower(mask: Mask, sizes: Sizes) -> Lowered:
     hiding = [part for part in parts if not (isinstance(part, Dense) and part.additive)]
     to = Lowering(sizes)
     documents = to.documents_among(hiding)
-    for number, part in enumerate(hiding):
+    for part in hiding:
+        before = len(to.program)
         part.lower(to, documents)
-        if number:
+        if _hides_nothing(to.program[before:], sizes):
+            del to.program[before:]
+        elif before:
             to.emit(program.AND)
     moved = documents is not None and not documents.same
     return Lowered(to.program, to.tensors, added, moved)
+
+
+def _hides_nothing(words: list[int], sizes: Sizes) -> bool:
+    """Whether a program is a band as wide as the logits, such as a decoded query's; symbolic sizes are not asked."""
+    if words[0] != program.BAND or len(words) != 3 or torch.compiler.is_compiling():
+        return False
+    numbers = (*words[1:], sizes.queries, sizes.keys)
+    return all(type(n) is int for n in numbers) and words[1] <= 1 - sizes.queries and words[2] >= sizes.keys - 1

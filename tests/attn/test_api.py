@@ -245,6 +245,24 @@ def test_a_kernel_is_called_once_for_a_mapped_call(doubling):
         torch.testing.assert_close(out[n], 2 * opkit.attention(q[n], k[n], v[n], mask=Causal(), kernel="reference"))
 
 
+def test_beside_a_kernel_compiled_gradients_of_all_lengths_are_the_reference_s(doubling):
+    torch.compiler.reset()
+
+    def function(q, k, v):
+        return opkit.attention(q, k, v, mask=Causal("bottom-right"))
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for queries, keys in ((5, 6), (3, 9)):
+        args = [x.requires_grad_() for x in inputs(queries=queries, keys=keys)]
+        out = opkit.attention(*args, mask=Causal("bottom-right"), kernel="reference")
+        found = compiled(*args)
+        torch.testing.assert_close(found, 2 * out)
+        weight = randn(*out.shape, seed=5)
+        pairs = [torch.autograd.grad(x, args, weight) for x in (found, out)]
+        torch.testing.assert_close(*pairs)
+    assert doubling[1]
+
+
 def test_the_reference_is_selected_for_what_no_kernel_takes():
     q = torch.zeros(1, 1, 2, 4, device="meta")
     assert opkit.attention(q, q, q).shape == (1, 1, 2, 4)
@@ -362,6 +380,23 @@ def test_importing_opkit_leaves_attention_for_later(child_environment):
         [sys.executable, "-c", source], capture_output=True, text=True, check=True, env=child_environment
     )
     assert json.loads(run.stdout) == [[], True]
+
+
+def test_modules_with_kernels_register_them_when_the_operator_is_first_asked_for(child_environment):
+    source = """
+import sys, types, torch, opkit
+from opkit.attn import operator
+mine = types.ModuleType("mine")
+mine.register = lambda op: op.register_kernel("cpu", op.reference, name="mine", dtypes=[torch.float32])
+sys.modules["mine"], operator.KERNELS = mine, ("mine",)
+q = torch.zeros(1, 1, 2, 4)
+from opkit.attn.api import select
+print(select(q, q, q).kernel, select(q.double(), q.double(), q.double()).kernel)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True, env=child_environment
+    )
+    assert run.stdout.split() == ["mine", "reference"]
 
 
 def test_opkit_has_no_other_attributes():

@@ -186,6 +186,20 @@ def test_a_mask_with_tensors_is_lowered_anew():
     assert lowering.lower(mask, sizes) is not lowering.lower(mask, sizes)
 
 
+def test_a_band_that_hides_nothing_is_left_out():
+    def words(mask, queries, keys):
+        return lowering.lower(mask, lowering.Sizes(BATCH, HEADS, queries, keys, torch.device("cpu"))).program
+
+    assert words(Causal("bottom-right"), 1, 7) == []
+    assert words(Causal("bottom-right"), 2, 7) != []
+    assert words(Causal(), 1, 2) != []
+    assert words(SlidingWindow(3), 4, 9) == []
+    assert words(SlidingWindow(2), 4, 9) != []
+    padding = KeyPadding(torch.tensor([1, 2]))
+    assert words(Causal("bottom-right") & padding & SlidingWindow(9), 1, 7) == words(padding, 1, 7)
+    assert words(~Causal("bottom-right"), 1, 7) != []
+
+
 def test_a_tensor_stands_once_however_often_the_mask_refers_to_it():
     ids = torch.zeros(BATCH, 4, dtype=torch.int32)
     lowered = lowering.lower(Segments(ids) & Segments(ids), lowering.Sizes(BATCH, HEADS, 4, 4, torch.device("cpu")))

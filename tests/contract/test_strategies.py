@@ -5,6 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opkit.contract.calls.cases import Case, TensorCase
+from opkit.contract.calls.resizing import other_sizes
+from opkit.contract.calls.specs import CallSpec
 from opkit.errors import ArgumentError
 from opkit.testing import LAYOUTS, calls, layouts, make_tensor, shapes, tensor, tensors
 
@@ -46,6 +49,16 @@ def test_a_failing_example_can_be_made_again_from_its_text():
     assert "make_tensor(" in text
     assert "layout='contiguous'" in text
     assert make_tensor(shape=(1, 5), layout="contiguous").shape == (1, 5)
+
+
+def test_a_case_that_holds_lists_is_given_other_sizes():
+    spec = CallSpec((tensor("n"), [tensor("n"), tensor("2*n")], [1, 2]))
+    case = Case((TensorCase((3,)), [TensorCase((3,)), TensorCase((6,))], [1, 2]))
+    found = other_sizes(spec, case)
+    sizes = [[x.shape[0] for x in other.tensors()] for other in found]
+    assert sizes
+    assert all(n == m and 2 * n == double and n != 3 for n, m, double in sizes)
+    assert len({str(each) for each in sizes}) == len(sizes)
 
 
 def test_an_unknown_layout_is_refused():

@@ -77,6 +77,23 @@ def test_a_size_dependent_scalar_argument(name):
     assert counter.frame_count <= 4
 
 
+def test_gradients_beside_size_dependent_numbers(name):
+    @opkit.custom_op(name, mutates_args=())
+    def op(x: Tensor, counts: list[int], count: int) -> Tensor:
+        return x * counts[0] + count
+
+    op.register_kernel("cpu", lambda x, counts, count: x * counts[0] + count)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda x: op(x, [x.shape[0], 1], x.shape[0]), backend=counter, fullgraph=True, dynamic=True
+    )
+    for n in (4, 5, 9, 17):
+        x = torch.ones(n, requires_grad=True)
+        compiled(x).sum().backward()
+        assert torch.equal(x.grad, torch.full((n,), float(n)))
+    assert counter.frame_count <= 4
+
+
 # ---- data-dependent outputs -----------------------------------------------------------------------------------------
 
 

@@ -351,6 +351,6 @@ def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _guard_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple(
-        (x.ndim, x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x)
+        (x.ndim, x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), bodies.concrete(x))
         for x in pytree.tree_leaves((args, kwargs))
     )
