@@ -14,16 +14,19 @@ namespace py = pybind11;
 namespace opkit {
 namespace {
 
+// `name` is interned, so that a lookup is a hash that Python has.
 template <class T>
-T taken(const py::kwargs& fields, const char* name) {
-    PyObject* value = PyDict_GetItemString(fields.ptr(), name);
-    if (!value) throw py::type_error(std::string("decode_attention() needs ") + name);
+T taken(const py::kwargs& fields, PyObject* name) {
+    PyObject* value = PyDict_GetItem(fields.ptr(), name);
+    if (!value) throw py::type_error("decode_attention() needs " + py::handle(name).cast<std::string>());
     return py::handle(value).cast<T>();
 }
 
 void decode_attention(const py::kwargs& fields) {
     DecodeCall call;
-#define OPKIT_DECODE_TAKE(type, name) call.name = taken<type>(fields, #name);
+#define OPKIT_DECODE_TAKE(type, name)                                   \
+    static PyObject* const name = PyUnicode_InternFromString(#name);    \
+    call.name = taken<type>(fields, name);
     OPKIT_DECODE_FIELDS(OPKIT_DECODE_TAKE)
 #undef OPKIT_DECODE_TAKE
     const isa::Table& kernels = isa::environment_table();

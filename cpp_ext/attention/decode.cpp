@@ -16,7 +16,8 @@
 namespace opkit {
 namespace {
 
-constexpr int64_t kLeastPart = 256, kMostParts = 32;  // keys in a part; parts of a sequence, as long as one has 2^30 keys
+// Keys in a part, also for each of its rows, so that results of parts are small beside the keys; parts of a sequence.
+constexpr int64_t kLeastPart = 256, kLeastForRow = 16, kMostParts = 32;
 constexpr int64_t kBytes[] = {4, 2, 2, 1, 1};         // of an ElementType
 
 template <class T>
@@ -43,13 +44,14 @@ struct Part {
 
 int64_t clamped(int64_t value, int64_t low, int64_t high) { return std::min(std::max(value, low), high); }
 
-void divide(const DecodeCall& call, Sequence& sequence) {
+void divide(const DecodeCall& call, Sequence& sequence, int64_t rows) {
     const int64_t last = sequence.queries - 1 + sequence.shift;
     sequence.begin = clamped(sequence.shift + call.lower, 0, sequence.length);
     sequence.end = clamped(last + call.upper + 1, sequence.begin, sequence.length);
     if (sequence.queries == 0) sequence.end = sequence.begin;
     const int64_t keys = sequence.end - sequence.begin, even = (keys + kMostParts - 1) / kMostParts;
-    sequence.part = std::max(kLeastPart, (even + kTileKeys - 1) / kTileKeys * kTileKeys);
+    const int64_t least = std::max(kLeastPart, rows * kLeastForRow);
+    sequence.part = (std::max(least, even) + kTileKeys - 1) / kTileKeys * kTileKeys;
     sequence.parts = (keys + sequence.part - 1) / sequence.part;
 }
 
@@ -65,7 +67,7 @@ void check_pages(const DecodeCall& call, const Sequence& sequence) {
         if (row[at] < 0 || row[at] >= call.pages) refuse("a page", sequence.index, row[at], call.pages - 1);
 }
 
-Sequence make_sequence(const DecodeCall& call, int64_t index) {
+Sequence make_sequence(const DecodeCall& call, int64_t index, int64_t group) {
     const auto* starts = pointer<const int64_t>(call.starts);
     const auto* lengths = pointer<const int64_t>(call.lengths);
     Sequence sequence{};
@@ -77,7 +79,7 @@ Sequence make_sequence(const DecodeCall& call, int64_t index) {
     if (sequence.first < 0 || sequence.queries < 0 || sequence.first + sequence.queries > call.queries)
         refuse("the last query", index, sequence.first + sequence.queries, call.queries);
     sequence.shift = call.from_end ? sequence.length - sequence.queries : 0;
-    divide(call, sequence);
+    divide(call, sequence, group * sequence.queries);
     check_pages(call, sequence);
     return sequence;
 }
@@ -86,7 +88,7 @@ class Decoding {
 public:
     Decoding(const DecodeCall& call, const isa::Table& kernels)
         : call_(call), kernels_(kernels), group_(call.kv_heads ? call.heads / call.kv_heads : 0) {
-        for (int64_t i = 0; i < call.sequences; ++i) add(make_sequence(call, i));
+        for (int64_t i = 0; i < call.sequences; ++i) add(make_sequence(call, i, group_));
         totals_ = kept(static_cast<size_t>(slots_ * (2 + call.dv)));
         sums_ = totals_ + 2 * slots_;
     }

@@ -182,6 +182,14 @@ def test_threads_change_no_bit(isa, dtype):
         assert torch.equal(lse, results[0][1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 8193), (1, 20000), (150, 1000), (40, 7000)])
+def test_parts_of_all_sizes_are_merged(isa, dtype, queries, keys):
+    q, k, v = made(1, 2, 1, queries, keys, 16, 16, dtype)
+    k[:, :, 5000:5010] *= 30  # the greatest logits are in one part
+    check(q, k, v, upper=keys - queries)
+
+
 def test_a_batch_changes_no_bit(isa):
     q, k, v = made(3, 4, 2, 1, 700, 64, 64, torch.bfloat16)
     together = decode(q, k, v)[0]
