@@ -13,6 +13,7 @@ from opkit.op.operator import CustomOp
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 FEW = 16  #: rows of a head of keys
+MANY = 256  #: keys; with fewer it is the call that takes time
 _BIAS_NAMES = {**NAMES, torch.float64: "float64"}
 
 
@@ -107,6 +108,8 @@ def takes(q: Tensor, bias_tensors: list[Tensor], dropout_p: float) -> bool:
 def takes_few(q: Tensor, k: Tensor, v: Tensor, mask: list[int], bias: list[int], dropout_p: float) -> bool:
     """Whether :func:`decode` takes a call: so few rows to a head of keys that reading these is what takes time."""
     rows = q.shape[2] * q.shape[1] // max(1, k.shape[1])
+    if k.shape[2] < MANY:
+        return False
     banded = not mask or (len(mask) == 3 and mask[0] == program.BAND)
     return rows <= FEW and banded and not bias and dropout_p == 0 and paged_cpu.takes(q, k, v)
 
