@@ -28,8 +28,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from opkit import masks as masks
     from opkit.attn.api import attention as attention
+    from opkit.attn.hugging_face import register_transformers as register_transformers
     from opkit.attn.paged import append_kv as append_kv
     from opkit.attn.paged import paged_attention as paged_attention
+    from opkit.attn.sdpa import sdpa_override as sdpa_override
+    from opkit.attn.sdpa import set_sdpa_override as set_sdpa_override
     from opkit.compiler.explain import explain as explain
 
 # What few need, or takes long to import, as torch._dynamo does: imported when it is first asked for.
@@ -39,6 +42,9 @@ _LATER = {
     "explain": ("opkit.compiler.explain", "explain"),
     "masks": ("opkit.masks", None),
     "paged_attention": ("opkit.attn.paged", "paged_attention"),
+    "register_transformers": ("opkit.attn.hugging_face", "register_transformers"),
+    "sdpa_override": ("opkit.attn.sdpa", "sdpa_override"),
+    "set_sdpa_override": ("opkit.attn.sdpa", "set_sdpa_override"),
 }
 
 

@@ -1,0 +1,159 @@
+"""What takes the place of torch's scaled_dot_product_attention."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import opkit
+from opkit.errors import ArgumentError, ShapeError
+from opkit.nn.functional import scaled_dot_product_attention
+
+TORCHS = F.scaled_dot_product_attention
+
+
+def r(*shape):
+    return torch.randn(shape)
+
+
+SHAPES = [
+    ((5, 8), (7, 8), (7, 3)),
+    ((2, 5, 8), (2, 7, 8), (2, 7, 3)),
+    ((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 3)),
+    ((2, 3, 5, 8), (1, 3, 7, 8), (1, 3, 7, 3)),
+    ((4, 2, 3, 5, 8), (4, 2, 3, 7, 8), (4, 2, 3, 7, 3)),
+    ((4, 2, 3, 5, 8), (2, 3, 7, 8), (1, 2, 3, 7, 3)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_any_leading_dimensions(shapes, dtype):
+    q, k, v = (r(*shape).to(dtype) for shape in shapes)
+    for how in ({}, {"is_causal": True}, {"scale": 0.3}):
+        torch.testing.assert_close(scaled_dot_product_attention(q, k, v, **how), TORCHS(q, k, v, **how))
+
+
+@pytest.mark.parametrize("floating", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(5, 7), (3, 5, 7), (2, 1, 5, 7), (1, 3, 1, 7), (4, 2, 3, 5, 7), (1, 2, 1, 5, 7)], ids=str
+)
+def test_masks(shape, floating):
+    lead = (4, 2) if len(shape) > 4 else (2,)
+    q, k, v = r(*lead, 3, 5, 8), r(*lead, 3, 7, 8), r(*lead, 3, 7, 3)
+    mask = r(*shape) if floating else r(*shape) > -1
+    found = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(found, TORCHS(q, k, v, attn_mask=mask))
+
+
+def test_heads_that_share_keys():
+    q, k, v = r(2, 6, 5, 8), r(2, 2, 7, 8), r(2, 2, 7, 3)
+    found = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(found, TORCHS(q, k, v, enable_gqa=True))
+    with pytest.raises(ShapeError, match="enable_gqa=True"):
+        scaled_dot_product_attention(q, k, v)
+
+
+def test_gradients():
+    given = [r(2, 3, 5, 8).requires_grad_() for _ in range(3)] + [r(3, 5, 5).requires_grad_()]
+    grads = [torch.autograd.grad(f(*given).square().sum(), given) for f in (scaled_dot_product_attention, TORCHS)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_is_torch_s_generator_s():
+    q = r(1, 1, 64, 8)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        found.append(scaled_dot_product_attention(q, q, q, dropout_p=0.5))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], scaled_dot_product_attention(q, q, q, dropout_p=0.5))
+
+
+def test_mistakes():
+    q = r(2, 3, 5, 8)
+    with pytest.raises(ArgumentError, match="not both"):
+        scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(5, 5).bool(), is_causal=True)
+    with pytest.raises(ShapeError, match="each needs"):
+        scaled_dot_product_attention(q, q, r(8))
+    with pytest.raises(ShapeError, match="do not broadcast"):
+        scaled_dot_product_attention(q, r(3, 3, 5, 8), q)
+
+
+# ---- in its place ----------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True) * 2
+
+
+def operators(call):
+    """The operators that a call runs."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names = []
+
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Note():
+        call()
+    return names
+
+
+def test_the_context():
+    x, layer = r(1, 2, 5, 8), Layer()
+    assert not any("opkit" in name for name in operators(lambda: layer(x)))
+    with opkit.sdpa_override():
+        assert "opkit.attention.default" in operators(lambda: layer(x))
+        torch.testing.assert_close(layer(x), TORCHS(x, x, x, is_causal=True) * 2)
+        other = []
+        thread = threading.Thread(target=lambda: other.extend(operators(lambda: layer(x))))
+        thread.start()
+        thread.join()
+        assert other
+        assert not any("opkit" in name for name in other)
+    assert not any("opkit" in name for name in operators(lambda: layer(x)))
+
+
+def targets(function, *inputs):
+    """The operators of the graph that is compiled, and the result."""
+    found = []
+
+    def note(module, inputs):
+        found.extend(str(node.target) for node in module.graph.nodes)
+        return module
+
+    torch.compiler.reset()
+    from torch._dynamo.backends.common import aot_autograd
+
+    out = torch.compile(function, backend=aot_autograd(fw_compiler=note), fullgraph=True)(*inputs)
+    return found, out
+
+
+def test_compiled_within_the_context():
+    x, layer = r(1, 2, 5, 8), Layer()
+    with torch.no_grad(), opkit.sdpa_override():
+        found, out = targets(layer, x)
+    assert "opkit.attention.default" in found
+    torch.testing.assert_close(out, layer(x))
+
+
+def test_the_switch():
+    x, layer = r(1, 2, 5, 8), Layer()
+    expected = layer(x)
+    opkit.set_sdpa_override(True)
+    try:
+        assert "opkit.attention.default" in operators(lambda: layer(x))
+        torch.testing.assert_close(layer(x), expected)
+        with torch.no_grad():
+            assert "opkit.attention.default" in targets(layer, x)[0]
+    finally:
+        opkit.set_sdpa_override(False)
+    assert F.scaled_dot_product_attention is TORCHS
+    assert not any("opkit" in name for name in operators(lambda: layer(x)))
