@@ -160,6 +160,7 @@ void run_piece(const Call& call, const Gradients& given, const Cut& cut, int64_t
     scale_by(keys.sums, count * kKeys * cut.columns, call.scale);
     write_rows(call, given.k, batch, kv, key, rows, call.head, keys.sums, cut.columns);
     write_rows(call, given.v, batch, kv, key, rows, call.columns, keys.value_sums, cut.value_columns);
+    store.trim();
 }
 
 // The sums of a block of queries, over the pieces in their order.
@@ -198,6 +199,7 @@ void backward(const Call& call, const Gradients& given) {
     deal(call.batch * call.heads, [&](int64_t unit) { write_delta(call, given, unit); });
     deal(cut.heads * cut.pieces, [&](int64_t unit) { run_piece(call, given, cut, unit, query_sums); });
     deal(call.batch * call.heads * cut.blocks, [&](int64_t unit) { merge(call, given, cut, unit, query_sums); });
+    store.trim();
 }
 
 }  // namespace opkit::attention

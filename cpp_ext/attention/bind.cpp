@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../isa/bind.hpp"
+#include "../runtime/failure.hpp"
 #include "backward_call.hpp"
 
 namespace py = pybind11;
@@ -76,6 +77,17 @@ struct Given {
     Biases biases;
 };
 
+// Runs it without the GIL. Throws std::runtime_error with what failed in another thread, such as an allocation.
+template <class Work>
+void checked(const Work& work) {
+    const Report report;
+    {
+        py::gil_scoped_release released;
+        work();
+    }
+    if (report.failed()) throw std::runtime_error("opkit::attention: " + report.text());
+}
+
 void run_forward(const std::optional<std::string>& isa, const std::string& dtype, const std::array<int64_t, 7>& sizes,
                  const Place& q, const Place& k, const Place& v, const Place& out, Address lse,
                  const std::vector<int64_t>& mask_program, const std::vector<MaskTensor>& mask_tensors,
@@ -88,8 +100,7 @@ void run_forward(const std::optional<std::string>& isa, const std::string& dtype
     std::copy_n(to.stride, 3, call.out_stride);
     call.lse = reinterpret_cast<float*>(lse);
     call.sinks = reinterpret_cast<const float*>(sinks);
-    py::gil_scoped_release released;
-    forward(call);
+    checked([&] { forward(call); });
 }
 
 void run_backward(const std::optional<std::string>& isa, const std::string& dtype, const std::array<int64_t, 7>& sizes,
@@ -103,8 +114,7 @@ void run_backward(const std::optional<std::string>& isa, const std::string& dtyp
     const Gradients gradients{operand(out, given.type), operand(gradient, given.type), reinterpret_cast<const float*>(lse),
                               reinterpret_cast<const float*>(of_lse), operand(to_q, given.type), operand(to_k, given.type),
                               operand(to_v, given.type), reinterpret_cast<float*>(delta)};
-    py::gil_scoped_release released;
-    backward(call, gradients);
+    checked([&] { backward(call, gradients); });
 }
 
 }  // namespace

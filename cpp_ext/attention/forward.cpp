@@ -101,6 +101,7 @@ void by_heads(const Call& call, const Packing& packing, const Blocks& blocks) {
         for (int64_t tile = 0; tile < packing.tiles; ++tile) pack_tile(call, packing, batch, kv, tile, packed);
         for (int64_t n = 0; n < group * blocks.count; ++n)
             run_block(call, packing, packed, blocks.tile(batch, kv * group + n % group, n / group));
+        store.trim();
     });
 }
 
@@ -123,6 +124,7 @@ void by_blocks(const Call& call, const Packing& packing, const Blocks& blocks) {
                       blocks.tile(unit / call.kv_heads, unit % call.kv_heads * group + local % group, n / (count * group)));
         });
     }
+    store.trim();
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Memory that grows, and is kept by its thread: no call allocates what an earlier one has left.
+// Memory that grows and is kept: where a thread has one of its own, no call allocates what an earlier one has left.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,13 @@ public:
         return data_;
     }
 
+    // Gives back what is more than a thread should keep.
+    void trim() {
+        if (size_ > kKept) release();
+    }
+
 private:
+    static constexpr int64_t kKept = int64_t{16} << 20;
     void release() {
         if (data_) ::operator delete(data_, std::align_val_t{64});
         data_ = nullptr;

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import gradients, paged_cpu, program
+from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit
 from opkit.op.operator import CustomOp
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -98,25 +99,51 @@ def register(op: CustomOp[Any, Any]) -> None:
     gradients.backward_operator().register_kernel("cpu", backward, when=takes_gradients, name="tiles")
 
 
-def takes(q: Tensor, bias_tensors: list[Tensor], dropout_p: float) -> bool:
-    """Whether :func:`forward` takes a call: narrow floats or float32, biases of floats, no dropout."""
-    return (
-        q.dtype in NAMES and dropout_p == 0 and all(each.dtype in _BIAS_NAMES for each in bias_tensors) and available()
-    )
+def takes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    sinks: Tensor | None,
+    mask: list[int],
+    bias: list[int],
+    dropout_p: float,
+) -> bool:
+    """Whether :func:`forward` takes a call: float32 or narrower, no dropout, and all that it names is there."""
+    return dropout_p == 0 and _sinks_fit(sinks, q) and takes_gradients(q, k, v, mask_tensors, bias_tensors, mask, bias)
 
 
-def takes_few(q: Tensor, k: Tensor, v: Tensor, mask: list[int], bias: list[int], dropout_p: float) -> bool:
+def takes_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    mask: list[int],
+    bias: list[int],
+) -> bool:
+    """Whether :func:`backward` takes a call."""
+    if q.dtype not in NAMES or not shapes_fit(q, k, v) or not available():
+        return False
+    sizes = (*q.shape[:3], k.shape[2])
+    added = all(each.dtype in _BIAS_NAMES for each in bias_tensors) and bias_fits(bias, bias_tensors, sizes)
+    return added and mask_fits(mask, mask_tensors, sizes)
+
+
+def takes_few(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: list[int], bias: list[int], dropout_p: float
+) -> bool:
     """Whether :func:`decode` takes a call: so few rows to a head of keys that reading these is what takes time."""
-    rows = q.shape[2] * q.shape[1] // max(1, k.shape[1])
-    if k.shape[2] < MANY:
+    if not shapes_fit(q, k, v) or not _sinks_fit(sinks, q) or k.shape[2] < MANY:
         return False
     banded = not mask or (len(mask) == 3 and mask[0] == program.BAND)
-    return rows <= FEW and banded and not bias and dropout_p == 0 and paged_cpu.takes(q, k, v)
+    few = q.shape[2] * q.shape[1] // k.shape[1] <= FEW
+    return few and banded and not bias and dropout_p == 0 and paged_cpu.takes(q, k, v)
 
 
-def takes_gradients(q: Tensor, bias_tensors: list[Tensor]) -> bool:
-    """Whether :func:`backward` takes a call."""
-    return takes(q, bias_tensors, 0.0)
+def _sinks_fit(sinks: Tensor | None, q: Tensor) -> bool:
+    return sinks is None or tuple(sinks.shape) == (q.shape[1],)
 
 
 def decode(

@@ -291,9 +291,49 @@ def test_errors_are_no_larger_than_those_of_torch(dtype, causal):
     assert errors[0] <= 1.05 * errors[1]
 
 
-def test_what_is_not_taken():
-    q = torch.ones(1, 1, 2, 2)
-    assert cpu.takes(q, [], 0.0)
-    assert not cpu.takes(q.double(), [], 0.0)
-    assert not cpu.takes(q, [], 0.1)
-    assert not cpu.takes(q, [torch.ones(1, dtype=torch.int64)], 0.0)
+def takes(q, k=None, v=None, mask_tensors=(), bias_tensors=(), sinks=None, mask=(), bias=(), dropout_p=0.0):
+    k = q if k is None else k
+    return cpu.takes(q, k, k if v is None else v, mask_tensors, bias_tensors, sinks, mask, bias, dropout_p)
+
+
+def test_what_is_taken():
+    q, ids = torch.ones(2, 4, 6, 8), torch.zeros(2, 6, dtype=torch.int32)
+    assert takes(q)
+    assert takes(q, torch.ones(2, 2, 6, 8), torch.ones(2, 2, 6, 5))
+    assert takes(q, mask=[4, 0, 0, 5, 1, 0], mask_tensors=[ids, ids[:, 0]], sinks=torch.ones(4))
+    assert takes(
+        q, bias=[1, 0, 2, 1, 2, 3], bias_tensors=[torch.ones(1, 4), torch.ones(2, 4, 6, 2), torch.ones(1, 1, 1, 3)]
+    )
+
+
+X, IDS = torch.ones(2, 4, 6, 8), torch.zeros(2, 6, dtype=torch.int32)
+REFUSED = {
+    "float64": {"q": X.double()},
+    "two dtypes": {"q": X, "k": X.bfloat16()},
+    "batches": {"q": X, "k": X[:1]},
+    "heads": {"q": X, "k": X[:, :3]},
+    "heads of values": {"q": X, "v": X[:, :2]},
+    "keys and values": {"q": X, "v": X[:, :, :5]},
+    "sizes of heads": {"q": X, "k": X[..., :7]},
+    "dropout": {"q": X, "dropout_p": 0.1},
+    "sinks": {"q": X, "sinks": torch.ones(3)},
+    "integers as a bias": {"q": X, "bias": [0, 0], "bias_tensors": [torch.ones(1, 1, 6, 6, dtype=torch.int64)]},
+    "a bias's shape": {"q": X, "bias": [0, 0], "bias_tensors": [torch.ones(1, 1, 6, 5)]},
+    "slopes": {"q": X, "bias": [1, 0], "bias_tensors": [torch.ones(1, 3)]},
+    "few relative rows": {"q": X, "bias": [2, 0, 0, 2], "bias_tensors": [torch.ones(2, 4, 6, 2)]},
+    "another width": {"q": X, "bias": [2, 0, 0, 3], "bias_tensors": [torch.ones(2, 4, 6, 2)]},
+    "a kind that is none": {"q": X, "bias": [3, 0], "bias_tensors": [X]},
+    "a missing tensor": {"q": X, "mask": [6, 0]},
+    "half a step": {"q": X, "mask": [3, 0]},
+    "wide ids": {"q": X, "mask": [4, 0, 0], "mask_tensors": [IDS.long()]},
+    "few ids": {"q": X, "mask": [4, 0, 0], "mask_tensors": [IDS[:, :5]]},
+    "lengths": {"q": X, "mask": [5, 0], "mask_tensors": [torch.zeros(3, dtype=torch.int32)]},
+    "floats as truths": {"q": X, "mask": [6, 0], "mask_tensors": [torch.ones(1, 1, 6, 6)]},
+    "offsets": {"q": X, "mask": [7, 0, 0, 1], "mask_tensors": [IDS[:, :4]]},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_what_is_not_taken(case):
+    """The kernels trust what they are told of memory."""
+    assert not takes(**case)
