@@ -46,10 +46,10 @@ def forward(
     sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
     of_sinks = 0 if sinks is None else sinks.data_ptr()
     programs = (mask, _truths(mask_tensors), bias, _added(bias_tensors))
-    places = (_place(each) for each in (q, k, v, out))
     _core.attention_forward(
-        None, NAMES[q.dtype], _sizes(q, v), *places, lse.data_ptr(), *programs, of_sinks, scale, softcap
-    )
+        None, NAMES[q.dtype], _sizes(q, v), _place(q), _place(k), _place(v), _place(out), lse.data_ptr(), *programs, of_sinks,
+        scale, softcap,
+    )  # fmt: skip
     return out, lse
 
 
@@ -78,18 +78,18 @@ def backward(
     from opkit import _core
 
     q, k, v, out, gradient = (_by_rows(each) for each in (q, k, v, out, gradient))
-    found = [_empty(each, each.shape[-1], heads_inside) for each in (q, k, v)]
+    of_q, of_k, of_v = (_empty(each, each.shape[-1], heads_inside) for each in (q, k, v))
     lse, delta = lse.contiguous(), torch.zeros(q.shape[:3], dtype=torch.float32)
     of_lse = None if of_lse is None else of_lse.contiguous()
     if 0 in (q.numel(), k.numel(), v.numel()):
-        return (*(each.zero_() for each in found), delta)
-    given = (_place(each) for each in (q, k, v, out, gradient))
+        return of_q.zero_(), of_k.zero_(), of_v.zero_(), delta
     programs = (mask, _truths(mask_tensors), bias, _added(bias_tensors))
     _core.attention_backward(
-        None, NAMES[q.dtype], _sizes(q, v), *given, lse.data_ptr(), 0 if of_lse is None else of_lse.data_ptr(),
-        *(_place(each) for each in found), delta.data_ptr(), *programs, scale, softcap,
+        None, NAMES[q.dtype], _sizes(q, v), _place(q), _place(k), _place(v), _place(out), _place(gradient), lse.data_ptr(),
+        0 if of_lse is None else of_lse.data_ptr(), _place(of_q), _place(of_k), _place(of_v), delta.data_ptr(), *programs,
+        scale, softcap,
     )  # fmt: skip
-    return (*found, delta)
+    return of_q, of_k, of_v, delta
 
 
 def register(op: CustomOp[Any, Any]) -> None:
@@ -126,7 +126,7 @@ def takes_gradients(
     """Whether :func:`backward` takes a call."""
     if q.dtype not in NAMES or not shapes_fit(q, k, v) or not available():
         return False
-    sizes = (*q.shape[:3], k.shape[2])
+    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     added = all(each.dtype in _BIAS_NAMES for each in bias_tensors) and bias_fits(bias, bias_tensors, sizes)
     return added and mask_fits(mask, mask_tensors, sizes)
 
