@@ -111,10 +111,31 @@ def takes(
     dropout_p: float,
 ) -> bool:
     """Whether :func:`forward` takes a call: float32 or narrower, no dropout, and all that it names is there."""
-    return dropout_p == 0 and _sinks_fit(sinks, q) and takes_gradients(q, k, v, mask_tensors, bias_tensors, mask, bias)
+    return dropout_p == 0 and _sinks_fit(sinks, q) and _all_there(q, k, v, mask_tensors, bias_tensors, mask, bias)
 
 
 def takes_gradients(
+    gradient: Tensor,
+    of_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    mask: list[int],
+    bias: list[int],
+) -> bool:
+    """Whether :func:`backward` takes a call."""
+    if not _all_there(q, k, v, mask_tensors, bias_tensors, mask, bias):
+        return False
+    results = all(each.shape == (*q.shape[:3], v.shape[3]) and each.dtype == q.dtype for each in (out, gradient))
+    sums = [lse] if of_lse is None else [lse, of_lse]
+    return results and all(each.shape == q.shape[:3] and each.dtype == torch.float32 for each in sums)
+
+
+def _all_there(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -123,7 +144,6 @@ def takes_gradients(
     mask: list[int],
     bias: list[int],
 ) -> bool:
-    """Whether :func:`backward` takes a call."""
     if q.dtype not in NAMES or not shapes_fit(q, k, v) or not available():
         return False
     sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])

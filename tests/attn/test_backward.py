@@ -145,3 +145,23 @@ def test_errors_are_no_larger_than_those_of_torch(dtype, causal):
     for one, other, wanted in zip(mine, torchs, exact(q, k, v, gradient, visible=visible), strict=True):
         errors = [(each.double() - wanted).square().mean().sqrt().item() for each in (one, other)]
         assert errors[0] <= 1.1 * errors[1]
+
+
+X, L = torch.ones(1, 2, 5, 4), torch.ones(1, 2, 5)
+REFUSED = {
+    "the result's shape": {"out": X[:, :, :4]},
+    "the gradient's dtype": {"gradient": X.bfloat16()},
+    "the log-sum-exp's dtype": {"lse": L.double()},
+    "the log-sum-exp's shape": {"lse": L[:, :1]},
+    "its gradient's shape": {"of_lse": L[:, :, :1]},
+    "keys": {"k": X[..., :3]},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_what_is_not_taken(case):
+    """The kernels trust what they are told of memory."""
+    given = {"gradient": X, "of_lse": None, "q": X, "k": X, "v": X, "out": X, "lse": L}
+    rest = {"mask_tensors": [], "bias_tensors": [], "mask": [], "bias": []}
+    assert cpu.takes_gradients(**given, **rest)
+    assert not cpu.takes_gradients(**{**given, **case}, **rest)
