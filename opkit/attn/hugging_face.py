@@ -1,5 +1,8 @@
 """``attn_implementation="opkit"`` for models of Hugging Face's transformers."""
 
+# pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
+# transformers need not be installed
+
 from __future__ import annotations
 
 from typing import Any
