@@ -3,7 +3,7 @@
 // It is the model of what attention needs of an ISA's vectors, besides what isa/vector_gemm.hpp and isa/vector_convert.hpp do:
 //   kGroup, kGroupCols   rows that are computed together, and vectors of keys or columns; kColumnGroup: rows of a turned tile
 //   kSums, kMaxRows      of decoding: vectors of sums that registers hold, and the most rows that share keys
-//   greatest, least      the second operand where either is NaN
+//   greatest, least      NaN where the second operand is
 //   scaled(x, n, y)      x 2^n, at most 128; 0 where y, of which n is the nearest integer, is below -126 (or subnormal); NaN stays
 //   bits(visible, n)     which lanes of vector n are visible; where(chosen, yes, no)
 //   from(type, at)       a vector's worth of elements (elements.hpp), as floats; part(at, bytes): words, zeros after so many bytes
