@@ -32,5 +32,5 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
     opkit::launch::bind(m);
     opkit::isa::bind(m);
     opkit::attention::bind(m);
-    opkit::bind_decode(m);
+    opkit::attention::bind_decode(m);
 }

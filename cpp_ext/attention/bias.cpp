@@ -25,7 +25,7 @@ void add(const void* data, int64_t at, int64_t stride, int64_t n, float* out, Re
         for (int64_t j = 0; j < n; ++j) out[j] += read(from[j * stride]);
 }
 
-float widened_brain(uint16_t value) { return float_from(uint32_t{value} << 16); }
+float widened_brain(uint16_t value) { return isa::widen_one(value); }
 
 }  // namespace
 

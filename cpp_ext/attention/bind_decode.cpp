@@ -11,7 +11,7 @@
 
 namespace py = pybind11;
 
-namespace opkit {
+namespace opkit::attention {
 namespace {
 
 // `name` is interned, so that a lookup is a hash that Python has.
@@ -43,4 +43,4 @@ void bind_decode(py::module_& m) {
           "Attention of few queries to many keys; the fields are those of cpp_ext/attention/decode_call.hpp.");
 }
 
-}  // namespace opkit
+}  // namespace opkit::attention

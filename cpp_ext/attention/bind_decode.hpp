@@ -2,6 +2,6 @@
 
 #include <pybind11/pybind11.h>
 
-namespace opkit {
+namespace opkit::attention {
 void bind_decode(pybind11::module_& m);
 }

@@ -11,14 +11,15 @@
 
 #include "../runtime/parallel.hpp"
 #include "decode_call.hpp"
-#include "decode_out.hpp"
+#include "packing.hpp"
 
-namespace opkit {
+namespace opkit::attention {
 namespace {
 
 // Keys in a part, also for each of its rows, so that results of parts are small beside the keys; parts of a sequence.
 constexpr int64_t kLeastPart = 256, kLeastForRow = 16, kMostParts = 32;
-constexpr int64_t kBytes[] = {4, 2, 2, 1, 1};         // of an ElementType
+constexpr int64_t kBytes[] = {4, 2, 2, 1, 1};  // of an ElementType
+constexpr Type kTypes[] = {Type::Float, Type::Brain, Type::Half};
 
 template <class T>
 T* pointer(int64_t address) {
@@ -205,9 +206,9 @@ private:
         const int64_t token = sequence.first + query;
         const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
         for (float& value : sum) value *= inverse;
-        store(sum.data(), call_.dv, static_cast<ElementType>(call_.q_type),
-              pointer<unsigned char>(call_.out) + sequence.index * call_.out_sequence + head * call_.out_head +
-                  token * call_.out_token);
+        write_row(kernels_, sum.data(), call_.dv, kTypes[call_.q_type],
+                  pointer<unsigned char>(call_.out) + sequence.index * call_.out_sequence + head * call_.out_head +
+                      token * call_.out_token);
         float* lse = pointer<float>(call_.lse) + sequence.index * call_.lse_sequence + head * call_.lse_head +
                      token * call_.lse_token;
         *lse = base + std::log(total);
@@ -229,4 +230,4 @@ void decode(const DecodeCall& call, const isa::Table& kernels) {
     Decoding(call, kernels).run();
 }
 
-}  // namespace opkit
+}  // namespace opkit::attention

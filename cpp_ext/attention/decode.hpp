@@ -1,7 +1,7 @@
 // Attention of few queries to many keys (decoding), for any ISA.
 //
 // For r rows (query heads of a KV head, times queries), n keys, sizes d and dv: 2 r n (d + dv) FLOPs on n (d + dv) elements, each
-// read once for all rows: r FLOPs for each byte of bf16. Memory limits it up to about 16 rows of bf16. The keys of a sequence are
+// read once for all rows: r FLOPs for each byte of bf16. DecodeMemory limits it up to about 16 rows of bf16. The keys of a sequence are
 // divided into parts, which are computed independently and merged: FlashDecoding (Dao, Haziza, Massa, Sizov 2023), online
 // softmax within a part: FlashAttention-2 (Dao 2023).
 //
@@ -12,13 +12,13 @@
 #include "decode_softmax.hpp"
 #include "decode_values.hpp"
 
-namespace opkit::isa {
+namespace opkit::attention {
 namespace {
 
 alignas(64) constexpr unsigned char kNoRow[4 * kLargestHead + 64] = {};
 
 // Where a tile's rows are. After the last key: rows that may be read, and count for nothing.
-struct Tile {
+struct DecodeTile {
     const unsigned char* k[kTileKeys + 16];
     const unsigned char* v[kTileKeys + 16];
     float k_scale[kTileKeys], v_scale[kTileKeys];
@@ -33,7 +33,7 @@ inline void locate(const DecodeRows& rows, int64_t page, int64_t slot, int64_t c
     for (int64_t i = 0; i < count; ++i, scale += rows.scale_token) scales[i] = *scale;
 }
 
-inline void locate(const DecodeTask& task, int64_t begin, Tile& tile) {
+inline void locate(const DecodeTask& task, int64_t begin, DecodeTile& tile) {
     tile.begin = begin;
     tile.keys = task.end - begin < kTileKeys ? task.end - begin : kTileKeys;
     for (int64_t i = 0; i < tile.keys;) {
@@ -52,7 +52,7 @@ constexpr int64_t kWeightsPitch = kTileKeys + 16;  // zeros after the weights of
 
 // The memory of a part, from the task's workspace.
 template <class K, class W>
-struct Memory {
+struct DecodeMemory {
     using V = typename K::V;
     using Weight = typename W::Weight;
     int64_t rows, padded, cells_pitch, sums_pitch;
@@ -60,9 +60,9 @@ struct Memory {
     float *sums, *logits, *factor, *decay, *maximum, *total;
     Weight* weights;
 
-    explicit Memory(const DecodeTask& task) : rows(task.group * task.queries), padded(padded_rows(rows)) {
-        cells_pitch = (task.k.size + 63) / 64 * 64;
-        sums_pitch = (task.v.size + 63) / 64 * 64;
+    explicit DecodeMemory(const DecodeTask& task) : rows(task.group * task.queries), padded(padded_rows(rows)) {
+        cells_pitch = rounded_up(task.k.size, 64);
+        sums_pitch = rounded_up(task.v.size, 64);
         auto* next = static_cast<float*>(task.workspace);
         const auto take = [&](int64_t count) { return (next += padded * count) - padded * count; };
         cells = reinterpret_cast<uint32_t*>(take(cells_pitch));
@@ -74,7 +74,7 @@ struct Memory {
 };
 
 template <class K, class W>
-void start(const DecodeTask& task, const Memory<K, W>& m) {
+void start(const DecodeTask& task, const DecodeMemory<K, W>& m) {
     const auto bytes = [&](int64_t count) { return static_cast<size_t>(4 * m.padded * count); };
     __builtin_memset(m.sums, 0, bytes(m.sums_pitch));
     __builtin_memset(m.weights, 0, bytes(kWeightsPitch));
@@ -99,7 +99,7 @@ inline __attribute__((always_inline)) int64_t blocks(int64_t row, int64_t rows, 
 template <class K, class W>
 struct ScoreRows {
     const DecodeTask& task;
-    const Memory<K, W>& m;
+    const DecodeMemory<K, W>& m;
     const unsigned char *const *rows, *const *next;
     int64_t key;
     template <int ROWS>
@@ -112,7 +112,7 @@ struct ScoreRows {
 template <class K, class W>
 struct WeighRows {
     const DecodeTask& task;
-    const Memory<K, W>& m;
+    const DecodeMemory<K, W>& m;
     const unsigned char *const *rows, *const *next;
     int64_t first, keys;
     template <int ROWS>
@@ -128,7 +128,7 @@ struct Range {
 };
 
 // The keys of a tile that a query sees, counted from the tile's first.
-inline Range visible(const DecodeTask& task, const Tile& tile, int64_t query) {
+inline Range visible(const DecodeTask& task, const DecodeTile& tile, int64_t query) {
     const int64_t first = query + task.lower - tile.begin, last = query + task.upper + 1 - tile.begin;
     const int64_t length = task.length - tile.begin, keys = length < tile.keys ? length : tile.keys;
     const Range range{first > 0 ? first : 0, last < keys ? last : keys};
@@ -137,7 +137,7 @@ inline Range visible(const DecodeTask& task, const Tile& tile, int64_t query) {
 
 // Gives whether all rows see all keys of the tile.
 template <class K, class W>
-bool update_rows(const DecodeTask& task, const Memory<K, W>& m, Tile& tile) {
+bool update_rows(const DecodeTask& task, const DecodeMemory<K, W>& m, DecodeTile& tile) {
     bool all = true;
     for (int64_t r = 0; r < m.rows; ++r) {
         const Range range = visible(task, tile, r % task.queries);
@@ -151,7 +151,7 @@ bool update_rows(const DecodeTask& task, const Memory<K, W>& m, Tile& tile) {
 
 // Each row by itself, of the keys that it sees; what stands after them in its list of rows is zeros, for products of two keys.
 template <class K, class W>
-void weigh_visible(const DecodeTask& task, const Memory<K, W>& m, const Tile& tile) {
+void weigh_visible(const DecodeTask& task, const DecodeMemory<K, W>& m, const DecodeTile& tile) {
     const unsigned char* rows[kTileKeys + 2];
     for (int64_t r = 0; r < m.rows; ++r) {
         const Range range = visible(task, tile, r % task.queries);
@@ -163,7 +163,7 @@ void weigh_visible(const DecodeTask& task, const Memory<K, W>& m, const Tile& ti
 }
 
 template <class K, class W>
-void attend_tile(const DecodeTask& task, const Memory<K, W>& m, Tile& tile, const Tile* next) {
+void attend_tile(const DecodeTask& task, const DecodeMemory<K, W>& m, DecodeTile& tile, const DecodeTile* next) {
     using V = typename K::V;
     for (int64_t key = 0; key < tile.keys; key += V::kLanes)
         blocks<V::kMaxRows>(0, m.padded, ScoreRows<K, W>{task, m, tile.k + key, next ? next->k + key : nullptr, key});
@@ -174,7 +174,7 @@ void attend_tile(const DecodeTask& task, const Memory<K, W>& m, Tile& tile, cons
 }
 
 template <class K, class W>
-void finish(const DecodeTask& task, const Memory<K, W>& m) {
+void finish(const DecodeTask& task, const DecodeMemory<K, W>& m) {
     for (int64_t r = 0; r < m.rows; ++r) {
         W::order(m.sums + r * m.sums_pitch, m.sums_pitch);
         __builtin_memcpy(task.sum + r * task.v.size, m.sums + r * m.sums_pitch, static_cast<size_t>(4 * task.v.size));
@@ -183,20 +183,20 @@ void finish(const DecodeTask& task, const Memory<K, W>& m) {
     }
 }
 
-inline void prefetch_tile(const DecodeTask& task, const Tile& tile) {
+inline void prefetch_tile(const DecodeTask& task, const DecodeTile& tile) {
     for (int64_t i = 0; i < tile.keys; ++i) prefetch(tile.k[i], task.k.size * task.kv_bytes);
     for (int64_t i = 0; i < tile.keys; ++i) prefetch(tile.v[i], task.v.size * task.kv_bytes);
 }
 
 template <class K, class W>
-void attend(const DecodeTask& task) {
-    const Memory<K, W> m(task);
-    Tile tiles[2];
+void attend_part(const DecodeTask& task) {
+    const DecodeMemory<K, W> m(task);
+    DecodeTile tiles[2];
     locate(task, task.begin, tiles[0]);
     if (!task.prefetched) prefetch_tile(task, tiles[0]);
     start(task, m);
     for (int64_t at = task.begin, which = 0; at < task.end; at += kTileKeys, which ^= 1) {
-        Tile* next = &tiles[which ^ 1];
+        DecodeTile* next = &tiles[which ^ 1];
         if (at + kTileKeys < task.end) locate(task, at + kTileKeys, *next);
         else if (task.following) locate(*task.following, task.following->begin, *next);
         else next = nullptr;
@@ -207,7 +207,7 @@ void attend(const DecodeTask& task) {
 
 template <class V, class T>
 void attend_float(const DecodeTask& task) {
-    attend<KeysFloat<V, T>, ValuesFloat<V, T>>(task);
+    attend_part<KeysFloat<V, T>, ValuesFloat<V, T>>(task);
 }
 
 template <class V>
@@ -215,9 +215,9 @@ void attend_decode(const DecodeTask* task) {
     if (task->kv_type == kF32) attend_float<V, F32>(*task);
     if (task->kv_type == kBf16) attend_float<V, Bf16>(*task);
     if (task->kv_type == kF16) attend_float<V, F16>(*task);
-    if (task->kv_type == kI8) attend<KeysInt8<V>, ValuesFloat<V, I8>>(*task);
+    if (task->kv_type == kI8) attend_part<KeysInt8<V>, ValuesFloat<V, I8>>(*task);
     if (task->kv_type == kF8) attend_float<V, F8>(*task);
 }
 
 }  // namespace
-}  // namespace opkit::isa
+}  // namespace opkit::attention

@@ -5,7 +5,7 @@
 
 #include "../isa/table.hpp"
 
-namespace opkit {
+namespace opkit::attention {
 
 // type, name. Addresses are integers, 0 where there is none; strides of q, k, v and out are in bytes, others in elements. Either
 // `starts` has the number of the first query of each sequence, and of all, or each sequence has `queries` of them. The last size of
@@ -38,4 +38,4 @@ struct DecodeCall {
 // Throws std::invalid_argument where a length, a start or a page that is needed is out of range.
 void decode(const DecodeCall& call, const isa::Table& kernels);
 
-}  // namespace opkit
+}  // namespace opkit::attention

@@ -2,10 +2,10 @@
 // to bf16. Sums of exps are of those before rounding, so that the log-sum-exp is as exact as without pairs.
 #pragma once
 
-#include "decode_values.hpp"
-#include "lanes_avx512.hpp"
+#include "decode.hpp"
+#include "vectors_avx512.hpp"
 
-namespace opkit::isa {
+namespace opkit::attention {
 namespace {
 
 inline __m512bh pair_of(const void* at) {
@@ -15,7 +15,7 @@ inline __m512bh pair_of(const void* at) {
 }
 
 struct KeysPairs {
-    using V = Lanes;
+    using V = Vectors;
     using Sum = __m512;
     static constexpr int kBytes = 64, kPhases = 1;
     static Sum zero() { return V::zero(); }
@@ -27,21 +27,21 @@ struct KeysPairs {
     static Sum add(Sum sum, const uint32_t* cell, __m512bh right) { return _mm512_dpbf16_ps(sum, right, pair_of(cell)); }
     static __m512 finish(Sum sum) { return sum; }
     static float prepare(const unsigned char* q, ElementType, int64_t d, uint32_t* cells) {
-        __builtin_memset(cells, 0, static_cast<size_t>(cells_of(d, 32) * 2));
+        __builtin_memset(cells, 0, static_cast<size_t>(rounded_up(d, 32) * 2));
         __builtin_memcpy(cells, q, static_cast<size_t>(d * 2));
         return 1.0f;
     }
 };
 
 // Every processor with VDPBF16PS has VPDPWSSD too.
-struct LanesOfPairs : Lanes {
+struct VectorsOfPairs : Vectors {
     static Words add_pairs(Words sum, int32_t pair, Words pairs) {
         return _mm512_dpwssd_epi32(sum, pairs, _mm512_set1_epi32(pair));
     }
 };
 
 struct ValuesPairs {
-    using V = Lanes;
+    using V = Vectors;
     using Left = __m512bh;
     using Right = __m512bh;
     using Weight = uint16_t;
@@ -71,5 +71,12 @@ struct ValuesPairs {
     }
 };
 
+inline void attend_decode_pairs(const DecodeTask* task) {
+    if (task->q_type == kBf16 && task->kv_type == kBf16)
+        attend_part<KeysPairs, ValuesPairs>(*task);
+    else
+        attend_decode<VectorsOfPairs>(task);
+}
+
 }  // namespace
-}  // namespace opkit::isa
+}  // namespace opkit::attention

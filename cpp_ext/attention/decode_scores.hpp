@@ -7,13 +7,12 @@
 //   prepare(q, type, d, cells)     writes a query's cells, zeros up to whole blocks; gives the factor of its dot products
 #pragma once
 
+#include "block.hpp"
 #include "decode_task.hpp"
 #include "elements.hpp"
 
-namespace opkit::isa {
+namespace opkit::attention {
 namespace {
-
-inline int64_t cells_of(int64_t size, int64_t per_block) { return (size + per_block - 1) / per_block * per_block; }
 
 template <class V, class T>
 void widen_query(const unsigned char* q, int64_t d, float* out) {
@@ -38,7 +37,7 @@ struct KeysFloat {
     static constexpr int kBytes = V::kLanes * T::kBytes, kPhases = 1;
     static Sum zero() { return V::zero(); }
     static Sum join(Sum a, Sum b) { return V::plus(a, b); }
-    static typename V::Words load(const unsigned char* at) { return V::bits(V::from(T(), at)); }
+    static typename V::Words load(const unsigned char* at) { return V::as_words(V::from(T(), at)); }
     static typename V::Words load(const unsigned char* at, int64_t bytes) {
         unsigned char all[kBytes] = {};
         __builtin_memcpy(all, at, static_cast<size_t>(bytes));
@@ -46,10 +45,10 @@ struct KeysFloat {
     }
     template <int>
     static Sum right(typename V::Words word) { return V::floats(word); }
-    static Sum add(Sum sum, const uint32_t* cell, Sum right) { return V::fma(V::broadcast(float_of(*cell)), right, sum); }
+    static Sum add(Sum sum, const uint32_t* cell, Sum right) { return V::fma(V::broadcast(isa::float_of(*cell)), right, sum); }
     static typename V::Floats finish(Sum sum) { return sum; }
     static float prepare(const unsigned char* q, ElementType type, int64_t d, uint32_t* cells) {
-        widen_query<V>(q, type, d, cells_of(d, V::kLanes), reinterpret_cast<float*>(cells));
+        widen_query<V>(q, type, d, rounded_up(d, V::kLanes), reinterpret_cast<float*>(cells));
         return 1.0f;
     }
 };
@@ -82,12 +81,12 @@ struct KeysInt8 {
             most = V::greatest(most, V::greatest(value, V::times(value, V::broadcast(-1.0f))));
             poison = V::fma(value, V::zero(), poison);
         }
-        return V::maximum(most) + V::sum(poison);
+        return V::greatest_lane(most) + V::sum_of_lanes(poison);
     }
     // Words of dimensions i to i + 3: cells of i and i + 2, of i + 1 and i + 3.
     static float prepare(const unsigned char* q, ElementType type, int64_t d, uint32_t* cells) {
         float values[kLargestHead];
-        const int64_t size = cells_of(d, kBytes), bound = 16777215 / (d < 512 ? 512 : d);
+        const int64_t size = rounded_up(d, kBytes), bound = 16777215 / (d < 512 ? 512 : d);
         widen_query<V>(q, type, d, size, values);
         const float limit = static_cast<float>(bound), most = extent(values, size);
         const auto factor = V::broadcast(most > 1e-30f ? limit / most : 0.0f);  // of NaN too: 0, and the step is NaN
@@ -108,7 +107,7 @@ struct KeysInt8 {
 
 // Few rows have several sums each, so that an addition need not wait for the one before.
 template <class P, int ROWS>
-struct Block {
+struct ScoreBlock {
     using V = typename P::V;
     static constexpr int kSplit = ROWS <= 2 ? 4 : ROWS <= 4 ? 2 : 1;
 
@@ -150,7 +149,7 @@ template <class P, int ROWS>
 void score(const unsigned char* const* rows, const unsigned char* const* next, int64_t bytes, const uint32_t* cells,
            int64_t pitch, float* scores) {
     using V = typename P::V;
-    using B = Block<P, ROWS>;
+    using B = ScoreBlock<P, ROWS>;
     typename P::Sum sum[ROWS][B::kSplit];
     OPKIT_UNROLL
     for (int r = 0; r < ROWS; ++r)
@@ -168,4 +167,4 @@ void score(const unsigned char* const* rows, const unsigned char* const* next, i
 }
 
 }  // namespace
-}  // namespace opkit::isa
+}  // namespace opkit::attention

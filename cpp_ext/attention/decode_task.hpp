@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-namespace opkit {
+namespace opkit::attention {
 
 enum ElementType : int32_t { kF32 = 0, kBf16 = 1, kF16 = 2, kI8 = 3, kF8 = 4 };  // kF8: float8_e4m3fn
 
@@ -56,4 +56,4 @@ inline int64_t decode_workspace(int64_t rows, int64_t d, int64_t dv) {
 
 }  // namespace
 
-}  // namespace opkit
+}  // namespace opkit::attention

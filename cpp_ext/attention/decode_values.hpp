@@ -9,7 +9,7 @@
 
 #include "decode_scores.hpp"
 
-namespace opkit::isa {
+namespace opkit::attention {
 namespace {
 
 template <class Vectors, class T>
@@ -90,4 +90,4 @@ void weigh(const Weighing<typename P::Weight>& w) {
 }
 
 }  // namespace
-}  // namespace opkit::isa
+}  // namespace opkit::attention

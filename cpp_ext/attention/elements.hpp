@@ -6,8 +6,9 @@
 
 #include "../isa/scalar.hpp"
 #include "../isa/unroll.hpp"
+#include "half.hpp"
 
-namespace opkit::isa {
+namespace opkit::attention {
 namespace {
 
 struct F32 { static constexpr int kBytes = 4; };
@@ -16,8 +17,7 @@ struct F16 { static constexpr int kBytes = 2; };
 struct I8 { static constexpr int kBytes = 1; };
 struct F8 { static constexpr int kBytes = 1; };  // float8_e4m3fn
 
-constexpr float kF16Scale = 0x1p112f;  // the bits of a float16 (float8), shifted by 13 (20), are the value times this less
-constexpr float kF8Scale = 0x1p120f;
+constexpr float kF8Scale = 0x1p120f;  // the bits of a float8, shifted by 20, are the value times this less
 
 inline float one(F32, const unsigned char* at) {
     float value;
@@ -25,28 +25,23 @@ inline float one(F32, const unsigned char* at) {
     return value;
 }
 
-inline uint32_t half(const unsigned char* at) {
+inline uint16_t two_bytes(const unsigned char* at) {
     uint16_t value;
     __builtin_memcpy(&value, at, 2);
     return value;
 }
 
-inline float one(Bf16, const unsigned char* at) { return float_of(half(at) << 16); }
+inline float one(Bf16, const unsigned char* at) { return isa::widen_one(two_bytes(at)); }
 
-inline float one(F16, const unsigned char* at) {
-    const uint32_t bits = half(at), magnitude = bits & 0x7FFF, sign = (bits & 0x8000) << 16;
-    const float value = float_of(magnitude << 13) * kF16Scale;
-    if (magnitude >= 0x7C00) return float_of(sign | 0x7F800000 | (magnitude & 0x3FF) << 13);
-    return sign ? -value : value;
-}
+inline float one(F16, const unsigned char* at) { return widen_half(two_bytes(at)); }
 
 inline float one(I8, const unsigned char* at) { return static_cast<float>(static_cast<int8_t>(*at)); }
 
 inline float one(F8, const unsigned char* at) {
     const uint32_t magnitude = *at & 0x7F;
-    const float value = magnitude == 0x7F ? __builtin_nanf("") : float_of(magnitude << 20) * kF8Scale;
+    const float value = magnitude == 0x7F ? __builtin_nanf("") : isa::float_of(magnitude << 20) * kF8Scale;
     return *at & 0x80 ? -value : value;
 }
 
 }  // namespace
-}  // namespace opkit::isa
+}  // namespace opkit::attention

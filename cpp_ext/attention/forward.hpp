@@ -89,9 +89,7 @@ inline __attribute__((always_inline)) float softened(const float* scores, float 
     auto sum = V::load(total);
     float correction = 1.0f;
     if (after != before) {
-        float lanes[V::kLanes];
-        V::store(lanes, exponential<V, 6>(V::broadcast(before - base)));
-        correction = lanes[0];
+        correction = exponential_of<V, 6>(before - base);
         sum = V::times(sum, V::broadcast(correction));
         *largest = after;
     }

@@ -94,7 +94,7 @@ void widen_row(const char* row, Type type, int64_t n, float* out) {
     if (type == Type::Half)
         for (int64_t i = 0; i < n; ++i) out[i] = widen_half(halves[i]);
     if (type == Type::Brain)
-        for (int64_t i = 0; i < n; ++i) out[i] = float_from(uint32_t{halves[i]} << 16);
+        for (int64_t i = 0; i < n; ++i) out[i] = isa::widen_one(halves[i]);
 }
 
 Rows widened(const Rows& rows, float* copy) {

@@ -26,12 +26,19 @@ inline __attribute__((always_inline)) typename V::Floats exponential(typename V:
     return V::scaled(polynomial<V, DEGREE>(V::fused_minus(bounded, log2_e, n)), n, scaled);
 }
 
+template <class V, int DEGREE>
+float exponential_of(float x) {
+    float lanes[V::kLanes];
+    V::store(lanes, exponential<V, DEGREE>(V::broadcast(x)));
+    return lanes[0];
+}
+
 // tanh x = e / (e + 2) with e = exp(2 x) - 1, which is taken without cancellation.
 template <class V>
 inline __attribute__((always_inline)) typename V::Floats hyperbolic_tangent(typename V::Floats x) {
     const auto bounded = V::least(V::broadcast(10.0f), V::greatest(V::broadcast(-10.0f), x));
-    const auto doubled = V::times(bounded, V::broadcast(2.8853900817779268f));  // 2 / ln 2
-    const auto n = V::nearest(doubled), f = V::minus(doubled, n);
+    const auto twice = V::broadcast(2.8853900817779268f);  // 2 / ln 2
+    const auto n = V::nearest(V::times(bounded, twice)), f = V::fused_minus(bounded, twice, n);
     const auto power = V::scaled(V::broadcast(1.0f), n, n);
     constexpr float c[] = {0.6931471824645996f, 0.24022646248340607f, 0.05550328642129898f, 0.009618489071726799f,
                            0.0013399930903688073f, 0.0001534581242594868f};

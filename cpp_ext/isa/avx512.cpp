@@ -1,12 +1,10 @@
 // AVX-512 as of the first servers that had it (F, BW, DQ, VL).
 #if defined(__x86_64__)
 #include "../attention/backward.hpp"
+#include "../attention/decode.hpp"
 #include "../attention/forward.hpp"
 #include "../attention/products.hpp"
 #include "../attention/vectors_avx512.hpp"
-#include "../attention/decode.hpp"
-#include "../attention/lanes_avx512.hpp"
-#include "avx512_vectors.hpp"
 #include "table.hpp"
 #include "vector_gemm.hpp"
 
@@ -20,14 +18,14 @@ constexpr Table make_table() {
     table.pack_b_bf16 = pack_pairs<Vectors>;
     table.gemm_block_bf16 = gemm_pairs<ProductBf16<Vectors>>;
     table.gemm_block_f32 = gemm_f32<Vectors>;
-    table.transpose_words = attention::transpose_words_avx2;
+    table.transpose_words = attention::transpose_words<attention::Vectors>;
     table.attention_f32 = attention::attend<attention::FloatProduct<attention::Vectors>>;
     table.attention_cells_f32 = attention::fill_cells<attention::FloatProduct<attention::Vectors>>;
     table.attention_backward_f32 = attention::retreat<attention::FloatProduct<attention::Vectors>>;
     table.attention_bf16 = attention::attend<attention::WidenedProduct<attention::Vectors>>;
     table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<attention::Vectors>>;
     table.attention_backward_bf16 = attention::retreat<attention::WidenedProduct<attention::Vectors>>;
-    table.attend_decode = attend_decode<Lanes>;
+    table.attend_decode = attention::attend_decode<attention::Vectors>;
     return table;
 }
 

@@ -1,22 +1,14 @@
 // AVX-512 with VDPBF16PS. The conversions stay those of avx512: see table.hpp on VCVTNEPS2BF16.
 #if defined(__x86_64__)
 #include "../attention/backward.hpp"
+#include "../attention/decode_pairs.hpp"
 #include "../attention/forward.hpp"
 #include "../attention/pairs_avx512.hpp"
-#include "../attention/decode.hpp"
-#include "../attention/decode_pairs.hpp"
 #include "avx512_pairs.hpp"
 #include "table.hpp"
 
 namespace opkit::isa {
 namespace {
-
-void attend_pairs(const DecodeTask* task) {
-    if (task->q_type == kBf16 && task->kv_type == kBf16)
-        attend<KeysPairs, ValuesPairs>(*task);
-    else
-        attend_decode<LanesOfPairs>(task);
-}
 
 constexpr Table make_table() {
     Table table{"avx512_bf16", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"}};
@@ -24,7 +16,7 @@ constexpr Table make_table() {
     table.attention_bf16 = attention::attend<attention::PairProduct>;
     table.attention_cells_bf16 = attention::fill_cells<attention::PairProduct>;
     table.attention_backward_bf16 = attention::retreat<attention::PairProduct>;
-    table.attend_decode = attend_pairs;
+    table.attend_decode = attention::attend_decode_pairs;
     return table;
 }
 

@@ -1,10 +1,9 @@
 // What every processor of the architecture runs: plain C++, which the compiler may vectorise for the architecture's base.
 #include "../attention/backward.hpp"
+#include "../attention/decode.hpp"
 #include "../attention/forward.hpp"
 #include "../attention/products.hpp"
 #include "../attention/vectors_plain.hpp"
-#include "../attention/decode.hpp"
-#include "../attention/lanes_portable.hpp"
 #include "scalar.hpp"
 #include "table.hpp"
 
@@ -49,14 +48,14 @@ constexpr Table make_table() {
     table.pack_b_bf16 = pack_b_bf16;
     table.gemm_block_bf16 = gemm_block_bf16;
     table.gemm_block_f32 = gemm_block_f32;
-    table.transpose_words = attention::transpose_words;
+    table.transpose_words = attention::transpose_words<attention::PlainVectors>;
     table.attention_f32 = attention::attend<attention::FloatProduct<attention::PlainVectors>>;
     table.attention_cells_f32 = attention::fill_cells<attention::FloatProduct<attention::PlainVectors>>;
     table.attention_backward_f32 = attention::retreat<attention::FloatProduct<attention::PlainVectors>>;
     table.attention_bf16 = attention::attend<attention::WidenedProduct<attention::PlainVectors>>;
     table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<attention::PlainVectors>>;
     table.attention_backward_bf16 = attention::retreat<attention::WidenedProduct<attention::PlainVectors>>;
-    table.attend_decode = attend_decode<Lanes>;
+    table.attend_decode = attention::attend_decode<attention::PlainVectors>;
     return table;
 }
 

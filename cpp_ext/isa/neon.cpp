@@ -4,7 +4,7 @@
 #include <stddef.h>
 
 #include "../attention/decode.hpp"
-#include "../attention/lanes_portable.hpp"
+#include "../attention/vectors_plain.hpp"
 #include "table.hpp"
 #include "vector_gemm.hpp"
 
@@ -61,7 +61,7 @@ constexpr Table make_table() {
     table.pack_b_bf16 = pack_pairs<Vectors>;
     table.gemm_block_bf16 = gemm_pairs<ProductBf16<Vectors>>;
     table.gemm_block_f32 = gemm_f32<Vectors>;
-    table.attend_decode = attend_decode<Lanes>;
+    table.attend_decode = attention::attend_decode<attention::PlainVectors>;
     return table;
 }
 

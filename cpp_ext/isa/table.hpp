@@ -55,7 +55,7 @@
     KERNEL(attention_cells_bf16, (const void* rows, int64_t pitch, int64_t count, int64_t elements, void* out))        \
     KERNEL(attention_backward_f32, (const attention::BackwardTile& tile))                                              \
     KERNEL(attention_backward_bf16, (const attention::BackwardTile& tile))                                             \
-    KERNEL(attend_decode, (const DecodeTask* task))
+    KERNEL(attend_decode, (const attention::DecodeTask* task))
 
 namespace opkit::isa {
 
