@@ -9,7 +9,7 @@ variable                default  meaning
 ``OPKIT_CC``            (found)  the C compiler; gcc or clang
 ``OPKIT_CXX``           (found)  the C++ compiler
 ``OPKIT_NVCC``          (found)  the CUDA compiler
-``OPKIT_ISA``           (host)   the widest instruction set to build for and run: baseline, avx2, avx512, neon
+``OPKIT_ISA``           (host)   the widest instruction set to build for and run: baseline, avx2, avx512, avx512_bf16, amx, neon
 ``OPKIT_BUILD_TIMEOUT`` ``300``  seconds after which a compiler is stopped
 ``OPKIT_BRIDGE``        ``1``    build, once for each torch, what lets C kernels skip Python's autograd rules
 ``OPKIT_TUNE``          ``on``   time the configurations of a Triton kernel at its first call with shapes of a new size
@@ -108,7 +108,7 @@ def read(environment: Mapping[str, str]) -> Config:
         cc=environment.get("OPKIT_CC") or None,
         cxx=environment.get("OPKIT_CXX") or None,
         nvcc=environment.get("OPKIT_NVCC") or None,
-        isa=_one_of(environment, "OPKIT_ISA", ("baseline", "avx2", "avx512", "neon")),
+        isa=_one_of(environment, "OPKIT_ISA", ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "neon")),
         build_timeout=_seconds(environment, "OPKIT_BUILD_TIMEOUT", 300.0),
         bridge=_switch(environment, "OPKIT_BRIDGE", True),
         tune=_switch(environment, "OPKIT_TUNE", True),

@@ -33,8 +33,8 @@ struct Queries {
     int64_t of_cells, of_gradient_cells, of_words, of_gradient_words;  // of a block
 
     Queries(const Call& call, const Cut& cut, Pieces& pieces) {
-        of_cells = 4 * kBackwardRows * rounded_up(call.head, 2);
-        of_gradient_cells = 4 * kBackwardRows * rounded_up(call.columns, 2);
+        of_cells = 4 * kBackwardRows * rounded_up(call.head, kWidest);
+        of_gradient_cells = 4 * kBackwardRows * rounded_up(call.columns, kWidest);
         of_words = value_words(call.q.type, call.head, kBackwardRows);
         of_gradient_words = value_words(call.q.type, call.columns, kBackwardRows);
         cells = pieces.take<char>(of_cells * cut.blocks);

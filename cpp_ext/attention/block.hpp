@@ -2,7 +2,7 @@
 //
 // Keys come in tiles of kKeys. Of a tile, K is stored as [words of a key][kKeys] and V as [keys of a word][words of a row], 32
 // bits each: a float32, or a pair of bf16 (of K two neighbours of a row, of V the same column of two neighbouring keys; the
-// layout called VNNI). What is missing at the edges is zero. So both products read a tile from its beginning to its end.
+// layout called VNNI). Pairs of a key are padded with zeros to whole tiles of AMX, 16. What is missing at the edges is zero. So both products read a tile from its beginning to its end.
 #pragma once
 
 #include <stdint.h>
@@ -10,7 +10,8 @@
 namespace opkit::attention {
 
 constexpr int64_t kKeys = 64;        // of a tile: a row of visibility is one word of bits
-constexpr int64_t kMostRows = 16;    // that an ISA computes together
+constexpr int64_t kMostRows = 32;    // that an ISA computes together
+constexpr int64_t kTilesAhead = 4;   // that an ISA may ask for at a time
 
 enum State : int32_t { kHidden = 0, kFull = 1, kPartial = 2 };
 
@@ -24,6 +25,7 @@ struct Block {
     int64_t rows;              // at most what `rows_of_memory` was asked for
     int64_t head;              // elements of a query and of a key
     const uint32_t* keys;      // tile after tile
+    int64_t of_keys;           // words of a tile of keys
     const uint32_t* values;
     const uint8_t* unclean;    // of each tile: whether a value is infinite or NaN
     int64_t columns;           // of a value, padded to whole vectors of the widest ISA
@@ -34,9 +36,9 @@ struct Block {
     float softcap;             // 0: none
     bool biased;
     float sink;                // -inf: none
-    float* sums;               // result: rows by columns
+    float* sums;               // result: rows by columns; there is memory for a multiple of kMostRows
     float* lse;                // result: a number for each row
-    void* memory;              // block_memory(rows, head, columns) bytes, aligned to 64
+    void* memory;              // block_memory(rows, head, biased) bytes, aligned to 64
 };
 
 // Some query rows of one head against one tile of keys, backwards. Rows beyond the last are zero in all that is packed.
@@ -61,10 +63,10 @@ constexpr int64_t kBackwardMemory = 4 * kBackwardRows * kKeys * 3;
 
 constexpr int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-constexpr int64_t block_memory(int64_t rows, int64_t head, int64_t columns) {
-    (void)columns;
+constexpr int64_t block_memory(int64_t rows, int64_t head, bool biased) {
     const int64_t padded = rounded_up(rows, kMostRows) + kMostRows;
-    return 4 * padded * (rounded_up(head, 2) + kKeys + 2 + 16) + 8 * padded + 256;
+    const int64_t of_row = 4 * (rounded_up(head, 32) + 32 + 24) + 8 * kTilesAhead + (biased ? 4 * kKeys * kTilesAhead : 0);
+    return padded * of_row + 4 * kMostRows * 3 * kKeys + 1024;
 }
 
 }  // namespace opkit::attention

@@ -12,6 +12,7 @@ namespace opkit::attention {
 namespace {
 
 constexpr int64_t kRows = 96;      // of a block: a multiple of every ISA's group
+constexpr int64_t kFloatRows = 12; // a multiple of the groups of float32
 
 // How the keys and values of a head lie when they are packed.
 struct Packing {
@@ -52,19 +53,19 @@ State prepare(void* context, int64_t number, uint64_t* visible, float* biases) {
 
 void run_block(const Call& call, const Packing& packing, char* packed, Tile tile) {
     thread_local Store store;
-    const int64_t columns = padded_columns(call.columns), memory = block_memory(tile.rows, call.head, columns);
-    const int64_t bits = call.mask.scratch(tile.rows);
+    const int64_t columns = padded_columns(call.columns), memory = block_memory(tile.rows, call.head, !call.biases.empty());
+    const int64_t bits = call.mask.scratch(tile.rows), summed = rounded_up(tile.rows, kMostRows) * columns;
     const int64_t copied = call.q.type == Type::Half ? tile.rows * call.head : 0;
-    Pieces pieces(store.of(Pieces::bytes(memory, 1) + Pieces::bytes(tile.rows * columns, 4) + Pieces::bytes(bits, 8) +
+    Pieces pieces(store.of(Pieces::bytes(memory, 1) + Pieces::bytes(summed, 4) + Pieces::bytes(bits, 8) +
                            Pieces::bytes(tile.rows, 4) + Pieces::bytes(copied, 4)));
     char* inside = pieces.take<char>(memory);
-    auto* sums = pieces.take<float>(tile.rows * columns);
+    auto* sums = pieces.take<float>(summed);
     Asked asked{call, tile, pieces.take<uint64_t>(bits)};
     auto* lse = pieces.take<float>(tile.rows);
     const Rows queries =
         widened(rows_of(call.q, tile.batch, tile.head, tile.row, tile.rows, call.head), pieces.take<float>(copied));
     const float sink = call.sinks ? call.sinks[tile.head] : -std::numeric_limits<float>::infinity();
-    const Block block{queries.data, queries.stride, tile.rows, call.head, packing.keys(packed), packing.values(packed),
+    const Block block{queries.data, queries.stride, tile.rows, call.head, packing.keys(packed), packing.of_keys, packing.values(packed),
                       packing.unclean(packed), columns, 0, packing.tiles, prepare, &asked, call.scale, call.softcap,
                       !call.biases.empty(), sink, sums, lse, inside};
     (is_paired(call.q.type) ? call.kernels->attention_bf16 : call.kernels->attention_f32)(block);
@@ -80,7 +81,7 @@ void run_block(const Call& call, const Packing& packing, char* packed, Tile tile
 struct Blocks {
     explicit Blocks(const Call& call)
         : count(std::max<int64_t>(1, (call.queries + kRows - 1) / kRows)),
-          rows(std::min(kRows, rounded_up((call.queries + count - 1) / count, 12))),
+          rows(std::min(kRows, rounded_up((call.queries + count - 1) / count, together(call)))),
           queries(call.queries) {
         count = (queries + rows - 1) / rows;
     }
@@ -88,6 +89,7 @@ struct Blocks {
         const int64_t first = (count - 1 - number) * rows;
         return {batch, head, first, std::min(rows, queries - first), 0, 0};
     }
+    static int64_t together(const Call& call) { return is_paired(call.q.type) ? call.kernels->pair_rows : kFloatRows; }
     int64_t count, rows, queries;
 };
 

@@ -150,7 +150,7 @@ __attribute__((noinline)) void add_visible(const Block& block, const Group<P>& g
 
 template <class P>
 void add_tile(const Block& block, const Group<P>& group, int64_t tile, Scratch<P>& scratch) {
-    const uint32_t* keys = block.keys + tile * kKeys * ((block.head + P::kKeysPerWord - 1) / P::kKeysPerWord);
+    const uint32_t* keys = block.keys + tile * block.of_keys;
     const uint32_t* values = block.values + tile * (kKeys / P::kKeysPerWord) * block.columns;
     scores<P>(block, group, keys, scratch.scores);
     const bool adjusted = block.biased || block.softcap > 0 || !(block.scale > 0);
@@ -185,9 +185,9 @@ struct Memory {
         if (P::kPhases == 2) pitch = rounded_up(pitch, 2);
         total = static_cast<float*>(block.memory);
         visible = reinterpret_cast<uint64_t*>(total + rows * V::kLanes);
-        biases = reinterpret_cast<float*>(visible + rounded_up(rows, 8));
-        largest = biases + rows * kKeys;
+        largest = reinterpret_cast<float*>(visible + rounded_up(rows, 8));
         queries = reinterpret_cast<typename P::Cell*>(largest + rounded_up(rows, 16));
+        biases = reinterpret_cast<float*>(queries + rounded_up(rows * pitch, 16));  // last: there is room for them only if there are any
     }
 };
 

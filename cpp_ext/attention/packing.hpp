@@ -31,7 +31,10 @@ inline int64_t words_of_row(Type type, int64_t elements) { return is_paired(type
 inline int64_t padded_columns(int64_t elements) { return rounded_up(elements, kWidest); }
 
 // Words of a tile of keys, and of `rows` rows as values.
-inline int64_t key_words(Type type, int64_t elements) { return kKeys * words_of_row(type, elements); }
+inline int64_t key_words(Type type, int64_t elements) {
+    const int64_t words = words_of_row(type, elements);
+    return kKeys * (is_paired(type) ? rounded_up(words, kWidest) : words);
+}
 inline int64_t value_words(Type type, int64_t elements, int64_t rows = kKeys) {
     return words_of_row(type, rows) * padded_columns(elements);
 }

@@ -1,56 +1,21 @@
 // AMX with TDPBF16PS: tiles of 16 rows of 64 bytes. Tiles 0 to 3 are sums (2 x 2), 4 and 5 rows of a, 6 and 7 columns of b.
 // The configuration says how many rows and columns each tile has, so the edges of c need no copies.
 #if defined(__x86_64__)
-#include <immintrin.h>
-#include <stddef.h>
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
-#include "../attention/backward.hpp"
-#include "../attention/forward.hpp"
-#include "../attention/products.hpp"
-#include "../attention/vectors_avx512.hpp"
+#include "../attention/amx_backward.hpp"
+#include "../attention/amx_forward.hpp"
+#include "amx_tiles.hpp"
 #include "table.hpp"
 
 namespace opkit::isa {
 namespace {
 
-constexpr int64_t kTile = 16;       // rows of a tile, and words in a row
-constexpr int64_t kTileK = 32;      // k in a tile of a (columns) or of b (pairs of rows)
-
-// Linux gives tile data to a process that asks for it. Afterwards an alternate signal stack must have room for it.
-bool permitted() {
-#if defined(__linux__)
-    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-    return false;
-#endif
-}
-
-// Compilers do not know that loads of tiles and of the configuration read memory.
-inline void stores_are_done() { __asm__ volatile("" ::: "memory"); }
-
-struct alignas(64) Configuration {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
 void configure(int64_t rows, int64_t cols) {
     Configuration tiles;
-    const auto set = [&tiles](int64_t tile, int64_t tile_rows, int64_t words) {
-        tiles.rows[tile] = static_cast<uint8_t>(tile_rows > kTile ? kTile : tile_rows);
-        tiles.row_bytes[tile] = static_cast<uint16_t>(4 * (words > kTile ? kTile : words));
-    };
-    for (int64_t i = 0; i < 2 && rows > kTile * i; ++i) set(4 + i, rows - kTile * i, kTile);
-    for (int64_t j = 0; j < 2 && cols > kTile * j; ++j) set(6 + j, kTile, cols - kTile * j);
+    for (int64_t i = 0; i < 2 && rows > kTile * i; ++i) tiles.set(4 + i, rows - kTile * i, kTile);
+    for (int64_t j = 0; j < 2 && cols > kTile * j; ++j) tiles.set(6 + j, kTile, cols - kTile * j);
     for (int64_t i = 0; i < 2 && rows > kTile * i; ++i)
-        for (int64_t j = 0; j < 2 && cols > kTile * j; ++j) set(2 * i + j, rows - kTile * i, cols - kTile * j);
-    stores_are_done();
-    _tile_loadconfig(&tiles);
+        for (int64_t j = 0; j < 2 && cols > kTile * j; ++j) tiles.set(2 * i + j, rows - kTile * i, cols - kTile * j);
+    tiles.load();
 }
 
 // One tile of k: ROWS x COLS products. lda and pitch are in bytes.
@@ -137,16 +102,13 @@ void gemm_block_bf16(const uint16_t* a, int64_t lda, const uint16_t* b_packed, f
     if (configured_rows) _tile_release();
 }
 
-// Attention has no tiles yet. Processors with them execute VDPBF16PS at half the rate of float32's multiply-adds (a Xeon of the
-// fourth generation: 88 against 175 GFLOP/s a core), so bf16 is widened.
-using Widened = attention::WidenedProduct<attention::Vectors>;
-
 constexpr Table make_table() {
-    Table table{"amx", {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512dq", "avx512vl"}, permitted};
+    Table table{"amx", {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
+                tiles_are_permitted, attention::amx::kRows};
     table.gemm_block_bf16 = gemm_block_bf16;
-    table.attention_bf16 = attention::attend<Widened>;
-    table.attention_cells_bf16 = attention::fill_cells<Widened>;
-    table.attention_backward_bf16 = attention::retreat<Widened>;
+    table.attention_bf16 = attention::amx::attend;
+    table.attention_cells_bf16 = attention::amx::fill_rows;
+    table.attention_backward_bf16 = attention::amx::retreat;
     return table;
 }
 

@@ -42,6 +42,7 @@ void gemm_block_f32(const float* a, int64_t lda, const float* b, int64_t ldb, fl
 
 constexpr Table make_table() {
     Table table{"baseline"};
+    table.pair_rows = 12;
     table.bf16_to_f32 = bf16_to_f32;
     table.f32_to_bf16 = f32_to_bf16;
     table.pack_b_bf16 = pack_b_bf16;

@@ -44,6 +44,7 @@ std::string obstacle(const Row& row) {
 
 void take(Choice& choice, const Table& table) {
     size_t row = 0;
+    if (table.pair_rows) choice.kernels.pair_rows = table.pair_rows;
 #define OPKIT_ISA_TAKE(kernel, parameters)                                       \
     if (table.kernel) {                                                          \
         choice.kernels.kernel = table.kernel;                                    \

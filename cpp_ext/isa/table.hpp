@@ -63,6 +63,7 @@ struct Table {
     const char* name = nullptr;
     const char* features[8] = {};         // names of cpu_features.hpp that must all be usable; a null pointer ends them
     bool (*permitted)() = nullptr;        // asks the operating system, once, where features do not tell all
+    int64_t pair_rows = 0;                // that attention_bf16 computes together; 0: as the next narrower ISA
 #define OPKIT_ISA_MEMBER(kernel, parameters) void(*kernel) parameters = nullptr;
     OPKIT_ISA_KERNELS(OPKIT_ISA_MEMBER)
 #undef OPKIT_ISA_MEMBER

@@ -197,8 +197,15 @@ def _heads_first(q: Any, k: Any, v: Any, layout: str) -> tuple[Tensor, Tensor, T
     return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
 
 
+_AUTOCASTING = frozenset(
+    device
+    for device in ("cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "privateuseone", "xla", "xpu")
+    if torch.amp.is_autocast_available(device)
+)  # asked here, since torch 2.11's compiler cannot ask it
+
+
 def _autocasts(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return device in _AUTOCASTING and torch.is_autocast_enabled(device)
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:

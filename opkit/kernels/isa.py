@@ -14,6 +14,8 @@ _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 WIDENING = {"x86_64": ("baseline", "avx2", "avx512"), "aarch64": ("baseline", "neon")}
 """The named instruction sets of each machine, narrowest first."""
 
+_COMPILED_AS = {"avx512_bf16": "avx512", "amx": "avx512"}  # as ``OPKIT_ISA``: only opkit's own kernels have these
+
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
 _NEEDS: dict[str, frozenset[str]] = {
     "avx2": _AVX2,
@@ -96,6 +98,7 @@ def host_isa() -> str:
     """
     order = WIDENING.get(machine(), ("baseline",))
     cap = config.get().isa or order[-1]
+    cap = _COMPILED_AS.get(cap, cap)
     if cap not in order:
         raise ConfigError(f"OPKIT_ISA={cap!r} is not for {machine()}. Set it to {' or '.join(order)}, or unset it.")
     return next(isa for isa in reversed(order[: order.index(cap) + 1]) if _usable(isa))
