@@ -6,6 +6,12 @@
 #include "amx_tiles.hpp"
 #include "table.hpp"
 
+#if defined(OPKIT_EMULATED_TILES)  // by tests/cpp/driver: tiles in memory
+#define OPKIT_TILE_FEATURES
+#else
+#define OPKIT_TILE_FEATURES "amx_tile", "amx_bf16",
+#endif
+
 namespace opkit::isa {
 namespace {
 
@@ -103,7 +109,7 @@ void gemm_block_bf16(const uint16_t* a, int64_t lda, const uint16_t* b_packed, f
 }
 
 constexpr Table make_table() {
-    Table table{"amx", {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
+    Table table{"amx", {OPKIT_TILE_FEATURES "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
                 tiles_are_permitted, attention::amx::kRows};
     table.gemm_block_bf16 = gemm_block_bf16;
     table.attention_bf16 = attention::amx::attend;

@@ -18,7 +18,9 @@ constexpr int64_t kTileK = 32;      // k in a tile of a (columns) or of b (pairs
 
 // Linux gives tile data to a process that asks for it. Afterwards an alternate signal stack must have room for it.
 inline bool tiles_are_permitted() {
-#if defined(__linux__)
+#if defined(OPKIT_EMULATED_TILES)
+    return true;
+#elif defined(__linux__)
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else

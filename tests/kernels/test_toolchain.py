@@ -263,7 +263,9 @@ def test_without_linux_the_compiled_core_tells(processor):
     assert isa.host_isa() == "avx2"
 
 
-@pytest.mark.parametrize(("cap", "expected"), [("avx512", "avx2"), ("avx2", "avx2"), ("baseline", "baseline")])
+@pytest.mark.parametrize(
+    ("cap", "expected"), [("amx", "avx2"), ("avx512", "avx2"), ("avx2", "avx2"), ("baseline", "baseline")]
+)
 def test_a_setting_caps_what_is_used(processor, settings, cap, expected):
     processor("x86_64", AVX2)
     settings(isa=cap)
