@@ -1,22 +1,23 @@
 """Settings, read once from the environment.
 
-=========================  =======  =================================================================================
-variable                   default  meaning
-=========================  =======  =================================================================================
-``OPKIT_CHECK``            ``1``    check shapes and dtypes against annotations before a kernel runs
-``OPKIT_VERIFY``           ``1``    verify mutation, aliasing and kernel outputs the first time each guard set is seen
-``OPKIT_CACHE_DIR``        (user)   where results that outlive the process are kept (compiled kernels, kernel timings)
-``OPKIT_CC``               (found)  the C compiler; gcc or clang
-``OPKIT_CXX``              (found)  the C++ compiler
-``OPKIT_NVCC``             (found)  the CUDA compiler
-``OPKIT_ISA``              (host)   the widest instruction set to build for and run: baseline, avx2, avx512, neon
-``OPKIT_BUILD_TIMEOUT``    ``300``  seconds after which a compiler is stopped
-``OPKIT_BRIDGE``           ``1``    build, once for each torch, what lets C kernels skip Python's autograd rules
-``OPKIT_TUNE``             ``on``   time the configurations of a Triton kernel at its first call with shapes of a new size
-``OPKIT_STRICT``           ``0``    the compiler raises where it fails, rather than running the graph in eager mode
-``OPKIT_BATCH_INVARIANT``  ``0``    attention's results do not depend on what is computed beside them (opkit.batch_invariant)
-``OPKIT_LOG``              (none)   what the compiler logs, with commas between: fusion, recompiles, output_code
-=========================  =======  =================================================================================
+======================  =======  ====================================================================================
+variable                default  meaning
+======================  =======  ====================================================================================
+``OPKIT_CHECK``         ``1``    check shapes and dtypes against annotations before a kernel runs
+``OPKIT_VERIFY``        ``1``    verify mutation, aliasing and kernel outputs the first time each guard set is seen
+``OPKIT_CACHE_DIR``     (user)   where results that outlive the process are kept (compiled kernels, kernel timings)
+``OPKIT_CC``            (found)  the C compiler; gcc or clang
+``OPKIT_CXX``           (found)  the C++ compiler
+``OPKIT_NVCC``          (found)  the CUDA compiler
+``OPKIT_ISA``           (host)   the widest instruction set to build for and run: baseline, avx2, avx512, neon
+``OPKIT_BUILD_TIMEOUT`` ``300``  seconds after which a compiler is stopped
+``OPKIT_BRIDGE``        ``1``    build, once for each torch, what lets C kernels skip Python's autograd rules
+``OPKIT_TUNE``          ``on``   time the configurations of a Triton kernel at its first call with shapes of a new size
+``OPKIT_STRICT``        ``0``    the compiler raises where it fails, rather than running the graph in eager mode
+``OPKIT_LOG``           (none)   what the compiler logs, with commas between: fusion, recompiles, output_code
+======================  =======  ====================================================================================
+
+``OPKIT_BATCH_INVARIANT`` (``0``): attention's results do not depend on what is computed beside them; see opkit.batch_invariant.
 """
 
 from __future__ import annotations
