@@ -1,11 +1,13 @@
 """How fast is ``opkit.attention`` on the processor, beside torch's SDPA and FlexAttention and the rate of multiply-adds?
 
-Forward and backward in float32 and bfloat16, causal and windowed masks, short sequences, and errors beside float64. All are
+Forward and backward in float32 and bfloat16, causal and windowed masks, short sequences, and errors beside float64 (``errors``
+of lengths, ``numerics`` of head sizes). FlexAttention is compiled by Inductor, and takes opkit's own masks and biases. All are
 called in turn, round by round, in one process, on two threads; a figure is the median of the rounds, a ratio the median of
 the rounds' own. The peak is what a loop of independent multiply-adds reaches in the same rounds, in the widest
 instructions that the processor has (VDPBF16PS for bfloat16; none where it has no such instruction)::
 
-    python benchmarks/attention_cpu.py [--what forward,backward,masks,short,errors] [--rounds 7] [--quick] [--markdown FILE]
+    python benchmarks/attention_cpu.py [--what forward,backward,masks,flex,short,errors,numerics] [--rounds 7] [--quick]
+        [--markdown FILE]
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import opkit
-from opkit.masks import Causal, SlidingWindow, VarLen
+import opkit.nn
+from opkit.masks import ALiBi, Causal, Mask, SlidingWindow, Softcap, VarLen
 
 Call = Callable[[], Any]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -91,12 +96,17 @@ def interleaved(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
 
 
 def row(label: str, times: dict[str, list[float]], flops: float, ceiling: float | None) -> dict[str, Any]:
-    """Rates in GFLOP/s, the share of the peak, and the ratio to torch."""
+    """Rates in GFLOP/s, the share of the peak, and the ratios to the others."""
     median = {name: statistics.median(found) for name, found in times.items()}
-    ratio = statistics.median(b / a for a, b in zip(times["opkit"], times["torch"], strict=True))
     found = {"case": label, **{name: round(flops / found / 1e9, 1) for name, found in median.items()}}
+    others = {f"{name} / opkit": ratio_to(times, name) for name in times if name != "opkit"}
     share = None if ceiling is None else round(flops / median["opkit"] / 1e9 / ceiling, 2)
-    return {**found, "of peak": share, "torch / opkit": round(ratio, 2)}
+    return {**found, "of peak": share, **others}
+
+
+def ratio_to(times: dict[str, list[float]], name: str) -> float:
+    """How many times as long as opkit another takes."""
+    return round(statistics.median(b / a for a, b in zip(times["opkit"], times[name], strict=True)), 2)
 
 
 def tensors(size: tuple[int, int, int, int], dtype: torch.dtype, count: int = 3) -> list[Tensor]:
@@ -125,6 +135,12 @@ def _timed(call: Call) -> float:
     return time.perf_counter() - start
 
 
+def compiled_flex() -> Callable[..., Tensor]:
+    """FlexAttention, which is compiled at its first call; what was compiled before is forgotten, since Dynamo keeps few."""
+    torch.compiler.reset()
+    return torch.compile(flex_attention, dynamic=False)
+
+
 # ---- what is asked ---------------------------------------------------------------------------------------------------
 
 
@@ -133,13 +149,17 @@ def forward(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[di
     for dtype in DTYPES:
         for size in options.sizes:
             q, k, v = tensors(size, dtype)
+            other = compiled_flex()
             calls = {
                 "opkit": lambda q=q, k=k, v=v: opkit.attention(q, k, v),
                 "torch": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v),
+                "flex": lambda q=q, k=k, v=v, other=other: other(q, k, v),
             }
             batch, heads, length, head = size
             flops = 4.0 * batch * heads * length * length * head
-            yield row(f"{size} {str(dtype)[6:]}", interleaved(calls, options.rounds), flops, ceiling[dtype])
+            with torch.no_grad():
+                times = interleaved(calls, options.rounds)
+            yield row(f"{size} {str(dtype)[6:]}", times, flops, ceiling[dtype])
 
 
 def backward(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
@@ -180,6 +200,29 @@ def masks(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict
             yield {"case": f"{name}, {n}, {str(dtype)[6:]}", "of the time without": round(share, 3)}
 
 
+def flex(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Milliseconds under masks and biases, beside FlexAttention with the same ones; both are made before."""
+    n = 256 if options.quick else 2048
+    starts = torch.arange(0, n + 1, max(1, n // 8), dtype=torch.int32)
+    cases: list[tuple[str, Mask | None, Any]] = [
+        ("causal", Causal(), None), ("window 256", Causal() & SlidingWindow(256), None), ("8 documents", VarLen(starts), None),
+        ("causal, ALiBi", Causal(), ALiBi(torch.rand(8))), ("causal, soft cap", Causal(), Softcap(20.0)),
+    ]  # fmt: skip
+    for dtype in DTYPES:
+        for name, mask, mod in cases:
+            q, k, v = tensors((1, 8, n, 64), dtype)
+            other = compiled_flex()
+            how = {"score_mod": mod, "block_mask": create_block_mask(mask, None, None, n, n, device="cpu")}
+            calls = {
+                "opkit": lambda q=q, k=k, v=v, how=how: opkit.nn.functional.flex_attention(q, k, v, **how),
+                "flex": lambda q=q, k=k, v=v, how=how, other=other: other(q, k, v, **how),
+            }
+            with torch.no_grad():
+                times = interleaved(calls, options.rounds)
+            median = {each: round(statistics.median(found) * 1e3, 2) for each, found in times.items()}
+            yield {"case": f"{name}, {str(dtype)[6:]}", **median, "flex / opkit": ratio_to(times, "flex")}
+
+
 def short(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
     """Microseconds of a call of short sequences."""
     for dtype in DTYPES:
@@ -202,12 +245,22 @@ def errors(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dic
             for causal in (False, True):
                 yield {
                     "case": f"{length}{', causal' if causal else ''}, {str(dtype)[6:]}",
-                    **_errors(length, dtype, causal),
+                    **_errors(length, 64, dtype, causal),
                 }
 
 
-def _errors(length: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
-    *given, gradient = tensors((1, 1, length, 64), dtype, 4)
+def numerics(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The same over head sizes."""
+    for dtype in (*DTYPES, torch.float16):
+        for head in (64, 96, 128, 256):
+            for length in (128,) if options.quick else (512, 2048):
+                for causal in (False, True):
+                    case = f"head {head}, {length}{', causal' if causal else ''}, {str(dtype)[6:]}"
+                    yield {"case": case, **_errors(length, head, dtype, causal)}
+
+
+def _errors(length: int, head: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
+    *given, gradient = tensors((1, 1, length, head), dtype, 4)
 
     def run(call: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
         leaves = [each.clone().requires_grad_() for each in inputs]
@@ -215,7 +268,8 @@ def _errors(length: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
         return [out.detach(), *torch.autograd.grad(out, leaves, gradient.to(out.dtype))]
 
     def torchs(*x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*x, is_causal=causal)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(*x, is_causal=causal)
 
     exact = run(torchs, [each.double() for each in given])
     found = {
@@ -230,7 +284,10 @@ def _errors(length: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
     return {name: f"{a:.1e} / {b:.1e}" for name, a, b in zip(names, rms["opkit"], rms["torch"], strict=True)}
 
 
-PARTS = {"forward": forward, "backward": backward, "masks": masks, "short": short, "errors": errors}
+PARTS = {
+    "forward": forward, "backward": backward, "masks": masks, "flex": flex, "short": short, "errors": errors,
+    "numerics": numerics,
+}  # fmt: skip
 
 
 def markdown(title: str, rows: list[dict[str, Any]]) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from opkit import masks as masks
     from opkit.attn.api import attention as attention
     from opkit.attn.hugging_face import register_transformers as register_transformers
+    from opkit.attn.invariance import batch_invariant as batch_invariant
     from opkit.attn.paged import append_kv as append_kv
     from opkit.attn.paged import paged_attention as paged_attention
     from opkit.attn.sdpa import sdpa_override as sdpa_override
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _LATER = {
     "append_kv": ("opkit.attn.paged", "append_kv"),
     "attention": ("opkit.attn.api", "attention"),
+    "batch_invariant": ("opkit.attn.invariance", "batch_invariant"),
     "explain": ("opkit.compiler.explain", "explain"),
     "masks": ("opkit.masks", None),
     "paged_attention": ("opkit.attn.paged", "paged_attention"),

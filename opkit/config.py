@@ -16,6 +16,8 @@ variable                default  meaning
 ``OPKIT_STRICT``        ``0``    the compiler raises where it fails, rather than running the graph in eager mode
 ``OPKIT_LOG``           (none)   what the compiler logs, with commas between: fusion, recompiles, output_code
 ======================  =======  ====================================================================================
+
+``OPKIT_BATCH_INVARIANT`` (``0``): attention's results do not depend on what is computed beside them; see opkit.batch_invariant.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class Config:
     tune: bool = True
     strict: bool = False
     log: frozenset[str] = frozenset()
+    batch_invariant: bool = False
 
 
 def _switch(environment: Mapping[str, str], name: str, default: bool) -> bool:
@@ -114,6 +117,7 @@ def read(environment: Mapping[str, str]) -> Config:
         tune=_switch(environment, "OPKIT_TUNE", True),
         strict=_switch(environment, "OPKIT_STRICT", False),
         log=_some_of(environment, "OPKIT_LOG", ("fusion", "recompiles", "output_code")),
+        batch_invariant=_switch(environment, "OPKIT_BATCH_INVARIANT", False),
     )
 
 

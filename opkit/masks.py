@@ -2,8 +2,8 @@
 
 from opkit.attn.biases import ALiBi as ALiBi
 from opkit.attn.biases import RelativePosition as RelativePosition
+from opkit.attn.block_masks import Blocks as Blocks
 from opkit.attn.masks import And as And
-from opkit.attn.masks import Blocks as Blocks
 from opkit.attn.masks import Causal as Causal
 from opkit.attn.masks import Dense as Dense
 from opkit.attn.masks import KeyPadding as KeyPadding
@@ -14,3 +14,5 @@ from opkit.attn.masks import PrefixLM as PrefixLM
 from opkit.attn.masks import Segments as Segments
 from opkit.attn.masks import SlidingWindow as SlidingWindow
 from opkit.attn.masks import VarLen as VarLen
+from opkit.attn.score_mods import ScoreMods as ScoreMods
+from opkit.attn.score_mods import Softcap as Softcap

@@ -15,7 +15,7 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(("text", "value"), [("0", False), ("off", False), ("FALSE", False), ("1", True), ("On", True)])
-@pytest.mark.parametrize("name", ["check", "verify", "tune"])
+@pytest.mark.parametrize("name", ["check", "verify", "tune", "batch_invariant"])
 def test_switches(name, text, value):
     assert getattr(config.read({f"OPKIT_{name.upper()}": text}), name) is value
 

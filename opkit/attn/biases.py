@@ -8,6 +8,7 @@ from torch import Tensor
 
 from opkit.attn import program
 from opkit.attn.lowering import Sizes, check_device, dense, fits, numbered
+from opkit.attn.place import Place
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 
 
@@ -17,6 +18,31 @@ class Bias:
     def lower(self, sizes: Sizes, tensors: list[Tensor]) -> list[int]:
         """The program, whose tensors are appended to ``tensors``."""
         raise NotImplementedError(type(self))
+
+    def at(self, place: Place) -> Tensor:
+        """What is added to the logit of a query and a key."""
+        raise NotImplementedError(type(self))
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """``score`` and what is added to it: a bias is a ``score_mod`` of torch's flex_attention, of as many keys as queries."""
+        return score + self.at(Place(b, h, q_idx, kv_idx, 0))
+
+    def sized(self, queries: int, keys: int) -> SizedBias:
+        """A ``score_mod`` for so many queries and keys."""
+        return SizedBias(self, queries, keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class SizedBias:
+    """A bias beside the numbers of queries and keys for which it is called; see :meth:`Bias.sized`."""
+
+    bias: Bias
+    queries: int
+    keys: int
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """``score`` and what is added to it."""
+        return score + self.bias.at(Place(b, h, q_idx, kv_idx, self.keys - self.queries))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,6 +73,10 @@ class ALiBi(Bias):
             )
         return [program.BIAS_ALIBI, numbered(tensors, slopes.float())]
 
+    def at(self, place: Place) -> Tensor:
+        slopes = self.slopes.float()[..., None, None]
+        return -place.of_all(slopes) * (place.i + place.known_shift() - place.j).abs()
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RelativePosition(Bias):
@@ -73,6 +103,11 @@ class RelativePosition(Bias):
                 f"are {sizes.keys}."
             )
         return [program.BIAS_REL, *(numbered(tensors, part) for part in full), kw]
+
+    def at(self, place: Place) -> Tensor:
+        wide = self.rel_w.shape[-1]
+        row, column = (place._replace(j=at) for at in (place.j // wide, place.j % wide))
+        return row.of_all(self.rel_h) + column.of_all(self.rel_w)
 
     @staticmethod
     def _part(name: str, tensor: Tensor, sizes: Sizes) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from opkit.attn.api import attention
+from opkit.attn.hugging_face_masks import Prepared, fitted, mask_interface
 from opkit.attn.masks import Causal, Dense, Mask
 from opkit.errors import ArgumentError
 
@@ -17,7 +18,10 @@ from opkit.errors import ArgumentError
 def register_transformers(name: str = "opkit") -> None:
     """Make :func:`opkit.attention` known to transformers: ``from_pretrained(..., attn_implementation="opkit")``.
 
-    Padded batches, caches, sliding windows, soft caps (Gemma 2) and sinks (gpt-oss) are as in transformers' own.
+    Padded batches, caches, sliding windows, soft caps (Gemma 2) and sinks (gpt-oss) are as in transformers' own. Masks that
+    transformers makes are masks of :mod:`opkit.masks` where their functions are known (causal, windows, chunks, packed
+    sequences, groups of tokens; with padding), so that no tensor of queries times keys is made. In compiled code, and for
+    functions of one's own, they are bool tensors.
 
     Args:
         name: by which models ask for it.
@@ -26,10 +30,9 @@ def register_transformers(name: str = "opkit") -> None:
         ImportError: transformers is not installed.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, sdpa_mask)  # without an entry models would pass no mask, and see padding
+    AttentionMaskInterface.register(name, mask_interface)  # without an entry models would pass no mask, and see padding
 
 
 def attend(
@@ -37,7 +40,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Prepared | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -61,7 +64,9 @@ def attend(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask: Mask | None = None
-    if attention_mask is not None:
+    if isinstance(attention_mask, Prepared):
+        mask = fitted(attention_mask, query, key)
+    elif attention_mask is not None:
         mask = Dense(attention_mask[..., : key.shape[2]])
     elif causal and query.shape[2] > 1:
         mask = Causal()

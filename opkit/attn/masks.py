@@ -12,12 +12,15 @@ With as many queries as keys the two are the same.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+import functools
+import operator
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from opkit.attn import block_masks, program
+from opkit.attn import program
+from opkit.attn.place import Place, after
 from opkit.attn.program import UNLIMITED
 from opkit.errors import ArgumentError, ArgumentTypeError
 
@@ -60,6 +63,36 @@ class Mask:
     def lower(self, to: Lowering, documents: Documents | None) -> None:
         """Append the program to ``to``; ``documents`` are those that a :class:`VarLen` beside this mask tells apart."""
         raise NotImplementedError(type(self))
+
+    def at(self, place: Place) -> Tensor:
+        """Whether the query sees the key, bool, of the shape to which the integers of ``place`` broadcast."""
+        raise NotImplementedError(type(self))
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Whether query ``q_idx`` sees key ``kv_idx``: a mask is a ``mask_mod`` of torch's flex_attention."""
+        return self.at(Place(b, h, q_idx, kv_idx))
+
+    def sized(self, queries: int, keys: int) -> SizedMask:
+        """A ``mask_mod`` that knows the numbers of queries and keys, which masks need that are aligned "bottom-right".
+
+        >>> place = (torch.tensor(n) for n in (0, 0, 0, 2))
+        >>> Causal("bottom-right").sized(1, 3)(*place)
+        tensor(True)
+        """
+        return SizedMask(self, queries, keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class SizedMask:
+    """A mask beside the numbers of queries and keys for which it is called; see :meth:`Mask.sized`."""
+
+    mask: Mask
+    queries: int
+    keys: int
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Whether query ``q_idx`` sees key ``kv_idx``."""
+        return self.mask.at(Place(b, h, q_idx, kv_idx, self.keys - self.queries))
 
 
 def as_mask(value: object) -> Mask:
@@ -111,6 +144,9 @@ class Causal(Mask):
         """``BAND`` without a lower end."""
         to.band(-UNLIMITED, 0, self.align, documents)
 
+    def at(self, place: Place) -> Tensor:
+        return place.distance(self.align) <= 0
+
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(Mask):
@@ -147,6 +183,11 @@ class SlidingWindow(Mask):
         lower = -UNLIMITED if self.left is None else -self.left
         to.band(lower, UNLIMITED if self.right is None else self.right, self.align, documents)
 
+    def at(self, place: Place) -> Tensor:
+        distance = place.distance(self.align)
+        near = distance >= (-UNLIMITED if self.left is None else -self.left)
+        return near & (distance <= (UNLIMITED if self.right is None else self.right))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segments(Mask):
@@ -165,6 +206,10 @@ class Segments(Mask):
         queries = to.integers(self, "q_ids", self.q_ids, ("batch", "queries"))
         keys = to.integers(self, "kv_ids", self.q_ids if self.kv_ids is None else self.kv_ids, ("batch", "keys"))
         to.emit(program.SEGMENTS, queries, keys)
+
+    def at(self, place: Place) -> Tensor:
+        keys = self.q_ids if self.kv_ids is None else self.kv_ids
+        return place.of_queries(self.q_ids).to(torch.int32) == place.of_keys(keys).to(torch.int32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -198,6 +243,10 @@ class VarLen(Mask):
         own = to.documents(self) if documents is None or documents.mask is not self else documents
         to.emit(program.SEGMENTS, to.tensor(own.of_queries), to.tensor(own.of_keys))
 
+    def at(self, place: Place) -> Tensor:
+        own = after(self.cu_seqlens_q, place.i)
+        return (own == after(self.of_keys, place.j)) & (own < self.cu_seqlens_q.shape[0] - 1)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrefixLM(Mask):
@@ -220,6 +269,9 @@ class PrefixLM(Mask):
         to.band(-UNLIMITED, 0, self.align, documents)
         to.emit(program.OR)
 
+    def at(self, place: Place) -> Tensor:
+        return place.first(self.lengths) | (place.distance(self.align) <= 0)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeyPadding(Mask):
@@ -234,6 +286,9 @@ class KeyPadding(Mask):
     def lower(self, to: Lowering, documents: Documents | None) -> None:
         """``LENGTH``."""
         to.lengths(self, self.lengths, documents)
+
+    def at(self, place: Place) -> Tensor:
+        return place.first(self.lengths)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -262,35 +317,12 @@ class Dense(Mask):
             )
         to.emit(program.DENSE, to.dense("Dense", self.tensor, floating=False))
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Blocks(Mask):
-    """A ``BlockMask`` of ``torch.nn.attention.flex_attention``: the same queries see the same keys as there.
-
-    Its function is evaluated for every query and key, which takes queries * keys bytes for each batch and head that it
-    has; make the mask once, and use it often.
-
-    Args:
-        block_mask: what ``create_block_mask`` or ``BlockMask.from_kv_blocks`` gave, for as many queries and keys.
-
-    Attributes:
-        dense: bool, (batch or 1, heads or 1, queries, keys).
-    """
-
-    block_mask: Any
-    dense: Tensor = dataclasses.field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if not hasattr(self.block_mask, "kv_num_blocks"):
-            raise ArgumentTypeError(
-                f"Blocks takes a BlockMask of torch.nn.attention.flex_attention, got {type(self.block_mask).__name__}. Make one "
-                "with create_block_mask, or give a bool tensor to Dense."
+    def at(self, place: Place) -> Tensor:
+        if self.additive:
+            raise ArgumentError(
+                "a floating Dense mask is added to the logits: it is a bias, not a mask_mod(b, h, q_idx, kv_idx)."
             )
-        object.__setattr__(self, "dense", block_masks.dense(self.block_mask))
-
-    def lower(self, to: Lowering, documents: Documents | None) -> None:
-        """``DENSE``."""
-        to.emit(program.DENSE, to.dense("Blocks", self.dense, floating=False))
+        return place.of_all(self.tensor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,6 +345,12 @@ class And(Mask):
             if number:
                 to.emit(program.AND)
 
+    def at(self, place: Place) -> Tensor:
+        found = conjuncts(self)
+        packed = [part for part in found if isinstance(part, VarLen)]
+        place = place._replace(starts=(packed[0].cu_seqlens_q, packed[0].of_keys)) if packed else place
+        return functools.reduce(operator.and_, [part.at(place) for part in found])
+
 
 @dataclasses.dataclass(frozen=True)
 class Or(Mask):
@@ -332,6 +370,9 @@ class Or(Mask):
             if number:
                 to.emit(program.OR)
 
+    def at(self, place: Place) -> Tensor:
+        return functools.reduce(operator.or_, [part.at(place) for part in self.parts])
+
 
 @dataclasses.dataclass(frozen=True)
 class Not(Mask):
@@ -348,6 +389,9 @@ class Not(Mask):
         """The part, and ``NOT``."""
         self.part.lower(to, documents)
         to.emit(program.NOT)
+
+    def at(self, place: Place) -> Tensor:
+        return ~self.part.at(place)
 
 
 def conjuncts(mask: Mask) -> list[Mask]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn import paged_cpu, paged_reference
+from opkit.attn import batch_invariant, paged_cpu, paged_reference
 from opkit.errors import ArgumentError, DtypeError, ShapeError
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp, use_kernel
@@ -25,6 +25,7 @@ def paged_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     op = custom_op("opkit::paged_attention", mutates_args=(), inline=False)(paged_reference.paged_attention)
     op.register_fake(_fake)
     op.register_kernel("cpu", paged_cpu.paged, when=paged_cpu.takes_pages, name="decode")
+    batch_invariant.register_paged(op)
     return op
 
 

@@ -2,5 +2,6 @@
 
 from opkit.nn.functional import cross_entropy, rms_norm, rotary_embedding, swiglu
 from opkit.nn.modules import RMSNorm, SwiGLU
+from opkit.nn.multihead import MultiheadAttention
 
-__all__ = ["RMSNorm", "SwiGLU", "cross_entropy", "rms_norm", "rotary_embedding", "swiglu"]
+__all__ = ["MultiheadAttention", "RMSNorm", "SwiGLU", "cross_entropy", "rms_norm", "rotary_embedding", "swiglu"]

@@ -10,6 +10,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 import opkit
+from opkit.attn.flex import flex_attention as flex_attention
 from opkit.attn.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
 from opkit.errors import ShapeError
 

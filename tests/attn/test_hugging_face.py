@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import opkit
+from opkit.attn import hugging_face_masks, lowering, program
+from opkit.attn.masks import KeyPadding
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -50,3 +52,177 @@ def test_generation_with_a_cache(kind):
     tokens, padding = torch.randint(1, 50, (2, 4)), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
     how = {"attention_mask": padding, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(*(model.generate(tokens, **how) for model in (mine, eager)))
+
+
+def test_generation_with_a_static_cache():
+    eager, mine = models("Llama", **LLAMA)
+    tokens, padding = torch.randint(1, 50, (2, 4)), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    how = {"attention_mask": padding, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    how |= {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(*(model.generate(tokens, **how) for model in (mine, eager)))
+
+
+def test_prefill_in_chunks():
+    eager, mine = models("Mistral", **KINDS["Mistral"])
+    tokens, found = torch.randint(1, 50, (2, 9)), {}
+    for name, model in (("eager", eager), ("mine", mine)):
+        cache, logits = transformers.DynamicCache(config=model.config), []
+        with torch.no_grad():
+            for part in tokens.split(4, 1):
+                logits.append(model(part, past_key_values=cache, use_cache=True).logits)
+        found[name] = torch.cat(logits, 1)
+    torch.testing.assert_close(found["mine"], found["eager"], rtol=1e-4, atol=1e-5)
+
+
+def test_packed_sequences():
+    eager, mine = models("Llama", **LLAMA)
+    tokens, positions = torch.randint(1, 50, (1, 9)), torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])
+    with torch.no_grad():
+        found, expected = (model(tokens, position_ids=positions, use_cache=False).logits for model in (mine, eager))
+        alone = mine(tokens[:, 4:6], use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[:, 4:6], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_an_encoder():
+    opkit.register_transformers()
+    config = transformers.BertConfig(**SMALL, intermediate_size=64)
+    config._attn_implementation = "eager"
+    eager = transformers.BertModel(config).eval()
+    mine = copy.deepcopy(eager)
+    mine.set_attn_implementation("opkit")
+    tokens, padding = torch.randint(0, 50, (2, 7)), torch.tensor([[1] * 7, [1, 1, 1, 1, 0, 0, 0]])
+    for mask in (None, padding):
+        with torch.no_grad():
+            found, expected = (model(tokens, attention_mask=mask).last_hidden_state for model in (mine, eager))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_model():
+    eager, mine = models("Mistral", **KINDS["Mistral"])
+    tokens, padding = torch.randint(1, 50, (2, 7)), torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    torch.compiler.reset()
+    with torch.no_grad():
+        found = torch.compile(mine, backend="aot_eager")(tokens, attention_mask=padding, use_cache=False).logits
+        expected = eager(tokens, attention_mask=padding, use_cache=False).logits
+    torch.testing.assert_close(found[padding.bool()], expected[padding.bool()], rtol=1e-4, atol=1e-5)
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+BATCH = 3
+
+
+def functions(masks):
+    """The mask functions that transformers makes, each with whether it is known."""
+    left = torch.tensor([0, 2, 5])
+    groups = torch.tensor([[-1, 0, 0, -1, 1, 1, 1, -1, -1, 2, 2, -1]] * BATCH)
+    causal, both = masks.causal_mask_function, masks.bidirectional_mask_function
+    return {
+        "causal": (causal, True),
+        "both": (both, True),
+        "window": (masks.sliding_window_causal_mask_function(3), True),
+        "window both ways": (masks.sliding_window_bidirectional_mask_function(2), True),
+        "chunks": (masks.chunked_causal_mask_function(4, left), True),
+        "groups": (masks.or_masks(causal, masks.blockwise_overlay(groups)), True),
+        "another": (masks.and_masks(causal, lambda b, h, q, k: k % 2 == 0), False),
+        "another's": (lambda b, h, q, k: k <= q, False),
+    }
+
+
+PADDINGS = {
+    "none": None,
+    "no padding": [[1] * 12] * BATCH,
+    "right": [[1] * 12, [1] * 7 + [0] * 5, [0] * 12],
+    "left": [[1] * 12, [0] * 5 + [1] * 7, [0] * 11 + [1]],
+    "holes": [[1, 0] * 6, [0] * 3 + [1] * 5 + [0] * 4, [1] * 12],
+}
+PLACES = [(12, 12, 0, 0), (5, 12, 7, 0), (1, 12, 11, 0), (4, 6, 8, 6), (4, 12, 0, 0), (4, 7, 3, 2)]
+
+
+def dense(given, queries, keys):
+    """What a mask lets queries see."""
+    if isinstance(given, hugging_face_masks.Prepared):
+        sizes = lowering.Sizes(BATCH, 1, queries, keys, torch.device("cpu"))
+        lowered = lowering.lower(given.mask, sizes)
+        given = program.visible(lowered.program, lowered.tensors, program.Grid(queries, keys, torch.device("cpu")))
+    given = torch.ones(1, dtype=torch.bool) if given is None else given
+    return given.expand(BATCH, 1, queries, keys)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_mask_functions(place, padding):
+    from transformers import masking_utils as masks
+
+    queries, keys, q_offset, kv_offset = place
+    given = None if PADDINGS[padding] is None else torch.tensor(PADDINGS[padding]).bool()
+    for name, (function, known) in functions(masks).items():
+        call = {
+            "batch_size": BATCH,
+            "q_length": queries,
+            "kv_length": keys,
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+        }
+        call |= {"mask_function": function, "attention_mask": given, "allow_is_causal_skip": False}
+        found, expected = hugging_face_masks.mask_interface(**call), masks.sdpa_mask(**call)
+        aligned = q_offset == kv_offset or q_offset + queries == kv_offset + keys
+        assert isinstance(found, hugging_face_masks.Prepared) is (known and aligned), name
+        assert torch.equal(dense(found, queries, keys), dense(expected, queries, keys)), name
+
+
+def test_packed_mask_functions():
+    from transformers import masking_utils as masks
+
+    sequences = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]] * BATCH)
+    consecutive = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]] * BATCH)
+    for positions, known in ((consecutive, True), (consecutive * 2, False)):
+        for inner in (masks.causal_mask_function, masks.sliding_window_causal_mask_function(2)):
+            function = masks.packed_sequence_compatibility_function(inner, positions, sequences)
+            call = {"batch_size": BATCH, "q_length": 8, "kv_length": 8, "q_offset": 0, "kv_offset": 0}
+            call |= {"mask_function": function, "allow_is_causal_skip": False}
+            found = hugging_face_masks.mask_interface(**call)
+            assert isinstance(found, hugging_face_masks.Prepared) is known
+            assert torch.equal(dense(found, 8, 8), masks.sdpa_mask(**call))
+    chunks = masks.chunked_causal_mask_function(2, torch.zeros(BATCH, dtype=torch.int64))
+    function = masks.packed_sequence_compatibility_function(chunks, consecutive, sequences)
+    assert not isinstance(
+        hugging_face_masks.mask_interface(**{**call, "mask_function": function}), hugging_face_masks.Prepared
+    )
+
+
+def test_right_padding_is_a_length():
+    from transformers import masking_utils as masks
+
+    call = {"batch_size": 2, "q_length": 4, "kv_length": 4, "q_offset": 0, "kv_offset": 0}
+    padding = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()
+    found = hugging_face_masks.mask_interface(**call, mask_function=masks.causal_mask_function, attention_mask=padding)
+    assert isinstance(found.mask.parts[1], KeyPadding)
+
+
+def test_a_mask_of_more_keys_than_there_are():
+    prepared = hugging_face_masks.Prepared(opkit.masks.Causal(), (1, 1, 4, 9))
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
+    found = opkit.attention(q, k, k, mask=hugging_face_masks.fitted(prepared, q, k))
+    torch.testing.assert_close(found, opkit.attention(q, k, k, mask=opkit.masks.Causal()))
+
+
+@pytest.mark.parametrize("padded", ["left", "right", "none"])
+def test_no_matrix_is_made(padded):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    length, largest = 1024, []
+    _, mine = models("Mistral", **{**KINDS["Mistral"], "sliding_window": 100, "max_position_embeddings": length})
+
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            largest.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor))
+            return out
+
+    padding = torch.ones(2, length, dtype=torch.int64)
+    padding[1, slice(0, 300) if padded == "left" else slice(700, None)] = 0
+    with torch.no_grad(), Note():
+        mine(torch.randint(0, 50, (2, length)), attention_mask=None if padded == "none" else padding, use_cache=False)
+    assert max(largest) < length * length // 4

@@ -1,0 +1,141 @@
+"""Kernels of which no row's result depends, to the last bit, on what is computed beside it.
+
+The tiles kernel is such a one: it goes over the keys of a row 64 at a time from the first on, whatever other rows, heads, batches
+and threads there are. What breaks the rule elsewhere is the choice of another kernel for few queries, and a division of the keys
+that depends on how many there are of them (He et al., "Defeating Nondeterminism in LLM Inference", 2025,
+https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkit import config
+from opkit.attn import cpu, program
+from opkit.errors import KernelError
+from opkit.op.operator import CustomOp
+
+NAME = "batch_invariant"
+_FIRST = 2  # of priorities, above those of all kernels for processors
+
+
+def register(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::attention`` the kernel: it runs where it is forced, or for all calls with ``OPKIT_BATCH_INVARIANT=1``."""
+    op.register_kernel("cpu", forward, when=switched_on, name=NAME, priority=_FIRST)
+
+
+def register_paged(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::paged_attention`` the kernel."""
+    op.register_kernel("cpu", paged, when=switched_on, name=NAME, priority=_FIRST)
+
+
+def switched_on() -> bool:
+    """Whether the environment asks for batch invariance."""
+    return config.get().batch_invariant
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    mask: list[int],
+    bias: list[int],
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    heads_inside: bool,
+) -> tuple[Tensor, Tensor]:
+    """The tiles kernel, and nothing else.
+
+    Raises:
+        KernelError: it does not take the call.
+    """
+    if not cpu.takes(q, k, v, mask_tensors, bias_tensors, sinks, mask, bias, dropout_p):
+        _refuse("opkit::attention", f"q of {q.dtype} {tuple(q.shape)} with dropout_p={dropout_p}")
+    return cpu.forward(
+        q, k, v, mask_tensors, bias_tensors, sinks, seed, mask, bias, scale, softcap, dropout_p, heads_inside
+    )  # fmt: skip
+
+
+def paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    lower: int,
+    upper: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The tiles kernel for each sequence, whose keys and values are gathered: as :func:`forward` of the same keys, bit by bit.
+
+    Pages that are quantised or of another dtype than ``q`` are computed in float32.
+
+    Raises:
+        KernelError: ``q`` is of another dtype than the tiles kernel takes.
+        ValueError: a length or a page that is needed is out of range.
+    """
+    if q.dtype not in cpu.NAMES or not cpu.available() or k_pages.shape[2] == 0 or q.shape[1] % k_pages.shape[2]:
+        _refuse("opkit::paged_attention", f"q of {q.dtype} {tuple(q.shape)} with k_pages {tuple(k_pages.shape)}")
+    same = k_scale is None and v_scale is None and k_pages.dtype == v_pages.dtype == q.dtype
+    dtype = q.dtype if same else torch.float32
+    out = q.new_zeros((*q.shape[:2], v_pages.shape[-1]))
+    lse = torch.full(q.shape[:2], -torch.inf)
+    ends = starts.tolist()
+    for sequence, length in enumerate(lengths.tolist()):
+        rows = slice(ends[sequence], ends[sequence + 1])
+        pages = _pages(page_table[sequence], length, k_pages)
+        k, v = (_gathered(x, s, pages, length, dtype) for x, s in ((k_pages, k_scale), (v_pages, v_scale)))
+        some = q[rows].to(dtype).transpose(0, 1).unsqueeze(0)
+        band = _band(lower, upper, length - some.shape[2])
+        found, sums = forward(some, k, v, [], [], sinks, None, band, [], scale, softcap, 0.0, True)
+        out[rows], lse[rows] = found[0].transpose(0, 1).to(q.dtype), sums[0].mT
+    return out, lse
+
+
+def _pages(table: Tensor, length: int, pages: Tensor) -> Tensor:
+    """The pages of a sequence."""
+    most = table.shape[0] * pages.shape[1]
+    if not 0 <= length <= most:
+        raise ValueError(f"opkit::paged_attention: a length is {length}; it must be from 0 to {most}")
+    found = table[: -(-length // max(pages.shape[1], 1))].long()
+    if ((found < 0) | (found >= pages.shape[0])).any():
+        raise ValueError(f"opkit::paged_attention: pages {found.tolist()} must be from 0 to {pages.shape[0] - 1}")
+    return found
+
+
+def _gathered(x: Tensor, scale: Tensor | None, pages: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """(1, key heads, length, head size)."""
+    taken = x.view(torch.uint8)[pages].view(x.dtype) if x.itemsize == 1 else x[pages]
+    wide = taken.to(dtype) if scale is None else taken.to(dtype) * scale[pages].to(dtype).unsqueeze(-1)
+    return wide.flatten(0, 1)[:length].transpose(0, 1).unsqueeze(0)
+
+
+def _band(lower: int, upper: int, shift: int) -> list[int]:
+    """The program of a band of positions; empty where there is no limit."""
+    if lower <= -program.UNLIMITED and upper >= program.UNLIMITED:
+        return []
+    ends = (
+        lower if lower <= -program.UNLIMITED else lower + shift,
+        upper if upper >= program.UNLIMITED else upper + shift,
+    )
+    return [program.BAND, *ends]
+
+
+def _refuse(operator: str, told: str) -> None:
+    raise KernelError(
+        f"{operator}: no batch-invariant kernel takes {told}. It takes float32, bfloat16 and float16 without dropout, where "
+        "opkit's compiled core is there. Convert the call, or make it outside of opkit.batch_invariant and OPKIT_BATCH_INVARIANT."
+    )

@@ -1,0 +1,72 @@
+"""Attention whose probabilities the caller wants: they are as large as the logits, so no kernel keeps them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opkit.attn import biases, program, reference
+from opkit.attn.lowering import Sizes, lower
+from opkit.attn.masks import Mask, as_mask
+from opkit.attn.program import Grid
+
+
+def with_probabilities(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None, dropout_p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The result of attention and the probabilities by which values were weighted, in torch operations.
+
+    Args:
+        q: queries, (batch, heads, queries, d).
+        k: keys, (batch, heads, keys, d) of ``q``'s dtype.
+        v: values, (batch, heads, keys, d_v) of ``q``'s dtype.
+        mask: as of :func:`opkit.attention`.
+        dropout_p: the share of probabilities that is set to zero, by torch's own generator.
+
+    Returns:
+        (batch, heads, queries, d_v) and (batch, heads, queries, keys), of ``q``'s dtype, computed in float32, or float64 for
+        float64 ``q``. A query that sees no key gives zeros, in both.
+
+    >>> q = torch.zeros(1, 1, 2, 4)
+    >>> with_probabilities(q, q, q)[1]
+    tensor([[[[0.5000, 0.5000],
+              [0.5000, 0.5000]]]])
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        keys, values = k.to(dtype), v.to(dtype)
+        logits, seen = _logits(q.to(dtype), keys, mask)
+        weights = F.dropout(_softmax(logits), dropout_p)
+        out = reference.product(weights, values, reference.finite(values), reference.contact(values, seen))
+        return out.to(q.dtype), weights.to(q.dtype)
+
+
+def _logits(q: Tensor, keys: Tensor, mask: Mask | Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The logits, minus infinity where the mask hides, and what it shows."""
+    seen, added = spelled_out(mask, q, keys)
+    product = reference.product(q, keys.mT, reference.finite(keys).mT, reference.contact(keys, seen))
+    logits = product * q.shape[-1] ** -0.5
+    logits = logits if added is None else logits + added.to(logits.dtype)
+    return (logits if seen is None else torch.where(seen, logits, -torch.inf)), seen
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """Zeros for a row of nothing but minus infinity, of which a softmax is NaN."""
+    dead = (logits == -torch.inf).all(-1, keepdim=True)
+    return torch.where(dead, 0.0, torch.where(dead, 0.0, logits).softmax(-1))
+
+
+def spelled_out(mask: Mask | Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """A mask as tensors of 4 dimensions that broadcast to the logits: which keys are seen, and what is added to logits."""
+    if mask is None:
+        return None, None
+    sizes = Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+    found = lower(as_mask(mask), sizes)
+    seen = program.visible(found.program, found.tensors, Grid(sizes.queries, sizes.keys, q.device))
+    if not found.additive:
+        return seen, None
+    tensors: list[Tensor] = []
+    words = [word for each in found.additive for word in biases.lower(each, sizes, tensors)]
+    zero = torch.zeros((1, 1, 1, 1), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    return seen, program.biased(zero, words, tensors, Grid(sizes.queries, sizes.keys, q.device))
