@@ -39,6 +39,7 @@ class Kernel:
     predicate_names: tuple[str, ...] = ()
     native: bool = False
     traceable: bool = False
+    prepared: bool = False
 
     @property
     def unconditional(self) -> bool:
