@@ -14,6 +14,7 @@ their place they would cost more than they save:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,15 +32,45 @@ _MOST_PLANS, _MOST_ENTRIES = 4096, 4
 
 
 class Entry:
-    """A guard and what to run when it holds."""
+    """A guard and what to run when it holds.
 
-    __slots__ = ("check", "flags", "go", "plan")
+    ``recorded`` says whether gradients must be recorded in this thread, or must not; None: no tensor requires grad.
+    """
 
-    def __init__(self, check: Callable[..., bool], flags: tuple[Any, ...], plan: Plan, go: Callable[..., Any]) -> None:
+    __slots__ = ("check", "flags", "go", "plan", "recorded")
+
+    def __init__(
+        self,
+        check: Callable[..., bool],
+        flags: tuple[Any, ...],
+        plan: Plan,
+        go: Callable[..., Any],
+        recorded: bool | None,
+    ) -> None:
         self.check = check
         self.flags = flags
         self.plan = plan
         self.go = go
+        self.recorded = recorded
+
+
+class Binding:
+    """What holds, and lets go of, the function that runs an operator's calls of one kind.
+
+    ``go`` is None where there is none. It may be called for tensors for which a guard like the operator's own holds, while
+    gradients are recorded or not as they were, and while :func:`undisturbed`.
+    """
+
+    __slots__ = ("__weakref__", "go")
+
+    def __init__(self) -> None:
+        self.go: Callable[..., Any] | None = None
+
+
+def undisturbed() -> bool:
+    """Whether nothing of this thread, beside what guards look at, wants to see calls: no mode, profiler or forward gradient."""
+    seen = private.profiling() or private.function_modes() or private.dispatch_modes()
+    return not seen and private.forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
 
 
 class FastCalls:
@@ -48,6 +79,16 @@ class FastCalls:
     call: Callable[..., Any]
     dispatched: Callable[..., Any]
     planned: Callable[..., Any]
+    bound: Callable[..., Any]  # what a call with these arguments runs, once that is known; None before
+
+    def __init__(self) -> None:
+        self.bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
+
+    def bind(self, binding: Binding, *args: Any, **kwargs: Any) -> None:
+        """Let ``binding`` run what calls like this one run, until the functions are written anew."""
+        binding.go = self.bound(*args, **kwargs)
+        if binding.go is not None:
+            self.bindings.add(binding)
 
     def renew(
         self, operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]
@@ -60,12 +101,17 @@ class FastCalls:
             decide: the Autograd kernel for calls that are not plain.
             generic: runs plain calls where the signature has no written form.
         """
+        for binding in list(self.bindings):
+            binding.go = None
+        self.bindings.clear()
         self.call, self.dispatched, self.planned = slow, decide, generic
+        self.bound = lambda *args, **kwargs: None
         if fastcall_source.has_fast_form(operator):
             namespace = _namespace(operator, slow, decide, generic)
             source = fastcall_source.source(operator, namespace)
             exec(compile(source, f"<opkit call of {operator.name}>", "exec"), namespace)
-            self.call, self.dispatched, self.planned = (namespace[n] for n in ("call", "dispatched", "planned"))
+            self.call, self.dispatched = namespace["call"], namespace["dispatched"]
+            self.planned, self.bound = namespace["planned"], namespace["bound"]
 
 
 def _namespace(
@@ -91,7 +137,8 @@ def _namespace(
             return
         go = plan.train if training else plan.run
         assert go is not None
-        entry = Entry(private.tensor_guard(tensors, strict), flags, plan, go)
+        recorded = bool(training) if any(tensor.requires_grad for tensor in tensors) else None
+        entry = Entry(private.tensor_guard(tensors, strict), flags, plan, go, recorded)
         if not entry.check(*tensors):  # the guard refuses a tensor given twice
             return
         entries[:] = [entry, *[old for old in entries if old.go is not go][: _MOST_ENTRIES - 1]]

@@ -52,6 +52,14 @@ def dispatched(keyset, {parameters}):
                 return result
     return decide(keyset, {passed})
 
+def bound({parameters}):
+    if {types}:
+        flags = ({flags})
+        for entry in entries:
+            if {like}:
+                return entry.go
+    return None
+
 def planned({parameters}):
     try:
         plan = plans.get({key})
@@ -74,6 +82,9 @@ def planned({parameters}):
         install(training, plan, ({tensors},), ({flags}))
     return result
 """
+
+
+_RECORDED = "(entry.recorded is None or entry.recorded is grad_enabled())"  # which the guard does not ask
 
 
 def has_fast_form(operator: Operator) -> bool:
@@ -105,7 +116,7 @@ def _items(p: Parameter) -> type | None:
 
 
 def source(operator: Operator, namespace: dict[str, Any]) -> str:
-    """The functions ``call``, ``dispatched`` and ``planned``; what they need beside the helpers is put into ``namespace``."""
+    """The functions ``call``, ``dispatched``, ``bound`` and ``planned``; what they need goes to ``namespace``."""
     parameters = operator.signature.parameters
     conditional = any(
         kernel.when is not None or kernel.autotune or kernel.prepared for kernel in operator.kernels.kernels
@@ -114,7 +125,7 @@ def source(operator: Operator, namespace: dict[str, Any]) -> str:
     text = _TEMPLATE.format(
         parameters=_parameter_list(parameters, namespace),
         types=" and ".join(test for p in parameters for test in _type_tests(p, namespace)) or "True",
-        like=f"{'flags == entry.flags and ' if flags else ''}entry.check({_tensors(parameters)})",
+        like=f"{'flags == entry.flags and ' if flags else ''}{_RECORDED} and entry.check({_tensors(parameters)})",
         tensors=_tensors(parameters),
         flags=flags,
         unusual="".join(_unusual(p, operator, namespace) for p in parameters),
