@@ -111,15 +111,17 @@ def setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]
     optional = [each for each in (sinks, seed) if each is not None]
     ctx.present, ctx.counts = (sinks is not None, seed is not None), (len(mask_tensors), len(bias_tensors))
     ctx.rest = rest
+    ctx.set_materialize_grads(False)  # of the log-sum-exp there is seldom a gradient
     ctx.save_for_backward(q, k, v, *output, *mask_tensors, *bias_tensors, *optional)
 
 
-def backward(ctx: Any, gradient: Tensor, of_lse: Tensor) -> tuple[Any, ...]:
+def backward(ctx: Any, gradient: Tensor | None, of_lse: Tensor | None) -> tuple[Any, ...]:
     """The gradients of the operator's arguments: by ``opkit::attention_backward``, or by its formula where biases have
     gradients, which are as large as the logits, or probabilities were dropped."""
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     masks, biases = ctx.counts
     mask_tensors, bias_tensors, optional = tensors[:masks], tensors[masks : masks + biases], tensors[masks + biases :]
+    gradient = torch.zeros_like(out) if gradient is None else gradient
     sinks = optional[0] if ctx.present[0] else None
     seed = optional[-1] if ctx.present[1] else None
     mask, bias, scale, softcap, dropout_p, heads_inside = ctx.rest
