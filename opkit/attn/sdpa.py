@@ -53,8 +53,9 @@ def scaled_dot_product_attention(
     """
     if is_causal and attn_mask is not None:
         raise ArgumentError(f"{_NAME}: give attn_mask or is_causal=True, not both.")
-    if attn_mask is None and _as_they_are(query, key, value, enable_gqa):
-        return attention(query, key, value, mask=_CAUSAL if is_causal else None, scale=scale, dropout_p=dropout_p)
+    if _as_they_are(query, key, value, enable_gqa):
+        mask = _CAUSAL if is_causal else None if attn_mask is None else Dense(attn_mask)
+        return attention(query, key, value, mask=mask, scale=scale, dropout_p=dropout_p)
     lead = _leading(query, key, value, enable_gqa)
     q, k, v = (_four(x, lead, enable_gqa) for x in (query, key, value))
     mask = _CAUSAL if is_causal else None if attn_mask is None else _mask(attn_mask, lead, query, key)

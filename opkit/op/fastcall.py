@@ -14,6 +14,7 @@ their place they would cost more than they save:
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,12 +84,21 @@ class FastCalls:
 
     def __init__(self) -> None:
         self.bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
+        self._lock = threading.Lock()
 
     def bind(self, binding: Binding, *args: Any, **kwargs: Any) -> None:
         """Let ``binding`` run what calls like this one run, until the functions are written anew."""
-        binding.go = self.bound(*args, **kwargs)
-        if binding.go is not None:
-            self.bindings.add(binding)
+        with self._lock:
+            binding.go = self.bound(*args, **kwargs)
+            if binding.go is not None:
+                self.bindings.add(binding)
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self.bound = lambda *args, **kwargs: None
+            for binding in list(self.bindings):
+                binding.go = None
+            self.bindings.clear()
 
     def renew(
         self, operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]
@@ -101,11 +111,8 @@ class FastCalls:
             decide: the Autograd kernel for calls that are not plain.
             generic: runs plain calls where the signature has no written form.
         """
-        for binding in list(self.bindings):
-            binding.go = None
-        self.bindings.clear()
+        self._let_go()
         self.call, self.dispatched, self.planned = slow, decide, generic
-        self.bound = lambda *args, **kwargs: None
         if fastcall_source.has_fast_form(operator):
             namespace = _namespace(operator, slow, decide, generic)
             source = fastcall_source.source(operator, namespace)
