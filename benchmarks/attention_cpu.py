@@ -6,7 +6,7 @@ called in turn, round by round, in one process, on two threads; a figure is the 
 the rounds' own. The peak is what a loop of independent multiply-adds reaches in the same rounds, in the widest
 instructions that the processor has (VDPBF16PS for bfloat16; none where it has no such instruction)::
 
-    python benchmarks/attention_cpu.py [--what forward,backward,masks,flex,short,errors,numerics] [--rounds 7] [--quick]
+    python benchmarks/attention_cpu.py [--what forward,backward,masks,flex,short,call,errors,numerics] [--rounds 7] [--quick]
         [--markdown FILE]
 """
 
@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import opkit
-import opkit.nn
+import opkit.nn.functional
 from opkit.masks import ALiBi, Causal, Mask, SlidingWindow, Softcap, VarLen
 
 Call = Callable[[], Any]
@@ -238,6 +238,55 @@ def short(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict
             yield {"case": f"{size} {str(dtype)[6:]}", **micro, "torch / opkit": round(ratio, 2)}
 
 
+def call(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Microseconds of a call of so little that it is the call which takes time."""
+    for size in ((1, 1, 1, 8), (1, 1, 8, 16), (1, 2, 16, 32)):
+        for name, calls in _calls(size).items():
+            many = {side: lambda each=each: [each() for _ in range(50)] for side, each in calls.items()}
+            for warm in many.values():
+                warm()
+            times = interleaved(many, 15 * options.rounds)
+            micro = {side: round(statistics.median(found) / 50 * 1e6, 1) for side, found in times.items()}
+            ratio = statistics.median(a / b for a, b in zip(times["opkit"], times["torch"], strict=True))
+            yield {"case": f"{size} {name}", **micro, "opkit / torch": round(ratio, 2)}
+
+
+def _calls(size: tuple[int, int, int, int]) -> dict[str, dict[str, Call]]:
+    """What is called, of float32: opkit's and torch's."""
+    ours, torchs = opkit.nn.functional.scaled_dot_product_attention, F.scaled_dot_product_attention
+    (q, k, v, gradient), mask = tensors(size, torch.float32, 4), Causal()
+    leaves = [each.clone().requires_grad_() for each in (q, k, v)]
+    plain, causal = lambda: torchs(q, k, v), lambda: torchs(q, k, v, is_causal=True)
+    seen = torch.ones(size[2], size[2], dtype=torch.bool).tril()
+
+    def both(attend: Callable[..., Any]) -> Call:
+        return lambda: torch.autograd.grad(attend(*leaves), leaves, gradient)
+
+    return {
+        "": {"opkit": lambda: opkit.attention(q, k, v), "torch": plain},
+        "causal": {"opkit": lambda: opkit.attention(q, k, v, mask=mask), "torch": causal},
+        "drop-in": {"opkit": lambda: ours(q, k, v), "torch": plain},
+        "drop-in, causal": {"opkit": lambda: ours(q, k, v, is_causal=True), "torch": causal},
+        "drop-in, mask": {"opkit": lambda: ours(q, k, v, seen), "torch": lambda: torchs(q, k, v, seen)},
+        "for a gradient": {"opkit": lambda: opkit.attention(*leaves), "torch": lambda: torchs(*leaves)},
+        "and backward": {"opkit": both(opkit.attention), "torch": both(torchs)},
+        "paged, one query": _paged_calls(size),
+    }
+
+
+def _paged_calls(size: tuple[int, int, int, int]) -> dict[str, Call]:
+    """One query of each sequence to 16 keys in pages of 4; torch's to as many that lie together."""
+    batch, heads, _, head = size
+    q, pages = torch.randn(batch, heads, head), torch.randn(4 * batch, 4, heads, head)
+    table, lengths = torch.arange(4 * batch, dtype=torch.int32).reshape(batch, 4), torch.full((batch,), 16)
+    keys = pages.reshape(batch, 16, heads, head).transpose(1, 2).contiguous()
+    query, values, other = q.unsqueeze(2), keys.clone(), pages.clone()
+    return {
+        "opkit": lambda: opkit.paged_attention(q, pages, other, table, lengths),
+        "torch": lambda: F.scaled_dot_product_attention(query, keys, values),
+    }
+
+
 def errors(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
     """Root mean square errors beside float64, of the result and of the gradients."""
     for dtype in (*DTYPES, torch.float16):
@@ -285,7 +334,7 @@ def _errors(length: int, head: int, dtype: torch.dtype, causal: bool) -> dict[st
 
 
 PARTS = {
-    "forward": forward, "backward": backward, "masks": masks, "flex": flex, "short": short, "errors": errors,
+    "forward": forward, "backward": backward, "masks": masks, "flex": flex, "short": short, "call": call, "errors": errors,
     "numerics": numerics,
 }  # fmt: skip
 

@@ -206,12 +206,32 @@ def launch_kernel(description: Mapping[str, Any], launcher: Launcher) -> KernelL
 
 # Attention with few queries (cpp_ext/attention). Kernels are those within the environment's OPKIT_ISA.
 
-def decode_attention(**fields: int | float | bool) -> None:
-    """Attention of few queries to many keys; the fields, all needed, are those of cpp_ext/attention/decode_call.hpp.
+class DecodeAttention:
+    """Attention of few queries to many keys, of tensors of some shapes.
+
+    The fields, all needed, are OPKIT_DECODE_SHAPE of cpp_ext/attention/decode_call.hpp. A call gives the addresses, 0 for none.
 
     Raises:
-        ValueError: a length, a start of queries or a page that is needed is out of range, or a head size is greater than 1024.
+        TypeError: a field is missing.
+        ValueError: of a call: a length, a start of queries or a page that is needed is out of range, or a head size is greater
+            than 1024.
     """
+
+    def __init__(self, **fields: int | float | bool) -> None: ...
+    def __call__(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        sinks: int = 0,
+        table: int = 0,
+        lengths: int = 0,
+        starts: int = 0,
+        k_scale: int = 0,
+        v_scale: int = 0,
+    ) -> None: ...
 
 # The kernels of cpp_ext/isa, by instruction set (ISA): None is the widest that runs here, within the environment's OPKIT_ISA.
 # Matrices are contiguous buffers of any rank, stored by rows that lie ld* elements apart; bf16 values travel as uint16.
@@ -265,61 +285,68 @@ def gemm_block_f32(
 ) -> None:
     """c[m, n] += a[m, k] b[k, n]."""
 
-# Attention (cpp_ext/attention).
+# Attention (cpp_ext/attention): what calls of the same shapes have in common. A call gives the tensors' addresses.
 
-_Place = tuple[int, tuple[int, ...]]
-"""A tensor: its address, and the strides of its first three dimensions in elements; the last is dense."""
+_Strides3 = tuple[int, ...]
+"""The strides of a tensor's first three dimensions, in elements; the last dimension is dense."""
 
-def attention_forward(
-    isa: str | None,
-    dtype: str,
-    sizes: tuple[int, ...],
-    q: _Place,
-    k: _Place,
-    v: _Place,
-    out: _Place,
-    lse: int,
-    mask: Sequence[int],
-    mask_tensors: Sequence[tuple[int, Sequence[int]]],
-    bias: Sequence[int],
-    bias_tensors: Sequence[tuple[int, Sequence[int], str]],
-    sinks: int,
-    scale: float,
-    softcap: float,
-) -> None:
-    """Attention of tensors, by their addresses and strides; ``isa`` of None is what ``OPKIT_ISA`` allows.
+class _Attention:
+    """``isa`` of None is what ``OPKIT_ISA`` allows at each call.
 
-    Sizes: batch, heads, heads of keys, queries, keys, elements of a key, of a value. ``q``, ``k``, ``v`` and ``out``
-    have the dtype "float32", "bfloat16" or "float16"; ``lse`` and ``sinks`` (0: none) are float32.
+    Sizes: batch, heads, heads of keys, queries, keys, elements of a key, of a value. Tensors have the dtype "float32", "bfloat16"
+    or "float16", but for ``lse``, ``sinks`` and ``delta``, which are dense float32. Of the tensors of a mask and of biases
+    the strides are those of every dimension.
 
     Raises:
-        ValueError: a program is none, or a dtype has no kernel.
+        ValueError: a program is none, or a dtype has no kernel; of a call: the tensors of the mask or biases are not as many
+            as were told.
     """
 
-def attention_backward(
-    isa: str | None,
-    dtype: str,
-    sizes: tuple[int, ...],
-    q: _Place,
-    k: _Place,
-    v: _Place,
-    out: _Place,
-    gradient: _Place,
-    lse: int,
-    of_lse: int,
-    to_q: _Place,
-    to_k: _Place,
-    to_v: _Place,
-    delta: int,
-    mask: Sequence[int],
-    mask_tensors: Sequence[tuple[int, Sequence[int]]],
-    bias: Sequence[int],
-    bias_tensors: Sequence[tuple[int, Sequence[int], str]],
-    scale: float,
-    softcap: float,
-) -> None:
-    """The gradients of ``attention_forward``, to ``to_q``, ``to_k`` and ``to_v``; ``of_lse`` may be 0, ``delta`` is written.
+    def __init__(
+        self,
+        isa: str | None,
+        dtype: str,
+        sizes: tuple[int, ...],
+        strides: Sequence[_Strides3],
+        mask: Sequence[int],
+        mask_tensors: Sequence[Sequence[int]],
+        bias: Sequence[int],
+        bias_tensors: Sequence[tuple[Sequence[int], str]],
+        scale: float,
+        softcap: float,
+    ) -> None: ...
 
-    Raises:
-        ValueError: a program is none, or a dtype has no kernel.
-    """
+class AttentionForward(_Attention):
+    """Attention; ``strides`` are those of q, k, v and out."""
+
+    def __call__(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        sinks: int = 0,
+        mask_tensors: Sequence[int] = (),
+        bias_tensors: Sequence[int] = (),
+    ) -> None: ...
+
+class AttentionBackward(_Attention):
+    """Its gradients; ``strides`` are those of q, k, v, out, gradient, to_q, to_k and to_v. ``of_lse`` may be 0."""
+
+    def __call__(
+        self,
+        gradient: int,
+        of_lse: int,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        to_q: int,
+        to_k: int,
+        to_v: int,
+        delta: int,
+        mask_tensors: Sequence[int] = (),
+        bias_tensors: Sequence[int] = (),
+    ) -> None: ...

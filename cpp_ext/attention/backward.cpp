@@ -196,9 +196,10 @@ void backward(const Call& call, const Gradients& given) {
     thread_local Store store;
     const Cut cut(call);
     auto* query_sums = reinterpret_cast<float*>(store.of(4 * call.batch * call.heads * cut.pieces * cut.sums()));
-    deal(call.batch * call.heads, [&](int64_t unit) { write_delta(call, given, unit); });
-    deal(cut.heads * cut.pieces, [&](int64_t unit) { run_piece(call, given, cut, unit, query_sums); });
-    deal(call.batch * call.heads * cut.blocks, [&](int64_t unit) { merge(call, given, cut, unit, query_sums); });
+    const int64_t workers = workers_for(multiply_adds(call));
+    deal(call.batch * call.heads, workers, [&](int64_t unit) { write_delta(call, given, unit); });
+    deal(cut.heads * cut.pieces, workers, [&](int64_t unit) { run_piece(call, given, cut, unit, query_sums); });
+    deal(call.batch * call.heads * cut.blocks, workers, [&](int64_t unit) { merge(call, given, cut, unit, query_sums); });
     store.trim();
 }
 

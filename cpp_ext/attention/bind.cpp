@@ -18,9 +18,11 @@ namespace opkit::attention {
 namespace {
 
 using Address = uintptr_t;
+using Addresses = std::vector<Address>;
+using Program = std::vector<int64_t>;
+using Strides = std::vector<int64_t>;
 using Strides3 = std::array<int64_t, 3>;
-using MaskTensor = std::pair<Address, std::vector<int64_t>>;
-using BiasTensor = std::tuple<Address, std::vector<int64_t>, std::string>;
+using Sizes = std::array<int64_t, 7>;  // batch, heads, heads of keys, queries, keys, elements of a key, of a value
 
 Type type_of(const std::string& name) {
     const std::pair<const char*, Type> known[] = {
@@ -30,104 +32,145 @@ Type type_of(const std::string& name) {
     throw py::value_error("opkit::attention: there is no kernel for " + name);
 }
 
-Strided strided(Address data, const std::vector<int64_t>& strides) {
-    Strided found{reinterpret_cast<const void*>(data), {}};
+Strided strided(const Strides& strides) {
+    Strided found;
     if (strides.size() > 4) throw py::value_error("opkit::attention: a tensor has more than four dimensions");
     for (size_t i = 0; i < strides.size(); ++i) found.stride[i] = strides[i];
     return found;
 }
 
-// A tensor: its address, and its strides in elements, of which the last is 1.
-using Place = std::tuple<Address, Strides3>;
-
-Operand operand(const Place& place, Type type) {
-    const auto& [data, s] = place;
-    return {reinterpret_cast<const void*>(data), {s[0], s[1], s[2]}, type};
+template <class Tensor>
+std::vector<Tensor> placed(std::vector<Tensor> tensors, const Addresses& addresses) {
+    if (tensors.size() != addresses.size())
+        throw py::value_error("opkit::attention: " + std::to_string(tensors.size()) + " tensors of a mask or bias were told, " +
+                              std::to_string(addresses.size()) + " are given");
+    for (size_t i = 0; i < tensors.size(); ++i) tensors[i].data = reinterpret_cast<const void*>(addresses[i]);
+    return tensors;
 }
 
-// What both directions have in common.
-struct Given {
-    Given(const std::string& dtype, const std::array<int64_t, 7>& sizes, const std::vector<int64_t>& mask_program,
-          const std::vector<MaskTensor>& mask_tensors, const std::vector<int64_t>& bias_program,
-          const std::vector<BiasTensor>& bias_tensors)
-        : type(type_of(dtype)),
-          mask(mask_program, truths(mask_tensors), sizes[0], sizes[4]),
-          biases(bias_program, added(bias_tensors), sizes[3], sizes[4]) {
-        if (type == Type::Double) throw py::value_error("opkit::attention: there is no kernel for float64");
+// What a mask and biases are in a call. Without tensors they are the same in every call, and made once.
+struct Programs {
+    Programs(const Sizes& sizes, Program mask_program, const std::vector<Strides>& mask_tensors, Program bias_program,
+             const std::vector<std::pair<Strides, std::string>>& bias_tensors)
+        : sizes(sizes), mask_words(std::move(mask_program)), bias_words(std::move(bias_program)) {
+        for (const Strides& strides : mask_tensors) truths.push_back(strided(strides));
+        for (const auto& [strides, name] : bias_tensors) added.push_back({strided(strides), type_of(name)});
+        if (truths.empty()) mask.emplace(make_mask({}));
+        if (added.empty()) biases.emplace(make_biases({}));
     }
-    static std::vector<Strided> truths(const std::vector<MaskTensor>& tensors) {
-        std::vector<Strided> found;
-        for (const auto& [data, strides] : tensors) found.push_back(strided(data, strides));
-        return found;
+    Mask make_mask(const Addresses& addresses) const { return {mask_words, placed(truths, addresses), sizes[0], sizes[4]}; }
+    Biases make_biases(const Addresses& addresses) const {
+        return {bias_words, placed(added, addresses), sizes[3], sizes[4]};
     }
-    static std::vector<Typed> added(const std::vector<BiasTensor>& tensors) {
-        std::vector<Typed> found;
-        for (const auto& [data, strides, name] : tensors) found.push_back({strided(data, strides), type_of(name)});
-        return found;
-    }
-    Call call(const isa::Table& kernels, const std::array<int64_t, 7>& sizes, const Place& q, const Place& k, const Place& v,
-              double scale, double softcap) const {
-        Call found{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], operand(q, type), operand(k, type),
-                   operand(v, type), nullptr, {}, nullptr, nullptr, static_cast<float>(scale), static_cast<float>(softcap),
-                   mask, biases, &kernels};
-        return found;
-    }
-    Type type;
-    Mask mask;
-    Biases biases;
+    Sizes sizes;
+    Program mask_words, bias_words;
+    std::vector<Strided> truths;
+    std::vector<Typed> added;
+    std::optional<Mask> mask;
+    std::optional<Biases> biases;
 };
 
-// Runs it without the GIL. Throws std::runtime_error with what failed in another thread, such as an allocation.
-template <class Work>
-void checked(const Work& work) {
-    const Report report;
-    {
-        py::gil_scoped_release released;
-        work();
+// What calls of the same shapes have in common: all but where the tensors lie. `strides` are those of the first three dimensions,
+// in elements; the last dimension is dense.
+class Shape {
+public:
+    Shape(std::optional<std::string> isa, const std::string& dtype, const Sizes& sizes, const std::vector<Strides3>& strides,
+          size_t tensors, Program mask, const std::vector<Strides>& mask_tensors, Program bias,
+          const std::vector<std::pair<Strides, std::string>>& bias_tensors, double scale, double softcap)
+        : isa_(std::move(isa)),
+          type_(type_of(dtype)),
+          strides_(strides),
+          programs_(sizes, std::move(mask), mask_tensors, std::move(bias), bias_tensors),
+          scale_(static_cast<float>(scale)),
+          softcap_(static_cast<float>(softcap)) {
+        if (type_ == Type::Double) throw py::value_error("opkit::attention: there is no kernel for float64");
+        if (strides.size() != tensors) throw py::value_error("opkit::attention: strides of " + std::to_string(tensors) + " tensors");
     }
-    if (report.failed()) throw std::runtime_error("opkit::attention: " + report.text());
-}
 
-void run_forward(const std::optional<std::string>& isa, const std::string& dtype, const std::array<int64_t, 7>& sizes,
-                 const Place& q, const Place& k, const Place& v, const Place& out, Address lse,
-                 const std::vector<int64_t>& mask_program, const std::vector<MaskTensor>& mask_tensors,
-                 const std::vector<int64_t>& bias_program, const std::vector<BiasTensor>& bias_tensors, Address sinks,
-                 double scale, double softcap) {
-    const Given given(dtype, sizes, mask_program, mask_tensors, bias_program, bias_tensors);
-    Call call = given.call(isa::within(isa).kernels, sizes, q, k, v, scale, softcap);
-    const Operand to = operand(out, given.type);
-    call.out = const_cast<void*>(to.data);
-    std::copy_n(to.stride, 3, call.out_stride);
-    call.lse = reinterpret_cast<float*>(lse);
-    call.sinks = reinterpret_cast<const float*>(sinks);
-    checked([&] { forward(call); });
-}
+    // Runs work(call) without the GIL. Throws std::runtime_error with what failed in another thread, such as an allocation.
+    template <class Work>
+    void run(Address q, Address k, Address v, const Addresses& mask_tensors, const Addresses& bias_tensors, const Work& work) const {
+        const isa::Table& kernels = isa::within(isa_).kernels;
+        std::optional<Mask> mask;
+        std::optional<Biases> biases;
+        if (!programs_.mask) mask.emplace(programs_.make_mask(mask_tensors));
+        if (!programs_.biases) biases.emplace(programs_.make_biases(bias_tensors));
+        const auto& [batch, heads, kv_heads, queries, keys, head, columns] = programs_.sizes;
+        Call call{batch, heads, kv_heads, queries, keys, head, columns, at(0, q), at(1, k), at(2, v), nullptr, {}, nullptr,
+                  nullptr, scale_, softcap_, mask ? *mask : *programs_.mask, biases ? *biases : *programs_.biases, &kernels};
+        const Report report;
+        {
+            const py::gil_scoped_release released;
+            work(call);
+        }
+        if (report.failed()) throw std::runtime_error("opkit::attention: " + report.text());
+    }
 
-void run_backward(const std::optional<std::string>& isa, const std::string& dtype, const std::array<int64_t, 7>& sizes,
-                  const Place& q, const Place& k, const Place& v, const Place& out, const Place& gradient, Address lse,
-                  Address of_lse, const Place& to_q, const Place& to_k, const Place& to_v, Address delta,
-                  const std::vector<int64_t>& mask_program, const std::vector<MaskTensor>& mask_tensors,
-                  const std::vector<int64_t>& bias_program, const std::vector<BiasTensor>& bias_tensors, double scale,
-                  double softcap) {
-    const Given given(dtype, sizes, mask_program, mask_tensors, bias_program, bias_tensors);
-    const Call call = given.call(isa::within(isa).kernels, sizes, q, k, v, scale, softcap);
-    const Gradients gradients{operand(out, given.type), operand(gradient, given.type), reinterpret_cast<const float*>(lse),
-                              reinterpret_cast<const float*>(of_lse), operand(to_q, given.type), operand(to_k, given.type),
-                              operand(to_v, given.type), reinterpret_cast<float*>(delta)};
-    checked([&] { backward(call, gradients); });
+    Operand at(size_t tensor, Address data) const {
+        const Strides3& s = strides_[tensor];
+        return {reinterpret_cast<const void*>(data), {s[0], s[1], s[2]}, type_};
+    }
+
+private:
+    std::optional<std::string> isa_;
+    Type type_;
+    std::vector<Strides3> strides_;
+    Programs programs_;
+    float scale_, softcap_;
+};
+
+class Forward : public Shape {
+public:
+    using Shape::Shape;
+    void operator()(Address q, Address k, Address v, Address out, Address lse, Address sinks, const Addresses& mask_tensors,
+                    const Addresses& bias_tensors) const {
+        run(q, k, v, mask_tensors, bias_tensors, [&](Call& call) {
+            const Operand to = at(3, out);
+            call.out = const_cast<void*>(to.data);
+            std::copy_n(to.stride, 3, call.out_stride);
+            call.lse = reinterpret_cast<float*>(lse);
+            call.sinks = reinterpret_cast<const float*>(sinks);
+            forward(call);
+        });
+    }
+};
+
+class Backward : public Shape {
+public:
+    using Shape::Shape;
+    void operator()(Address gradient, Address of_lse, Address q, Address k, Address v, Address out, Address lse, Address to_q,
+                    Address to_k, Address to_v, Address delta, const Addresses& mask_tensors,
+                    const Addresses& bias_tensors) const {
+        run(q, k, v, mask_tensors, bias_tensors, [&](Call& call) {
+            backward(call, {at(3, out), at(4, gradient), reinterpret_cast<const float*>(lse), reinterpret_cast<const float*>(of_lse),
+                            at(5, to_q), at(6, to_k), at(7, to_v), reinterpret_cast<float*>(delta)});
+        });
+    }
+};
+
+template <class Kernel, size_t tensors>
+py::class_<Kernel> bind_shape(py::module_& m, const char* name, const char* doc) {
+    return py::class_<Kernel>(m, name, doc)
+        .def(py::init([](std::optional<std::string> isa, const std::string& dtype, const Sizes& sizes,
+                         const std::vector<Strides3>& strides, Program mask, const std::vector<Strides>& mask_tensors, Program bias,
+                         const std::vector<std::pair<Strides, std::string>>& bias_tensors, double scale, double softcap) {
+                 return Kernel(std::move(isa), dtype, sizes, strides, tensors, std::move(mask), mask_tensors, std::move(bias),
+                               bias_tensors, scale, softcap);
+             }),
+             py::arg("isa"), py::arg("dtype"), py::arg("sizes"), py::arg("strides"), py::arg("mask"), py::arg("mask_tensors"),
+             py::arg("bias"), py::arg("bias_tensors"), py::arg("scale"), py::arg("softcap"));
 }
 
 }  // namespace
 
 void bind(py::module_& m) {
-    m.def("attention_forward", &run_forward, py::arg("isa"), py::arg("dtype"), py::arg("sizes"), py::arg("q"), py::arg("k"),
-          py::arg("v"), py::arg("out"), py::arg("lse"), py::arg("mask"), py::arg("mask_tensors"), py::arg("bias"),
-          py::arg("bias_tensors"), py::arg("sinks"), py::arg("scale"), py::arg("softcap"),
-          "Attention of tensors, by their addresses and strides. The caller sees to it that they are right.");
-    m.def("attention_backward", &run_backward, py::arg("isa"), py::arg("dtype"), py::arg("sizes"), py::arg("q"), py::arg("k"),
-          py::arg("v"), py::arg("out"), py::arg("gradient"), py::arg("lse"), py::arg("of_lse"), py::arg("to_q"), py::arg("to_k"),
-          py::arg("to_v"), py::arg("delta"), py::arg("mask"), py::arg("mask_tensors"), py::arg("bias"), py::arg("bias_tensors"),
-          py::arg("scale"), py::arg("softcap"), "Gradients of attention; where they go to is written.");
+    bind_shape<Forward, 4>(m, "AttentionForward", "Attention of tensors of some shapes, by their addresses.")
+        .def("__call__", &Forward::operator(), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"),
+             py::arg("sinks") = 0, py::arg("mask_tensors") = Addresses(), py::arg("bias_tensors") = Addresses());
+    bind_shape<Backward, 8>(m, "AttentionBackward", "The gradients of attention of tensors of some shapes.")
+        .def("__call__", &Backward::operator(), py::arg("gradient"), py::arg("of_lse"), py::arg("q"), py::arg("k"), py::arg("v"),
+             py::arg("out"), py::arg("lse"), py::arg("to_q"), py::arg("to_k"), py::arg("to_v"), py::arg("delta"),
+             py::arg("mask_tensors") = Addresses(), py::arg("bias_tensors") = Addresses());
 }
 
 }  // namespace opkit::attention

@@ -1,8 +1,5 @@
 #include "bind_decode.hpp"
 
-#include <pybind11/stl.h>
-
-#include <optional>
 #include <string>
 
 #include "../isa/bind.hpp"
@@ -14,33 +11,48 @@ namespace py = pybind11;
 namespace opkit::attention {
 namespace {
 
-// `name` is interned, so that a lookup is a hash that Python has.
 template <class T>
-T taken(const py::kwargs& fields, PyObject* name) {
-    PyObject* value = PyDict_GetItem(fields.ptr(), name);
-    if (!value) throw py::type_error("decode_attention() needs " + py::handle(name).cast<std::string>());
-    return py::handle(value).cast<T>();
+T taken(const py::kwargs& fields, const char* name) {
+    if (!fields.contains(name)) throw py::type_error(std::string("DecodeAttention() needs ") + name);
+    return fields[name].cast<T>();
 }
 
-void decode_attention(const py::kwargs& fields) {
-    DecodeCall call;
-#define OPKIT_DECODE_TAKE(type, name)                                   \
-    static PyObject* const name = PyUnicode_InternFromString(#name);    \
-    call.name = taken<type>(fields, name);
-    OPKIT_DECODE_FIELDS(OPKIT_DECODE_TAKE)
+// Calls of the same shapes: all but where the tensors lie.
+class Decode {
+public:
+    explicit Decode(const py::kwargs& fields) {
+#define OPKIT_DECODE_TAKE(type, name) call_.name = taken<type>(fields, #name);
+        OPKIT_DECODE_SHAPE(OPKIT_DECODE_TAKE)
 #undef OPKIT_DECODE_TAKE
-    const isa::Table& kernels = isa::environment_table();
-    const py::gil_scoped_release released;
-    const Report report;
-    decode(call, kernels);
-    if (report.failed()) throw std::runtime_error(report.text());
-}
+    }
+
+    void operator()(int64_t q, int64_t k, int64_t v, int64_t out, int64_t lse, int64_t sinks, int64_t table, int64_t lengths,
+                    int64_t starts, int64_t k_scale, int64_t v_scale) const {
+        DecodeCall call = call_;
+        call.q = q, call.k = k, call.v = v, call.out = out, call.lse = lse, call.sinks = sinks;
+        call.table = table, call.lengths = lengths, call.starts = starts, call.k_scale = k_scale, call.v_scale = v_scale;
+        const isa::Table& kernels = isa::environment_table();
+        const Report report;
+        {
+            const py::gil_scoped_release released;
+            decode(call, kernels);
+        }
+        if (report.failed()) throw std::runtime_error(report.text());
+    }
+
+private:
+    DecodeCall call_{};
+};
 
 }  // namespace
 
 void bind_decode(py::module_& m) {
-    m.def("decode_attention", &decode_attention,
-          "Attention of few queries to many keys; the fields are those of cpp_ext/attention/decode_call.hpp.");
+    py::class_<Decode>(m, "DecodeAttention",
+                       "Attention of few queries, of tensors of some shapes; the fields are those of cpp_ext/attention/decode_call.hpp.")
+        .def(py::init<const py::kwargs&>())
+        .def("__call__", &Decode::operator(), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"),
+             py::arg("sinks") = 0, py::arg("table") = 0, py::arg("lengths") = 0, py::arg("starts") = 0, py::arg("k_scale") = 0,
+             py::arg("v_scale") = 0);
 }
 
 }  // namespace opkit::attention

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "../runtime/parallel.hpp"
 #include "decode_call.hpp"
 #include "packing.hpp"
+#include "workers.hpp"
 
 namespace opkit::attention {
 namespace {
@@ -95,11 +95,15 @@ public:
     }
 
     void run() {
-        parallel_for(0, static_cast<int64_t>(parts_.size()), 1, attend, this);
-        parallel_for(0, static_cast<int64_t>(sequences_.size()) * call_.heads, 1, merge, this);
+        const int64_t parts = static_cast<int64_t>(parts_.size()), heads = static_cast<int64_t>(sequences_.size()) * call_.heads;
+        parallel_for(0, parts, grain(multiplied_, parts), attend, this);
+        parallel_for(0, heads, grain(slots_ * call_.dv, heads), merge, this);
     }
 
 private:
+    // Pieces of `work`, of which there are so many, that are worth a thread.
+    static int64_t grain(int64_t work, int64_t pieces) { return work < attention::kLeastShared ? std::max<int64_t>(pieces, 1) : 1; }
+
     // Heads of a part follow each other, as they lie in the same pages of memory.
     void add(Sequence sequence) {
         sequence.slot = slots_;
@@ -107,6 +111,7 @@ private:
             for (int64_t head = 0; head < call_.kv_heads; ++head) parts_.push_back({sequence.index, head, part});
         slots_ += sequence.parts * call_.heads * sequence.queries;
         most_rows_ = std::max(most_rows_, group_ * sequence.queries);
+        multiplied_ += (sequence.end - sequence.begin) * call_.heads * sequence.queries * (call_.d + call_.dv);
         sequences_.push_back(sequence);
     }
 
@@ -217,7 +222,7 @@ private:
     const DecodeCall& call_;
     const isa::Table& kernels_;
     const int64_t group_;
-    int64_t slots_ = 0, most_rows_ = 0;
+    int64_t slots_ = 0, most_rows_ = 0, multiplied_ = 0;
     std::vector<Sequence> sequences_;
     std::vector<Part> parts_;
     float *totals_ = nullptr, *sums_ = nullptr;  // of each part and row: greatest logits, totals; sums of values

@@ -94,9 +94,9 @@ struct Blocks {
 };
 
 // Each thread takes heads of keys: it packs one, and does all its queries, while what it packed is in its cache.
-void by_heads(const Call& call, const Packing& packing, const Blocks& blocks) {
+void by_heads(const Call& call, const Packing& packing, const Blocks& blocks, int64_t workers) {
     const int64_t group = call.heads / call.kv_heads;
-    deal(call.batch * call.kv_heads, [&](int64_t unit) {
+    deal(call.batch * call.kv_heads, workers, [&](int64_t unit) {
         thread_local Store store;
         const int64_t batch = unit / call.kv_heads, kv = unit % call.kv_heads;
         char* packed = store.of(packing.bytes());
@@ -108,19 +108,19 @@ void by_heads(const Call& call, const Packing& packing, const Blocks& blocks) {
 }
 
 // Few heads: all threads pack as many as there are threads, then share their blocks.
-void by_blocks(const Call& call, const Packing& packing, const Blocks& blocks) {
+void by_blocks(const Call& call, const Packing& packing, const Blocks& blocks, int64_t workers) {
     thread_local Store store;
     const int64_t units = call.batch * call.kv_heads, group = call.heads / call.kv_heads;
-    const int64_t wave = std::min<int64_t>(units, thread_count());
+    const int64_t wave = std::min<int64_t>(units, workers);
     char* packed = store.of(wave * packing.bytes());
     for (int64_t first = 0; first < units; first += wave) {
         const int64_t count = std::min(wave, units - first);
-        deal(count * packing.tiles, [&](int64_t n) {
+        deal(count * packing.tiles, workers, [&](int64_t n) {
             const int64_t unit = first + n / packing.tiles;
             pack_tile(call, packing, unit / call.kv_heads, unit % call.kv_heads, n % packing.tiles,
                       packed + n / packing.tiles * packing.bytes());
         });
-        deal(count * group * blocks.count, [&](int64_t n) {
+        deal(count * group * blocks.count, workers, [&](int64_t n) {
             const int64_t local = n % (count * group), unit = first + local / group;
             run_block(call, packing, packed + local / group * packing.bytes(),
                       blocks.tile(unit / call.kv_heads, unit % call.kv_heads * group + local % group, n / (count * group)));
@@ -135,11 +135,11 @@ void forward(const Call& call) {
     if (call.batch == 0 || call.heads == 0 || call.queries == 0) return;
     const Packing packing(call);
     const Blocks blocks(call);
-    const int64_t units = call.batch * call.kv_heads, threads = thread_count();
-    if (units % threads == 0 || units >= 4 * threads)
-        by_heads(call, packing, blocks);
+    const int64_t units = call.batch * call.kv_heads, workers = workers_for(multiply_adds(call));
+    if (units % workers == 0 || units >= 4 * workers)
+        by_heads(call, packing, blocks, workers);
     else
-        by_blocks(call, packing, blocks);
+        by_blocks(call, packing, blocks, workers);
 }
 
 }  // namespace opkit::attention

@@ -22,6 +22,11 @@ struct Call {
     const isa::Table* kernels;
 };
 
+// Of the forward; the backward has two and a half times as many. Whole tiles of keys are multiplied.
+inline int64_t multiply_adds(const Call& call) {
+    return call.batch * call.heads * call.queries * rounded_up(call.keys, kKeys) * (call.head + call.columns);
+}
+
 // The result is the same whatever the number of threads: a block does its tiles in their order.
 void forward(const Call& call);
 

@@ -8,9 +8,19 @@
 
 namespace opkit::attention {
 
-// Calls work(n) for each n below count, by as many threads as torch has.
+// Multiply-adds that take longer than it takes to wake a thread.
+constexpr int64_t kLeastShared = 1 << 18;
+
+// Of torch's threads so many as are worth waking for these multiply-adds.
+inline int64_t workers_for(int64_t multiply_adds) { return multiply_adds < kLeastShared ? 1 : thread_count(); }
+
+// Calls work(n) for each n below count, by so many threads; by the calling one alone where that is 1.
 template <class Work>
-void deal(int64_t count, const Work& work) {
+void deal(int64_t count, int64_t workers, const Work& work) {
+    if (count <= 1 || workers <= 1) {
+        for (int64_t n = 0; n < count; ++n) work(n);
+        return;
+    }
     struct Shared {
         std::atomic<int64_t> next{0};
         int64_t count;
@@ -18,7 +28,7 @@ void deal(int64_t count, const Work& work) {
     } shared;
     shared.count = count;
     shared.work = &work;
-    parallel_for(0, thread_count(), 1, [](int64_t, int64_t, void* context) {
+    parallel_for(0, workers, 1, [](int64_t, int64_t, void* context) {
         auto& all = *static_cast<Shared*>(context);
         for (int64_t n; (n = all.next++) < all.count;) (*all.work)(n);
     }, &shared);

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <optional>
 #include <stdexcept>
@@ -29,9 +30,9 @@ py::list names(bool (*wanted)(const Choice&)) {
 
 const Choice& within(const std::optional<std::string>& cap) {
     if (cap) return choose(*cap);
-    const py::object set = py::module_::import("os").attr("environ").attr("get")("OPKIT_ISA", "");
+    const char* set = std::getenv("OPKIT_ISA");  // os.environ writes through to it
     try {
-        return choose(set.cast<std::string>());
+        return choose(set == nullptr ? "" : set);
     } catch (const std::invalid_argument& error) {
         throw py::value_error(std::string("OPKIT_ISA: ") + error.what());
     }

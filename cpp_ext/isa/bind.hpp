@@ -12,10 +12,11 @@ namespace opkit::isa {
 
 void bind(pybind11::module_& m);
 
-// A cap of none is the environment's OPKIT_ISA, read as Python holds it now. Throws ValueError on an unknown name.
+// A cap of none is the environment's OPKIT_ISA, read now. Needs the GIL, under which Python changes it. Throws ValueError on an
+// unknown name.
 const Choice& within(const std::optional<std::string>& cap);
 
-// The kernels within the environment's OPKIT_ISA, read as Python holds it now. Needs the GIL.
+// The kernels within the environment's OPKIT_ISA, read now. Needs the GIL.
 const Table& environment_table();
 
 }  // namespace opkit::isa

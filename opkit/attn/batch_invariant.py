@@ -8,6 +8,7 @@ https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn import cpu, program
+from opkit.attn.calls import Call
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
+from opkit.op.prepared import PreparedKernel
 
 NAME = "batch_invariant"
 _FIRST = 2  # of priorities, above those of all kernels for processors
@@ -37,31 +40,17 @@ def switched_on() -> bool:
     return config.get().batch_invariant
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    mask: list[int],
-    bias: list[int],
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    heads_inside: bool,
-) -> tuple[Tensor, Tensor]:
+@PreparedKernel
+def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """The tiles kernel, and nothing else.
 
     Raises:
         KernelError: it does not take the call.
     """
-    if not cpu.takes(q, k, v, mask_tensors, bias_tensors, sinks, mask, bias, dropout_p):
-        _refuse("opkit::attention", f"q of {q.dtype} {tuple(q.shape)} with dropout_p={dropout_p}")
-    return cpu.forward(
-        q, k, v, mask_tensors, bias_tensors, sinks, seed, mask, bias, scale, softcap, dropout_p, heads_inside
-    )  # fmt: skip
+    call = Call(*given)
+    if not cpu.takes(*call[:6], call.mask, call.bias, call.dropout_p):
+        _refuse("opkit::attention", f"q of {call.q.dtype} {tuple(call.q.shape)} with dropout_p={call.dropout_p}")
+    return cpu.forward.prepare(*given)
 
 
 def paged(

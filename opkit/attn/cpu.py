@@ -1,95 +1,107 @@
-"""The forward kernels for processors (``cpp_ext/attention``): what they take, and a call of them."""
+"""The kernels of ``opkit::attention`` for processors (``cpp_ext/attention``): what they take, and a call of them."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from opkit.attn import gradients, paged_cpu, program
+from opkit.attn.allocation import address, dense_rows, like, rows
+from opkit.attn.calls import Call, GradientCall
 from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit
+from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
+from opkit.op.prepared import PreparedKernel
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 FEW = 16  #: rows of a head of keys
 MANY = 256  #: keys; with fewer it is the call that takes time
 _BIAS_NAMES = {**NAMES, torch.float64: "float64"}
+Run = Callable[..., Any]
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    mask: list[int],
-    bias: list[int],
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    heads_inside: bool,
-) -> tuple[Tensor, Tensor]:
+@PreparedKernel
+def forward(*given: Any) -> Run:
     """The operator's result and log-sum-exp, of its own arguments; :func:`takes` says of which.
 
     The numbers do not depend on how many threads there are.
     """
     from opkit import _core
 
-    q, k, v = (_by_rows(each) for each in (q, k, v))
-    out, lse = _empty(q, v.shape[-1], heads_inside), torch.empty(q.shape[:3], dtype=torch.float32)
-    if k.shape[2] == 0:
-        return out.zero_(), _of_sinks(lse, sinks)
-    sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-    of_sinks = 0 if sinks is None else sinks.data_ptr()
-    programs = (mask, _truths(mask_tensors), bias, _added(bias_tensors))
-    _core.attention_forward(
-        None, NAMES[q.dtype], _sizes(q, v), _place(q), _place(k), _place(v), _place(out), lse.data_ptr(), *programs, of_sinks,
-        scale, softcap,
-    )  # fmt: skip
-    return out, lse
+    call = Call(*given)
+    _see_to(takes(*call[:6], call.mask, call.bias, call.dropout_p), "tiles", call)
+    out = rows(call.q, call.v.shape[3], call.heads_inside)
+    new = like(out), like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
+    if call.k.shape[2] == 0:
+        return lambda *given: (new[0]().zero_(), _of_sinks(new[1](), given[5]))
+    read = [dense_rows(each) for each in call[:3]]
+    kernel = _core.AttentionForward(None, **_shape(call, [*read, out]))
+    plain = _same(read, call[:3]) and call.sinks is None and not (call.mask_tensors or call.bias_tensors)
+    return (_plain if plain else _general)(kernel, *new)
 
 
-def backward(
-    gradient: Tensor,
-    of_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    mask: list[int],
-    bias: list[int],
-    scale: float,
-    softcap: float,
-    heads_inside: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _plain(kernel: Run, new_out: Run, new_lse: Run) -> Run:
+    """Calls with no other tensors than q, k and v, which are read as they lie."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        out, lse = new_out(), new_lse()
+        kernel(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+        return out, lse
+
+    return run
+
+
+def _general(kernel: Run, new_out: Run, new_lse: Run) -> Run:
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        call = Call(*given)
+        out, lse = found = new_out(), new_lse()
+        sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
+        tensors = dense_rows(call.q), dense_rows(call.k), dense_rows(call.v), out, lse  # held until they were read
+        kernel(*_addresses(tensors), address(sinks), _addresses(call.mask_tensors), _addresses(call.bias_tensors))
+        return found
+
+    return run
+
+
+@PreparedKernel
+def backward(*given: Any) -> Run:
     """The gradients of q, k and v, and delta: of each row the sum of result * gradient, less the gradient of its lse.
 
-    Args:
-        gradient, of_lse: those of the result and of the log-sum-exp, which may be None.
-        out, lse: what :func:`forward` gave; the rest are its arguments.
+    Its arguments are a :class:`GradientCall`; ``out`` and ``lse`` are what :func:`forward` gave.
     """
     from opkit import _core
 
-    q, k, v, out, gradient = (_by_rows(each) for each in (q, k, v, out, gradient))
-    of_q, of_k, of_v = (_empty(each, each.shape[-1], heads_inside) for each in (q, k, v))
-    lse, delta = lse.contiguous(), torch.zeros(q.shape[:3], dtype=torch.float32)
-    of_lse = None if of_lse is None else of_lse.contiguous()
-    if 0 in (q.numel(), k.numel(), v.numel()):
-        return of_q.zero_(), of_k.zero_(), of_v.zero_(), delta
-    programs = (mask, _truths(mask_tensors), bias, _added(bias_tensors))
-    _core.attention_backward(
-        None, NAMES[q.dtype], _sizes(q, v), _place(q), _place(k), _place(v), _place(out), _place(gradient), lse.data_ptr(),
-        0 if of_lse is None else of_lse.data_ptr(), _place(of_q), _place(of_k), _place(of_v), delta.data_ptr(), *programs,
-        scale, softcap,
-    )  # fmt: skip
-    return of_q, of_k, of_v, delta
+    call = GradientCall(*given)
+    _see_to(takes_gradients(*call[:11]), "tiles", call)
+    results = [rows(each, each.shape[3], call.heads_inside) for each in (call.q, call.k, call.v)]
+    new = [like(each) for each in (*results, call.q.new_empty(call.q.shape[:3], dtype=torch.float32))]
+    if 0 in (call.q.numel(), call.k.numel(), call.v.numel()):
+        return lambda *_: tuple([make().zero_() for make in new])
+    given = call.q, call.k, call.v, call.out, call.gradient
+    read = [dense_rows(each) for each in given]
+    kernel = _core.AttentionBackward(None, **_shape(call, [*read, *results]))
+    as_they_lie = _same(read, given) and all(x is None or x.is_contiguous() for x in (call.lse, call.of_lse))
+    return _gradients(kernel, new, not as_they_lie)
+
+
+def _gradients(kernel: Run, new: list[Run], copied: bool) -> Run:
+    def run(*given: Any) -> tuple[Tensor, ...]:
+        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, *_ = given
+        if copied:
+            gradient, q, k, v, out = (dense_rows(each) for each in (gradient, q, k, v, out))
+            lse, of_lse = lse.contiguous(), None if of_lse is None else of_lse.contiguous()
+        found = tuple([make() for make in new])
+        tensors = (q, k, v, out, lse, *found)
+        kernel(
+            address(gradient), address(of_lse), *_addresses(tensors), _addresses(mask_tensors), _addresses(bias_tensors)
+        )
+        return found
+
+    return run
 
 
 def register(op: CustomOp[Any, Any]) -> None:
@@ -154,37 +166,48 @@ def _all_there(
 def takes_few(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: list[int], bias: list[int], dropout_p: float
 ) -> bool:
-    """Whether :func:`decode` takes a call: so few rows to a head of keys that reading these is what takes time."""
-    if not shapes_fit(q, k, v) or not _sinks_fit(sinks, q) or k.shape[2] < MANY:
+    """Whether a call is for :func:`decode`: so few rows to a head of keys that reading these is what takes time."""
+    if k.shape[2] < MANY or not _decodes(q, k, v, sinks, mask, bias, dropout_p):
+        return False
+    return q.shape[2] * q.shape[1] // k.shape[1] <= FEW
+
+
+def _decodes(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: list[int], bias: list[int], dropout_p: float
+) -> bool:
+    if not shapes_fit(q, k, v) or not _sinks_fit(sinks, q):
         return False
     banded = not mask or (len(mask) == 3 and mask[0] == program.BAND)
-    few = q.shape[2] * q.shape[1] // k.shape[1] <= FEW
-    return few and banded and not bias and dropout_p == 0 and paged_cpu.takes(q, k, v)
+    return banded and not bias and dropout_p == 0 and paged_cpu.takes(q, k, v)
+
+
+def _see_to(fits: bool, name: str, call: Call | GradientCall) -> None:
+    """A kernel that is forced is not asked whether it takes the call."""
+    if fits:
+        return
+    told = ", ".join(
+        f"{each}={getattr(call, each)}" for each in ("dropout_p", "mask", "bias") if getattr(call, each, None)
+    )
+    shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in (call.q, call.k, call.v))
+    raise KernelError(
+        f"opkit::attention: kernel {name!r} does not take q, k, v of {shapes}{', ' + told if told else ''}. Leave the choice to "
+        "opkit, which opkit.attn.api.select explains, or force kernel='reference'."
+    )
 
 
 def _sinks_fit(sinks: Tensor | None, q: Tensor) -> bool:
     return sinks is None or tuple(sinks.shape) == (q.shape[1],)
 
 
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    mask: list[int],
-    bias: list[int],
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    heads_inside: bool,
-) -> tuple[Tensor, Tensor]:
+@PreparedKernel
+def decode(*given: Any) -> Run:
     """Few queries: keys and values are read as they lie, once for all heads that share them."""
-    lower, upper = mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
-    out, lse = paged_cpu.decode(q, k, v, lower, upper, scale, softcap, sinks)
-    return (out.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else out), lse
+    call = Call(*given)
+    _see_to(_decodes(*call[:3], call.sinks, call.mask, call.bias, call.dropout_p), "decode", call)
+    lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
+    out = rows(call.q, call.v.shape[3], call.heads_inside)
+    run = paged_cpu.contiguous(call.q, call.k, call.v, out, lower, upper, call.scale, call.softcap)
+    return lambda q, k, v, mask_tensors, bias_tensors, sinks, *_: run(q, k, v, sinks)
 
 
 @functools.cache
@@ -194,40 +217,36 @@ def available() -> bool:
         import opkit._core
     except ImportError:  # opkit runs from a source tree that was not installed
         return False
-    return hasattr(opkit._core, "attention_forward")
+    return hasattr(opkit._core, "AttentionForward")
 
 
-def _by_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+def _same(read: Sequence[Tensor], given: Sequence[Any]) -> bool:
+    return all(each is known for each, known in zip(read, given, strict=True))
 
 
-def _place(x: Tensor) -> tuple[int, tuple[int, ...]]:
-    return x.data_ptr(), x.stride()[:3]
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [each.data_ptr() for each in tensors]
 
 
-def _sizes(q: Tensor, v: Tensor) -> tuple[int, ...]:
-    (batch, heads, queries, head), (_, kv_heads, keys, columns) = q.shape, v.shape
-    return batch, heads, kv_heads, queries, keys, head, columns
-
-
-def _truths(tensors: list[Tensor]) -> list[tuple[int, list[int]]]:
-    return [(each.data_ptr(), _strides(each)) for each in tensors]
-
-
-def _added(tensors: list[Tensor]) -> list[tuple[int, list[int], str]]:
-    return [(each.data_ptr(), _strides(each), _BIAS_NAMES[each.dtype]) for each in tensors]
+def _shape(call: Call | GradientCall, tensors: list[Tensor]) -> dict[str, Any]:
+    """What a call has in common with those of the same shapes; ``tensors`` are those that it reads and writes."""
+    (batch, heads, queries, head), (_, kv_heads, keys, columns) = call.q.shape, call.v.shape
+    return {
+        "dtype": NAMES[call.q.dtype],
+        "sizes": (batch, heads, kv_heads, queries, keys, head, columns),
+        "strides": [each.stride()[:3] for each in tensors],
+        "mask": call.mask,
+        "mask_tensors": [_strides(each) for each in call.mask_tensors],
+        "bias": call.bias,
+        "bias_tensors": [(_strides(each), _BIAS_NAMES[each.dtype]) for each in call.bias_tensors],
+        "scale": call.scale,
+        "softcap": call.softcap,
+    }
 
 
 def _strides(x: Tensor) -> list[int]:
     """What is one element long is that for every index."""
     return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
-
-
-def _empty(q: Tensor, columns: int, heads_inside: bool) -> Tensor:
-    batch, heads, queries, _ = q.shape
-    if heads_inside:
-        return q.new_empty((batch, queries, heads, columns)).transpose(1, 2)
-    return q.new_empty((batch, heads, queries, columns))
 
 
 def _of_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:

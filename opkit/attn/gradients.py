@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import philox, program, reference
+from opkit.attn.calls import GradientCall
 from opkit.attn.program import Grid
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp
@@ -47,30 +48,19 @@ def attention_backward(
         q: and what follows: the arguments and results of :func:`opkit.attn.reference.attention`, without dropout.
         heads_inside: lay the gradients out as (batch, sequence, heads, head size) in memory.
     """
-    given = (gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap)
-    found, _, delta = formula(*given, None, 0.0)
+    call = GradientCall(
+        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside
+    )
+    found, _, delta = formula(call, None, 0.0)
     laid = [reference.laid_out(each, heads_inside) for each in found]
     return laid[0], laid[1], laid[2], delta
 
 
 def formula(
-    gradient: Tensor,
-    of_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    mask: list[int],
-    bias: list[int],
-    scale: float,
-    softcap: float,
-    seed: Tensor | None,
-    dropout_p: float,
+    call: GradientCall, seed: Tensor | None, dropout_p: float
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
     """The gradients of ``q``, ``k`` and ``v``; that of the logits before the mask, in the dtype of ``lse``; and delta."""
+    gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, _ = call
     dtype, heads, grid = lse.dtype, q.shape[1], Grid(q.shape[2], k.shape[2], q.device)
     keys, values = (reference.spread(x.to(dtype), heads) for x in (k, v))
     gradient, queries = gradient.to(dtype), q.to(dtype)
@@ -121,24 +111,28 @@ def setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]
     optional = [each for each in (sinks, seed) if each is not None]
     ctx.present, ctx.counts = (sinks is not None, seed is not None), (len(mask_tensors), len(bias_tensors))
     ctx.rest = rest
+    ctx.set_materialize_grads(False)  # of the log-sum-exp there is seldom a gradient
     ctx.save_for_backward(q, k, v, *output, *mask_tensors, *bias_tensors, *optional)
 
 
-def backward(ctx: Any, gradient: Tensor, of_lse: Tensor) -> tuple[Any, ...]:
+def backward(ctx: Any, gradient: Tensor | None, of_lse: Tensor | None) -> tuple[Any, ...]:
     """The gradients of the operator's arguments: by ``opkit::attention_backward``, or by its formula where biases have
     gradients, which are as large as the logits, or probabilities were dropped."""
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     masks, biases = ctx.counts
     mask_tensors, bias_tensors, optional = tensors[:masks], tensors[masks : masks + biases], tensors[masks + biases :]
+    gradient = torch.zeros_like(out) if gradient is None else gradient
     sinks = optional[0] if ctx.present[0] else None
     seed = optional[-1] if ctx.present[1] else None
     mask, bias, scale, softcap, dropout_p, heads_inside = ctx.rest
-    given = (gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap)
+    call = GradientCall(
+        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside
+    )
     of_biases: list[Tensor | None] = [None] * biases
     if dropout_p == 0 and not any(ctx.needs_input_grad[4] or ()):
-        *found, delta = backward_operator()(*given, heads_inside)
+        *found, delta = backward_operator()(*call)
     else:
-        found, of_logits, delta = formula(*given, seed, dropout_p)
+        found, of_logits, delta = formula(call, seed, dropout_p)
         of_biases = program.bias_gradients(of_logits, bias, bias_tensors)
     of_sinks = None if sinks is None else _of_sinks(sinks, lse, delta)
     return (*found, [None] * masks, of_biases, of_sinks, None, *[None] * 6)

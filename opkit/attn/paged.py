@@ -6,7 +6,6 @@ Large Language Model Serving with PagedAttention", 2023).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -104,12 +103,16 @@ def paged_attention(
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     scales = [_scale_of(name, s, p) for name, s, p in (("k_scale", k_scale, k_pages), ("v_scale", v_scale, v_pages))]
     op = paged_attention_operator()
-    with contextlib.nullcontext() if kernel is None else use_kernel(op, kernel):
-        out, lse = op(
-            rows, k_pages, v_pages, page_table, lengths, starts, lower, upper, scale, softcap or 0.0, sinks, *scales
-        )
-    out, lse = out.unflatten(0, q.shape[:-2]), lse.unflatten(0, q.shape[:-2])
+    call = (rows, k_pages, v_pages, page_table, lengths, starts, lower, upper, scale, softcap or 0.0, sinks, *scales)
+    out, lse = op(*call) if kernel is None else _forced(op, kernel, call)
+    if q.dim() == 4:
+        out, lse = out.unflatten(0, q.shape[:-2]), lse.unflatten(0, q.shape[:-2])
     return (out, lse) if return_lse else out
+
+
+def _forced(op: CustomOp[Any, Any], kernel: str, call: tuple[Any, ...]) -> Any:
+    with use_kernel(op, kernel):
+        return op(*call)
 
 
 def append_kv(
@@ -171,9 +174,8 @@ def _ragged(x: Tensor, lengths: Tensor, starts: Tensor | None) -> tuple[Tensor, 
     """``(total, heads, d)``, and where each sequence's tokens begin."""
     if starts is not None:
         return x, starts
-    each = 1 if x.dim() == 3 else x.shape[1]
-    rows = x if x.dim() == 3 else x.flatten(0, 1)
-    return rows, torch.arange(lengths.shape[0] + 1, device=lengths.device) * each
+    starts = torch.arange(lengths.shape[0] + 1, device=lengths.device)
+    return (x, starts) if x.dim() == 3 else (x.flatten(0, 1), starts * x.shape[1])
 
 
 def _band(causal: bool, window: int | tuple[int, int] | None) -> tuple[int, int]:

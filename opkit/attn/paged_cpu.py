@@ -7,12 +7,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from opkit.attn.allocation import address, dense_rows, like
 from opkit.errors import KernelError
+from opkit.op.prepared import PreparedKernel
 
 UNLIMITED = 2**62  #: an end of a band that hides nothing
 LARGEST_HEAD = 1024
@@ -26,7 +29,7 @@ def available() -> bool:
         import opkit._core
     except ImportError:
         return False
-    return hasattr(opkit._core, "decode_attention")
+    return hasattr(opkit._core, "DecodeAttention")
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -79,75 +82,109 @@ def decode(
     (torch.Size([1, 2, 1, 4]), tensor([[[5.0986],
              [5.0986]]]))
     """
-    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
-    sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-    out = torch.empty((*q.shape[:3], v.shape[-1]), dtype=q.dtype)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32)
-    _call(
+    out = q.new_empty((*q.shape[:3], v.shape[-1]))
+    factor = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
+    return contiguous(q, k, v, out, lower, upper, factor, softcap)(q, k, v, sinks)
+
+
+def contiguous(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lower: int, upper: int, scale: float, softcap: float
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """:func:`decode` of ``(q, k, v, sinks)`` for tensors of these sizes, strides and dtypes; its result is like ``out``."""
+    from opkit import _core
+
+    new_out, new_lse = like(out), like(q.new_empty(q.shape[:3], dtype=torch.float32))
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+    dims = ("sequence", "head", "token")
+    kernel = _core.DecodeAttention(
         sequences=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], queries=q.shape[2], keys=k.shape[2],
-        starts=0, lengths=0, table=0, table_row=0, page_size=0, pages=0,
-        **_shared(q, k, v, lower, upper, scale, softcap), **_sinks(sinks), from_end=False,
-        **_places("q", q, ("sequence", "head", "token")), **_places("out", out, ("sequence", "head", "token")),
-        **_places("lse", lse, ("sequence", "head", "token"), size=1),
-        **_places("k", k, ("page", "head", "token")), **_places("v", v, ("page", "head", "token")),
-        **_scales("k", None), **_scales("v", None),
+        table_row=0, page_size=0, pages=0, from_end=False, **_shared(q, k, v, lower, upper, scale, softcap),
+        **_strides("q", q, dims), **_strides("out", out, dims), **_strides("lse", new_lse(), dims, size=1),
+        **_strides("k", k, ("page", "head", "token")), **_strides("v", v, ("page", "head", "token")),
+        **_scale_strides("k_scale", None), **_scale_strides("v_scale", None),
     )  # fmt: skip
-    return out, lse
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k, v, out, lse = dense_rows(q), dense_rows(k), dense_rows(v), new_out(), new_lse()
+        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+        kernel(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), address(sinks))
+        return out, lse
+
+    return run
 
 
-def paged(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    lower: int,
-    upper: int,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The CPU kernel of ``opkit.paged_attention``; arguments as its reference has them.
+class PagedCall(NamedTuple):
+    """The arguments of :func:`opkit.attn.paged_reference.paged_attention`, which says what they are."""
+
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    page_table: Tensor
+    lengths: Tensor
+    starts: Tensor
+    lower: int
+    upper: int
+    scale: float
+    softcap: float
+    sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+@PreparedKernel
+def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The CPU kernel of ``opkit.paged_attention``; its arguments are a :class:`PagedCall`.
 
     Raises:
         ValueError: a length, a start of queries or a page that is needed is out of range.
     """
-    if not takes_pages(q, k_pages, v_pages):
-        raise KernelError(
-            f"opkit::paged_attention: kernel 'decode' does not take q {_told(q)} with k_pages {_told(k_pages)}"
-        )
-    q, k, v = _dense_rows(q), _dense_rows(k_pages), _dense_rows(v_pages)
-    sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-    k_scale, v_scale = _single(k_scale), _single(v_scale)
-    table = page_table.to(torch.int32).contiguous()
-    lengths, starts = lengths.to(torch.int64).contiguous(), starts.to(torch.int64).contiguous()
-    out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32)
-    _call(
-        sequences=lengths.numel(), heads=q.shape[1], kv_heads=k.shape[2], queries=q.shape[0],
-        keys=table.shape[1] * k.shape[1], starts=starts.data_ptr(), lengths=lengths.data_ptr(),
-        table=table.data_ptr() or 64, table_row=table.shape[1], page_size=max(k.shape[1], 1), pages=k.shape[0],
-        **_shared(q, k, v, lower, upper, scale, softcap), **_sinks(sinks), from_end=True,
-        **_places("q", q, ("token", "head")), q_sequence=0,
-        **_places("out", out, ("token", "head")), out_sequence=0,
-        **_places("lse", lse, ("token", "head"), size=1), lse_sequence=0,
-        **_places("k", k, ("page", "token", "head")), **_places("v", v, ("page", "token", "head")),
-        **_scales("k", k_scale), **_scales("v", v_scale),
-    )  # fmt: skip
-    return out, lse
-
-
-def _call(**fields: Any) -> None:
     from opkit import _core
 
-    _core.decode_attention(**fields)
+    call = PagedCall(*given)
+    if not takes_pages(call.q, call.k_pages, call.v_pages):
+        raise KernelError(
+            f"opkit::paged_attention: kernel 'decode' does not take q {_told(call.q)} with k_pages {_told(call.k_pages)}"
+        )
+    new_out = like(call.q.new_empty((*call.q.shape[:2], call.v_pages.shape[-1])))
+    new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
+    kernel = _core.DecodeAttention(**_paged_shape(_readable(call), new_out(), new_lse()))
+    converted = not all(a is b for a, b in zip(call, _readable(call), strict=True))
+
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = (
+            _readable(PagedCall(*given)) if converted else given
+        )
+        out, lse = new_out(), new_lse()
+        kernel(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), address(sinks), table.data_ptr() or 64,
+            lengths.data_ptr(), starts.data_ptr(), address(k_scale), address(v_scale),
+        )  # fmt: skip
+        return out, lse
+
+    return run
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+def _readable(call: PagedCall) -> PagedCall:
+    """The call with what the kernel reads: dense rows, and the dtypes of its page table, lengths, sinks and scales."""
+    return PagedCall(
+        dense_rows(call.q), dense_rows(call.k_pages), dense_rows(call.v_pages), call.page_table.to(torch.int32).contiguous(),
+        call.lengths.to(torch.int64).contiguous(), call.starts.to(torch.int64).contiguous(), *call[6:10],
+        None if call.sinks is None else call.sinks.to(torch.float32).contiguous(), _single(call.k_scale), _single(call.v_scale),
+    )  # fmt: skip
+
+
+def _paged_shape(call: PagedCall, out: Tensor, lse: Tensor) -> dict[str, Any]:
+    q, k, v, table = call[:4]
+    rows, pages = ("token", "head"), ("page", "token", "head")
+    return {
+        "sequences": call.lengths.numel(), "heads": q.shape[1], "kv_heads": k.shape[2], "queries": q.shape[0],
+        "keys": table.shape[1] * k.shape[1], "table_row": table.shape[1], "page_size": max(k.shape[1], 1), "pages": k.shape[0],
+        "from_end": True, "q_sequence": 0, "out_sequence": 0, "lse_sequence": 0,
+        **_shared(q, k, v, call.lower, call.upper, call.scale, call.softcap),
+        **_strides("q", q, rows), **_strides("out", out, rows), **_strides("lse", lse, rows, size=1),
+        **_strides("k", k, pages), **_strides("v", v, pages),
+        **_scale_strides("k_scale", call.k_scale), **_scale_strides("v_scale", call.v_scale),
+    }  # fmt: skip
 
 
 def _told(x: Tensor) -> str:
@@ -158,32 +195,19 @@ def _single(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.to(torch.float32)
 
 
-def _shared(
-    q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, scale: float | None, softcap: float
-) -> dict[str, Any]:
+def _shared(q: Tensor, k: Tensor, v: Tensor, lower: int, upper: int, scale: float, softcap: float) -> dict[str, Any]:
     return {
         "d": q.shape[-1], "dv": v.shape[-1], "q_type": _TYPES[q.dtype], "kv_type": _TYPES[k.dtype],
-        "lower": max(lower, -UNLIMITED), "upper": min(upper, UNLIMITED), "softcap": softcap,
-        "scale": max(q.shape[-1], 1) ** -0.5 if scale is None else scale,
+        "lower": max(lower, -UNLIMITED), "upper": min(upper, UNLIMITED), "scale": scale, "softcap": softcap,
     }  # fmt: skip
 
 
-def _places(name: str, x: Tensor, dims: tuple[str, ...], size: int | None = None) -> dict[str, int]:
-    """The address of a tensor, and its strides: in bytes, or in units of ``size`` elements."""
+def _strides(name: str, x: Tensor, dims: tuple[str, ...], size: int | None = None) -> dict[str, int]:
+    """Strides of the first dimensions by name: in bytes, or in units of ``size`` elements."""
     unit = x.element_size() if size is None else size
-    return dict(zip(_names(name, dims), (x.data_ptr(), *[stride * unit for stride in x.stride()]), strict=False))
+    return {f"{name}_{dim}": stride * unit for dim, stride in zip(dims, x.stride(), strict=False)}
 
 
-@functools.cache
-def _names(name: str, dims: tuple[str, ...]) -> tuple[str, ...]:
-    return (name, *(f"{name}_{dim}" for dim in dims))
-
-
-def _scales(name: str, scale: Tensor | None) -> dict[str, int]:
-    if scale is None:
-        return dict.fromkeys(_names(f"{name}_scale", ("page", "token", "head")), 0)
-    return _places(f"{name}_scale", scale, ("page", "token", "head"), size=1)
-
-
-def _sinks(sinks: Tensor | None) -> dict[str, int]:
-    return {"sinks": 0 if sinks is None else sinks.data_ptr()}
+def _scale_strides(name: str, scale: Tensor | None) -> dict[str, int]:
+    dims = ("page", "token", "head")
+    return {f"{name}_{dim}": 0 for dim in dims} if scale is None else _strides(name, scale, dims, size=1)

@@ -14,6 +14,7 @@ from opkit.attn.masks import Causal, Dense, Mask
 from opkit.errors import ArgumentError, ShapeError
 
 _TORCHS = F.scaled_dot_product_attention
+_CAUSAL = Causal()
 _NAME = "opkit.nn.functional.scaled_dot_product_attention"
 
 
@@ -52,14 +53,28 @@ def scaled_dot_product_attention(
     """
     if is_causal and attn_mask is not None:
         raise ArgumentError(f"{_NAME}: give attn_mask or is_causal=True, not both.")
+    if _as_they_are(query, key, value, enable_gqa):
+        mask = _CAUSAL if is_causal else None if attn_mask is None else Dense(attn_mask)
+        return attention(query, key, value, mask=mask, scale=scale, dropout_p=dropout_p)
     lead = _leading(query, key, value, enable_gqa)
     q, k, v = (_four(x, lead, enable_gqa) for x in (query, key, value))
-    mask = Causal() if is_causal else None if attn_mask is None else _mask(attn_mask, lead, query, key)
+    mask = _CAUSAL if is_causal else None if attn_mask is None else _mask(attn_mask, lead, query, key)
     out = attention(q, k, v, mask=mask, scale=scale, dropout_p=dropout_p)
     return (
         out
         if query.dim() == 4
         else out.reshape(*lead, *(query.shape[-3:-2] if query.dim() > 2 else ()), *out.shape[-2:])
+    )
+
+
+def _as_they_are(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether ``attention`` takes them without a change of shape: nothing is spread, and no heads are shared unasked."""
+    wanted, given = query.shape, key.shape
+    if len(wanted) == 4 and wanted == given == value.shape:
+        return True
+    spread = wanted[:1] if enable_gqa else wanted[:2]
+    return (
+        len(wanted) == len(given) == value.dim() == 4 and given[: len(spread)] == spread and value.shape[0] == spread[0]
     )
 
 

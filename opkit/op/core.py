@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from opkit.op.contract_hash import contract_hash
 from opkit.op.mutation import Inference
 from opkit.op.rules.autograd import DerivedRule, GivenRule, MissingRule, Rule, make_function
 from opkit.op.rules.vmap import FoldRecord
-from opkit.op.selection import KernelTable, call_device
+from opkit.op.selection import KernelTable, call_device, leaves
 from opkit.op.signature import Signature
 
 inlining: contextvars.ContextVar[bool | None] = contextvars.ContextVar("opkit_inlining", default=None)
@@ -130,11 +131,14 @@ class Operator:
 
     def device(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         """The device type of a call through the schema."""
-        index = private.library_utils.get_device_arg_index(self.schema)
-        given = None
+        index, given = self._device_index, None
         if index is not None:
             given = kwargs.get("device", args[index] if index < len(args) else None)
         return call_device(args, kwargs, given)
+
+    @functools.cached_property
+    def _device_index(self) -> int | None:
+        return private.library_utils.get_device_arg_index(self.schema)
 
     def named_tensors(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of a call through the schema, with its schema argument's name."""
@@ -323,7 +327,7 @@ class Operator:
 
 def guard_key(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What calls must share for one of them to speak for all: ranks, dtypes, devices, layout and flags, not sizes."""
-    return tuple([_guard(leaf) for leaf in pytree.tree_leaves((tuple(args), kwargs))])
+    return tuple([_guard(leaf) for leaf in leaves(args, kwargs)])
 
 
 _MOST_TRACES = 4096
@@ -331,7 +335,7 @@ _MOST_TRACES = 4096
 
 def _numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     kinds = (int, float, complex, torch.SymInt, torch.SymFloat)
-    return [leaf for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, kinds)]
+    return [leaf for leaf in leaves(args, kwargs) if isinstance(leaf, kinds)]
 
 
 def _guard(leaf: Any) -> Any:

@@ -180,7 +180,7 @@ class Dispatcher:
         if (
             operator.schema.is_mutable
             or any(keyset.has(key) for key in _HANDLED_BELOW)
-            or any(isinstance(arg, torch.Tensor) and arg.layout is not torch.strided for arg in args)
+            or not all(map(_strided, args))
             or operator.schema._is_view_op()
         ):
             return self._unit(keyset, args, kwargs)
@@ -327,6 +327,12 @@ class Dispatcher:
             return folded
         operator.folds.broken = "the operator does not treat its leading *batch sizes independently"
         return vmap.loop(operator.reference, info, in_dims, args, kwargs)
+
+
+def _strided(arg: Any) -> bool:
+    if isinstance(arg, torch.Tensor):
+        return arg.layout is torch.strided
+    return not isinstance(arg, (list, tuple)) or all(map(_strided, arg))
 
 
 def _recording(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,80 +14,64 @@ their place they would cost more than they save:
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from opkit.errors import AliasError
+from opkit.op import fastcall_source
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.planning import Plan, make_plan, make_training
 from opkit.op.selection import forced_kernels
-from opkit.op.signature import Parameter
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-_SCALAR_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "dtype": torch.dtype, "device": torch.device}
-_MOST_PLANS = 4096
-_RESERVED = {"plan", "result", "training", "entry", "keyset"}
-
-_TEMPLATE = """
-def call({parameters}):
-    for entry in entries:
-        if (entry.check({tensors}){same} and not (profiling() or function_modes() or dispatch_modes())
-                and forward_ad._current_level < 0):
-            result = entry.go({passed})
-            if {returned}:
-                returned_argument()
-            return result
-    if (dispatch_modes() or functorch_level() is not None or function_modes() or profiling() or any_autocast()
-            or jit_tracing() or forward_ad._current_level >= 0{unusual}):
-        return slow({passed})
-    return planned({passed})
-
-def dispatched(keyset, {parameters}):
-    for entry in entries:
-        if entry.check({tensors}){same} and not (profiling() or dispatch_modes()) and forward_ad._current_level < 0:
-            result = entry.go({passed})
-            if {returned}:
-                returned_argument()
-            return result
-    return decide(keyset, {passed})
-
-def planned({parameters}):
-    try:
-        plan = plans.get({key})
-    except AttributeError:  # None for a tensor, which the dispatcher lets through
-        return generic({passed})
-    if plan is None:
-        plan = new_plan({key}, ({positional}), {named})
-    if {gradients}:
-        if plan.train is None:
-            new_training(plan, ({positional}), {named})
-        result = plan.train({passed})
-        training = 1
-    else:
-        result = plan.run({passed})
-        training = 0
-    if {returned}:
-        returned_argument()
-    plan.uses += 1
-    if plan.uses >= plan.patience:
-        install(training, plan, ({tensors},), ({flags}))
-    return result
-"""
+_MOST_PLANS, _MOST_ENTRIES = 4096, 4
 
 
 class Entry:
-    """A guard and what to run when it holds."""
+    """A guard and what to run when it holds.
 
-    __slots__ = ("check", "flags", "go", "plan")
+    ``recorded`` says whether gradients must be recorded in this thread, or must not; None: no tensor requires grad.
+    """
 
-    def __init__(self, check: Callable[..., bool], flags: tuple[Any, ...], plan: Plan, go: Callable[..., Any]) -> None:
+    __slots__ = ("check", "flags", "go", "plan", "recorded")
+
+    def __init__(
+        self,
+        check: Callable[..., bool],
+        flags: tuple[Any, ...],
+        plan: Plan,
+        go: Callable[..., Any],
+        recorded: bool | None,
+    ) -> None:
         self.check = check
         self.flags = flags
         self.plan = plan
         self.go = go
+        self.recorded = recorded
+
+
+class Binding:
+    """What holds, and lets go of, the function that runs an operator's calls of one kind.
+
+    ``go`` is None where there is none. It may be called for tensors for which a guard like the operator's own holds, while
+    gradients are recorded or not as they were, and while :func:`undisturbed`.
+    """
+
+    __slots__ = ("__weakref__", "go")
+
+    def __init__(self) -> None:
+        self.go: Callable[..., Any] | None = None
+
+
+def undisturbed() -> bool:
+    """Whether nothing of this thread, beside what guards look at, wants to see calls: no mode, profiler or forward gradient."""
+    seen = private.profiling() or private.function_modes() or private.dispatch_modes()
+    return not seen and private.forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
 
 
 class FastCalls:
@@ -96,6 +80,25 @@ class FastCalls:
     call: Callable[..., Any]
     dispatched: Callable[..., Any]
     planned: Callable[..., Any]
+    bound: Callable[..., Any]  # what a call with these arguments runs, once that is known; None before
+
+    def __init__(self) -> None:
+        self.bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def bind(self, binding: Binding, *args: Any, **kwargs: Any) -> None:
+        """Let ``binding`` run what calls like this one run, until the functions are written anew."""
+        with self._lock:
+            binding.go = self.bound(*args, **kwargs)
+            if binding.go is not None:
+                self.bindings.add(binding)
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self.bound = lambda *args, **kwargs: None
+            for binding in list(self.bindings):
+                binding.go = None
+            self.bindings.clear()
 
     def renew(
         self, operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]
@@ -108,50 +111,14 @@ class FastCalls:
             decide: the Autograd kernel for calls that are not plain.
             generic: runs plain calls where the signature has no written form.
         """
+        self._let_go()
         self.call, self.dispatched, self.planned = slow, decide, generic
-        tensors = [p for p in operator.signature.parameters if p.kind == "tensor"]
-        if _has_fast_form(operator, tensors):
+        if fastcall_source.has_fast_form(operator):
             namespace = _namespace(operator, slow, decide, generic)
-            source = _source(operator, tensors, namespace)
+            source = fastcall_source.source(operator, namespace)
             exec(compile(source, f"<opkit call of {operator.name}>", "exec"), namespace)
-            self.call, self.dispatched, self.planned = (namespace[n] for n in ("call", "dispatched", "planned"))
-
-
-def _has_fast_form(operator: Operator, tensors: list[Parameter]) -> bool:
-    schema, parameters = operator.schema, operator.signature.parameters
-    known = all(p.kind == "tensor" or p.kind in _SCALAR_TYPES for p in parameters)
-    named_apart = not any(p.name in _RESERVED or p.name.startswith("_opkit") for p in parameters)
-    plain = not (schema.is_mutable or schema._is_view_op() or operator.signature.flattened)  # pyright: ignore[reportPrivateUsage]
-    same_names = [p.name for p in parameters] == [a.name for a in schema.arguments]
-    return bool(tensors) and known and named_apart and plain and same_names and len(schema.returns) > 0
-
-
-def _source(operator: Operator, tensors: list[Parameter], namespace: dict[str, Any]) -> str:
-    parameters = operator.signature.parameters
-    conditional = any(kernel.when is not None or kernel.autotune for kernel in operator.kernels.kernels)
-    flags = [p for p in parameters if p.kind != "tensor" and (p.kind != "float" or conditional)]
-    text = _TEMPLATE.format(
-        parameters=_parameter_list(parameters, namespace),
-        tensors=", ".join(p.name for p in tensors),
-        same=_same(parameters, flags, namespace),
-        flags="".join(f"{p.name}, " for p in flags),
-        unusual="".join(_unusual(p, operator, namespace) for p in parameters),
-        key=_key(parameters, conditional, bool(operator.kernels.kernels), bool(operator.device_types)),
-        passed=", ".join(f"{p.name}={p.name}" if p.keyword_only else p.name for p in parameters),
-        positional="".join(f"{p.name}, " for p in parameters if not p.keyword_only),
-        named="{" + ", ".join(f"'{p.name}': {p.name}" for p in parameters if p.keyword_only) + "}",
-        gradients=_gradients(tensors),
-        returned=" or ".join(f"result is {p.name}" for p in tensors if not p.optional) or "False",
-    )
-    for name in _HELPERS:  # the helpers' names are prefixed, so that no parameter can hide one
-        text = text.replace(f"{name}(", f"_opkit_{name}(").replace(f" {name}:", f" _opkit_{name}:")
-    text = text.replace("forward_ad.", "_opkit_forward_ad.").replace("plans.get", "_opkit_plans.get")
-    return text.replace("def _opkit_planned(", "def planned(")
-
-
-_HELPERS = ("profiling", "function_modes", "returned_argument", "dispatch_modes", "functorch_level", "any_autocast", "slow",
-            "jit_tracing", "planned", "decide", "generic", "new_plan", "new_training", "install", "grad_enabled",
-            "entries")  # fmt: skip
+            self.call, self.dispatched = namespace["call"], namespace["dispatched"]
+            self.planned, self.bound = namespace["planned"], namespace["bound"]
 
 
 def _namespace(
@@ -173,15 +140,15 @@ def _namespace(
 
     def install(training: int, plan: Plan, tensors: Sequence[Any], flags: tuple[Any, ...]) -> None:
         plan.uses, plan.patience = 0, plan.patience * 2
-        if any(tensor is None for tensor in tensors):
+        if not tensors or any(tensor is None for tensor in tensors):
             return
         go = plan.train if training else plan.run
         assert go is not None
-        entry = Entry(private.tensor_guard(tensors, strict), flags, plan, go)
+        recorded = bool(training) if any(tensor.requires_grad for tensor in tensors) else None
+        entry = Entry(private.tensor_guard(tensors, strict), flags, plan, go, recorded)
         if not entry.check(*tensors):  # the guard refuses a tensor given twice
             return
-        kept = [old for old in entries if (old.go is old.plan.train) != bool(training)]
-        entries[:] = [entry, *kept]
+        entries[:] = [entry, *[old for old in entries if old.go is not go][: _MOST_ENTRIES - 1]]
 
     def returned_argument() -> None:
         raise AliasError(
@@ -203,62 +170,6 @@ def _namespace(
 
     namespace["_opkit_planned"] = planned
     return namespace
-
-
-def _parameter_list(parameters: tuple[Parameter, ...], namespace: dict[str, Any]) -> str:
-    written: list[str] = []
-    for p in parameters:
-        if p.keyword_only and "*" not in written:
-            written.append("*")
-        if p.required:
-            written.append(p.name)
-        else:
-            namespace[f"_opkit_default_{p.name}"] = p.default
-            written.append(f"{p.name}=_opkit_default_{p.name}")
-    return ", ".join(written)
-
-
-def _same(parameters: tuple[Parameter, ...], flags: list[Parameter], namespace: dict[str, Any]) -> str:
-    tests: list[str] = []
-    for p in parameters:
-        if p.kind != "tensor":
-            namespace[f"_opkit_type_{p.kind}"] = _SCALAR_TYPES[p.kind]
-            test = f"type({p.name}) is _opkit_type_{p.kind}"
-            tests.append(f"({p.name} is None or {test})" if p.optional else test)
-    if flags:
-        tests.append(f"({''.join(f'{p.name}, ' for p in flags)}) == entry.flags")
-    return "".join(f" and {test}" for test in tests)
-
-
-def _unusual(p: Parameter, operator: Operator, namespace: dict[str, Any]) -> str:
-    if p.kind != "tensor":
-        test = f"type({p.name}) is not _opkit_type_{p.kind}"
-    else:
-        test = f"type({p.name}) not in _opkit_plain_types"
-        if operator.kernels.kernels:  # a kernel may read memory as it lies: no sparse layout, no lazy negation
-            test += f" or {p.name}.layout is not _opkit_strided or {p.name}.is_neg() or {p.name}.is_conj()"
-        test = f"({test})"
-    return f" or ({p.name} is not None and {test})" if p.optional else f" or {test}"
-
-
-def _key(parameters: tuple[Parameter, ...], conditional: bool, kernels: bool, limited: bool) -> str:
-    parts: list[str] = []
-    for p in parameters:
-        if p.kind == "tensor":
-            text = f"{p.name}.shape, {p.name}.dtype" + (f", {p.name}.device" if kernels or limited else "")
-            text += f", {p.name}.stride()" if kernels else ""
-            parts.append(f"None if {p.name} is None else ({text})" if p.optional else text)
-        elif p.kind != "float" or conditional:
-            parts.append(p.name)
-    return f"({', '.join(parts)},)"
-
-
-def _gradients(tensors: list[Parameter]) -> str:
-    wanted = [
-        f"({p.name} is not None and {p.name}.requires_grad)" if p.optional else f"{p.name}.requires_grad"
-        for p in tensors
-    ]
-    return f"({' or '.join(wanted)}) and grad_enabled()"
 
 
 class GenericCall:

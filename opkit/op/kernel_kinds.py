@@ -8,6 +8,7 @@ from opkit.errors import KernelError
 from opkit.kernels.native import NativeKernel
 from opkit.op.core import Operator
 from opkit.op.native import NativeFunction, check_device
+from opkit.op.prepared import PreparedKernel
 from opkit.op.selection import Kernel
 from opkit.op.triton.function import TritonFunction
 from opkit.op.triton.kernel import TritonKernel
@@ -27,7 +28,10 @@ def make(operator: Operator, given: Any, device: str | None, name: str | None) -
     if not callable(given):
         raise KernelError(f"{operator.name}: a kernel must be callable, got {given!r}")
     chosen = name or operator.kernels.free_name(getattr(given, "__name__", ""), device)
-    return Kernel(chosen, device, operator.flat(given))
+    prepared = (
+        isinstance(given, PreparedKernel) and not operator.signature.flattened
+    )  # codecs hide what calls differ in
+    return Kernel(chosen, device, operator.flat(given), prepared=prepared)
 
 
 def _native(operator: Operator, given: NativeKernel, device: str | None, name: str) -> Kernel:

@@ -103,6 +103,8 @@ def make_plan(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -
     kernel = _ready(operator, args, kwargs)
     name = REFERENCE if kernel is None else kernel.name
     function = operator.body if kernel is None else kernel.function
+    if kernel is not None and kernel.prepared:
+        function = kernel.function.prepare(*args, **kwargs)  # type: ignore[attr-defined]  # pyright: ignore
     native: Any = kernel.function if kernel is not None and kernel.native else None
     plan = Plan(name, function)
 

@@ -39,6 +39,7 @@ class Kernel:
     predicate_names: tuple[str, ...] = ()
     native: bool = False
     traceable: bool = False
+    prepared: bool = False
 
     @property
     def unconditional(self) -> bool:
@@ -95,9 +96,17 @@ def predicate_names(when: Callable[..., Any] | None, parameters: Sequence[str], 
     return names
 
 
+def leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The items of a call's arguments; schemas know no lists in lists."""
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        found += value if type(value) is list or type(value) is tuple else (value,)
+    return found
+
+
 def call_device(args: Sequence[Any], kwargs: Mapping[str, Any], device: object = None) -> str:
     """The device type of a call: its first tensor's, else that of its device argument, else the CPU."""
-    for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))):
+    for leaf in leaves(args, kwargs):
         if isinstance(leaf, torch.Tensor):
             return leaf.device.type
     return torch.device(device).type if isinstance(device, (str, torch.device)) else "cpu"

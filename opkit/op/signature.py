@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import types
 import typing
@@ -47,12 +48,12 @@ class Signature:
     returns: ReturnCodec | None
     return_patterns: tuple[patterns.TensorPattern | None, ...]
 
-    @property
+    @functools.cached_property
     def flattened(self) -> bool:
         """Whether arguments or results pass through a codec on their way to the schema."""
         return self.returns is not None or any(parameter.codec for parameter in self.parameters)
 
-    @property
+    @functools.cached_property
     def annotated(self) -> bool:
         """Whether any argument has a shape or dtype to check."""
         return any(parameter.pattern for parameter in self.parameters)

@@ -84,6 +84,24 @@ def test_no_grad_inference_and_gradients_alternate(kind: str) -> None:
         torch.testing.assert_close(torch.autograd.grad(op(x).sum(), x)[0], 2 * x.cos())
 
 
+def test_gradients_are_recorded_after_many_calls_without() -> None:
+    def sine(x: Tensor, y: Tensor) -> Tensor:
+        return x.sin() * y
+
+    op = opkit.custom_op("fast::sine", sine)
+    op.register_kernel("cpu", lambda x, y: sine(x.detach(), y.detach()))  # which autograd does not see
+    for x, y in (
+        (torch.nn.Parameter(torch.randn(3)), torch.randn(3)),
+        (torch.randn(4, requires_grad=True), torch.randn(4)),
+    ):
+        for record in (False, True, False, True):
+            with torch.set_grad_enabled(record):
+                for call in (op, op._dispatched) * 9:
+                    assert call(x, y).requires_grad == record
+                    assert not call(x.detach(), y).requires_grad
+            torch.testing.assert_close(torch.autograd.grad(op(x, y).sum(), x)[0], x.detach().cos() * y)
+
+
 class Logging(TorchDispatchMode):
     """Notes the names of the operators it sees."""
 

@@ -9,6 +9,7 @@ It is a single-level function: the dispatcher, not ``autograd.Function.apply``, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -36,13 +37,17 @@ class Rule(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """One call on its way through the autograd node. ``plain`` marks eager calls on ordinary tensors."""
+    """One call on its way through the autograd node. ``plain`` marks eager calls on ordinary tensors.
+
+    The node takes what is in lists item by item: ``counts`` says how many items each argument has that is a list, and None for
+    the others; it is None itself where there is no list.
+    """
 
     run: Callable[..., Any]
     rule: Rule
     kwargs: dict[str, Any]
     plain: bool
-    spec: Any = None
+    counts: list[int | None] | None = None
     output_spec: Any = None
 
 
@@ -55,7 +60,7 @@ def make_function(name: str) -> Any:
 
 def _forward(ctx: Any, *inputs: Any) -> Any:
     call: Call = inputs[-1]
-    args = inputs[:-1] if call.spec is None else tuple(pytree.tree_unflatten(list(inputs[:-1]), call.spec))
+    args = inputs[:-1] if call.counts is None else tuple(_grouped(inputs, call.counts))
     output = call.run(*args, **call.kwargs)
     ctx.opkit_call = call
     call.rule.save(ctx, call, args, output)
@@ -72,29 +77,30 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         structured = pytree.tree_unflatten(list(grads), call.output_spec)
         grads = tuple(structured) if type(structured) is tuple else (structured,)
     found = call.rule.backward(ctx, *grads)
-    if call.spec is not None:
-        found = _flattened(found, call.spec)
+    if call.counts is not None:
+        found = _flattened(found, call.counts)
     return (*found, None)
 
 
-def _flattened(grads: Sequence[Any], spec: Any) -> list[Any]:
+def _flattened(grads: Sequence[Any], counts: list[int | None]) -> list[Any]:
     flat: list[Any] = []
-    for grad, child in zip(grads, spec.children(), strict=True):
-        if child.is_leaf():
+    for grad, count in zip(grads, counts, strict=True):
+        if count is None:
             flat.append(grad)
         elif grad is None:
-            flat.extend([None] * child.num_leaves)
+            flat.extend([None] * count)
         else:
-            flat.extend(pytree.tree_leaves(grad, is_leaf=lambda item: item is None))
+            flat.extend(grad if isinstance(grad, (list, tuple)) else [grad])
     return flat
 
 
 def apply(function: Any, call: Call, args: tuple[Any, ...]) -> Any:
     """Run ``call`` through the autograd node ``function``."""
-    if not any(type(arg) in (list, tuple) for arg in args):
+    counts = [len(arg) if type(arg) is list or type(arg) is tuple else None for arg in args]
+    if counts.count(None) == len(counts):
         return function.apply(*args, call)
-    leaves, call.spec = pytree.tree_flatten(args)
-    return function.apply(*leaves, call)
+    call.counts = counts
+    return function.apply(*_flattened(args, counts), call)
 
 
 def restore(call: Call, output: Any) -> Any:
@@ -110,18 +116,28 @@ class GivenRule:
     backward_function: Callable[..., Any]
     setup_context: Callable[..., Any] | None
 
+    @functools.cached_property
+    def _arguments(self) -> tuple[int, bool]:
+        """How many positional arguments the schema has, and whether it has others."""
+        arguments = self.operator.overload._schema.arguments  # pyright: ignore[reportPrivateUsage]
+        count = sum(not argument.kwarg_only for argument in arguments)
+        return count, count < len(arguments)
+
     def save(self, ctx: Any, call: Call, args: tuple[Any, ...], output: Any) -> None:
         """Run the author's ``setup_context`` on the arguments with their defaults filled in."""
         if self.setup_context is None:
             return
-        schema = self.operator.overload._schema  # pyright: ignore[reportPrivateUsage]
-        inputs, named = private.library_utils.fill_defaults(schema, args, call.kwargs)
+        inputs, named = args, call.kwargs
+        positional, keyword_only = self._arguments
+        if keyword_only or len(args) < positional:
+            schema = self.operator.overload._schema  # pyright: ignore[reportPrivateUsage]
+            inputs, named = private.library_utils.fill_defaults(schema, args, call.kwargs)
         signature = self.operator.signature
         if signature.flattened:
             decoded, named = signature.decode(inputs, named)
             inputs = tuple(decoded)
             output = signature.returns.decode(output) if signature.returns else output
-        if any(argument.kwarg_only for argument in schema.arguments):
+        if keyword_only:
             self.setup_context(ctx=ctx, inputs=inputs, keyword_only_inputs=named, output=output)
         else:
             self.setup_context(ctx=ctx, inputs=inputs, output=output)
@@ -130,7 +146,7 @@ class GivenRule:
         """The author's backward; its gradients may end early where the rest are of defaulted arguments."""
         call: Call = ctx.opkit_call
         needs = ctx.needs_input_grad
-        structured = needs[:-1] if call.spec is None else tuple(pytree.tree_unflatten(list(needs[:-1]), call.spec))
+        structured = needs[:-1] if call.counts is None else tuple(_grouped(needs, call.counts))
         try:
             ctx.needs_input_grad = structured
             found = self.backward_function(ctx, *grads)
@@ -140,8 +156,7 @@ class GivenRule:
         return self._counted(found, len(structured))
 
     def _counted(self, found: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-        schema = self.operator.overload._schema  # pyright: ignore[reportPrivateUsage]
-        full = sum(not argument.kwarg_only for argument in schema.arguments)
+        full, _ = self._arguments
         if len(found) not in (count, full):
             expected = str(count) if count == full else f"{count} or {full}"
             raise RuleError(
@@ -171,11 +186,11 @@ class _Prepared:
     __slots__ = ("at", "count", "graph", "grouped", "silent", "sizes", "tensors")
 
     def __init__(self, graph: vjp.BackwardGraph, call: Call, args: tuple[Any, ...]) -> None:
-        leaves = pytree.tree_leaves(args) if call.spec is not None else list(args)
+        leaves = pytree.tree_leaves(args) if call.counts is not None else list(args)
         self.at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.count = len(leaves)
         self.graph = graph
-        self.grouped = call.spec
+        self.grouped = call.counts
         self.tensors = [
             (s.source == "output", s.index if s.source == "output" else self.at[s.index]) for s in graph.tensors
         ]
@@ -204,7 +219,7 @@ class DerivedRule:
             self._save_whole(ctx, args, call.kwargs, output)
             return
         outputs = (output,) if isinstance(output, torch.Tensor) else _tensors(output)
-        leaves = args if call.spec is None else pytree.tree_leaves(args)
+        leaves = args if call.counts is None else pytree.tree_leaves(args)
         ctx.save_for_backward(*[outputs[i] if late else leaves[i] for late, i in prepared.tensors])
         ctx.opkit_sizes = [op(outputs[i] if late else leaves[i], *rest) for late, i, op, rest in prepared.sizes]
         if prepared.silent:
@@ -329,13 +344,13 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _grouped(leaves: list[Any], spec: Any) -> list[Any]:
+def _grouped(leaves: Sequence[Any], counts: list[int | None]) -> list[Any]:
+    """What :func:`_flattened` spread, as arguments again; what follows in ``leaves`` is left out."""
     grouped: list[Any] = []
     at = 0
-    for child in spec.children():
-        part = leaves[at : at + child.num_leaves]
-        grouped.append(part[0] if child.is_leaf() else part)
-        at += child.num_leaves
+    for count in counts:
+        grouped.append(leaves[at] if count is None else list(leaves[at : at + count]))
+        at += 1 if count is None else count
     return grouped
 
 
