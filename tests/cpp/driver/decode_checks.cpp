@@ -18,6 +18,7 @@ struct DecodeCase {
     double softcap = 0;
     bool sinks = false, paged = false, from_end = false, ragged = false;
     double scale = 0;  // 0: one over the root of the head's size
+    bool seen_nan = false;
 };
 
 int64_t address(const void* at) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(at)); }
@@ -60,6 +61,7 @@ public:
         }
         starts.push_back(c.shape.batch == 1 ? c.shape.queries : starts.back() + c.shape.batch % 3);
         hide_the_rest();
+        if (c.seen_nan) v.poison(page_of(0, lengths[0] / 2), 0, slot_of(lengths[0] / 2));
     }
 
     Sequence sequence(int64_t b) const {
@@ -169,7 +171,10 @@ Doubles exact_row(const DecodeCase& c, Inputs& in, const std::vector<float>& sin
     return sums;
 }
 
-bool near(double found, double wanted, double bound) { return std::isinf(wanted) ? found == wanted : std::fabs(found - wanted) <= bound; }
+bool near(double found, double wanted, double bound) {
+    if (std::isnan(wanted)) return std::isnan(found);
+    return std::isinf(wanted) ? found == wanted : std::fabs(found - wanted) <= bound;
+}
 
 // The rounding of results, that of weights, which may be bf16 where all is, and of queries, which are int16 against int8.
 double bound_of(const DecodeCase& c) {
@@ -205,6 +210,11 @@ std::vector<DecodeCase> cases() {
             DecodeCase made{"paged", shape, q, kv};
             made.paged = true, made.from_end = true, made.upper = 0, made.sinks = kv == Kind::F32;
             all.push_back(made);
+            if (kv != Kind::I8) {
+                made.name = "paged, a value is NaN", made.seen_nan = true;
+                all.push_back(made);
+                made.seen_nan = false;
+            }
             made.name = "paged, ragged", made.ragged = true, made.lower = -40;
             all.push_back(made);
         }

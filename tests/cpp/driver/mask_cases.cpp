@@ -97,6 +97,17 @@ BiasCase tensor_bias(const Shape& s, Kind kind, attention::Type type) {
             [=](int64_t b, int64_t, int64_t i, int64_t j) { return held->value(b, 0, i, j); }, {held}};
 }
 
+// -inf here and there, and in all of a row, which sees nothing then.
+BiasCase hiding_bias(const Shape& s) {
+    BiasCase made{"tensor with -inf", {0, 0}, {}, {}, {}};
+    std::vector<float> all;
+    for (int64_t n = 0; n < s.queries * s.keys; ++n) all.push_back(n / s.keys == 2 || n % 11 == 5 ? -INFINITY : 0.25f);
+    const float* bias = keep(made, all);
+    made.tensors = {{Strided{bias, {0, 0, s.keys, 1}}, attention::Type::Float}};
+    made.added = [=](int64_t, int64_t, int64_t i, int64_t j) { return bias[i * s.keys + j]; };
+    return made;
+}
+
 BiasCase slopes(const Shape& s) {
     BiasCase made{"slopes", {1, 0}, {}, {}, {}};
     std::vector<float> all;
@@ -149,8 +160,8 @@ std::vector<MaskCase> mask_cases(const Shape& s) {
 }
 
 std::vector<BiasCase> bias_cases(const Shape& s) {
-    return {tensor_bias(s, Kind::F32, attention::Type::Float), tensor_bias(s, Kind::F16, attention::Type::Half), slopes(s),
-            relative(s)};
+    return {tensor_bias(s, Kind::F32, attention::Type::Float), tensor_bias(s, Kind::F16, attention::Type::Half), hiding_bias(s),
+            slopes(s), relative(s)};
 }
 
 void check_masks(Checks& checks) {

@@ -43,6 +43,8 @@ double sum_of_exps(const Doubles& logits, double sink) {
     return most + std::log(sum + std::exp(sink - most));
 }
 
+double weight_of(double logit, double lse) { return logit == kHidden ? 0 : std::exp(logit - lse); }
+
 }  // namespace
 
 Results attend(const Problem& p, Tensor& q, Tensor& k, Tensor& v) {
@@ -55,7 +57,7 @@ Results attend(const Problem& p, Tensor& q, Tensor& k, Tensor& v) {
                 Doubles out(static_cast<size_t>(p.shape.columns));
                 for (int64_t j = 0; j < p.shape.keys; ++j) {
                     if (!p.visible(b, h, i, j)) continue;
-                    const double weight = std::exp(row.logits[static_cast<size_t>(j)] - lse);
+                    const double weight = weight_of(row.logits[static_cast<size_t>(j)], lse);
                     for (int64_t c = 0; c < p.shape.columns; ++c)
                         out[static_cast<size_t>(c)] += weight * v.value(b, h / (p.shape.heads / p.shape.kv_heads), j, c);
                 }
@@ -79,7 +81,7 @@ Slopes differentiate(const Problem& p, const Results& results, Tensor& q, Tensor
         for (int64_t j = 0; j < s.keys; ++j) {
             if (!p.visible(b, h, i, j)) continue;
             const auto at = static_cast<size_t>(j);
-            const double weight = std::exp(row.logits[at] - results.lse[static_cast<size_t>(n)]);
+            const double weight = weight_of(row.logits[at], results.lse[static_cast<size_t>(n)]);
             const double slope = weight * (dot(gradient, h, i, v, kv, j, b) - delta) * row.slopes[at] * p.scale;
             const int64_t key = (b * s.kv_heads + kv) * s.keys + j;
             for (int64_t c = 0; c < s.head; ++c) {
