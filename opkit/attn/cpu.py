@@ -169,7 +169,7 @@ def takes_few(
     """Whether a call is for :func:`decode`: so few rows to a head of keys that reading these is what takes time."""
     if k.shape[2] < MANY or not _decodes(q, k, v, sinks, mask, bias, dropout_p):
         return False
-    return q.shape[2] * q.shape[1] // k.shape[1] <= FEW
+    return q.shape[2] * q.shape[1] // max(k.shape[1], 1) <= FEW
 
 
 def _decodes(

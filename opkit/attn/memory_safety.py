@@ -16,7 +16,7 @@ def shapes_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether queries, keys and values have four dimensions, one dtype, and sizes that agree."""
     if not q.dim() == k.dim() == v.dim() == 4 or not q.dtype == k.dtype == v.dtype:
         return False
-    heads = k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
+    heads = q.shape[1] % k.shape[1] == 0 if k.shape[1] else q.shape[1] == 0
     return heads and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and k.shape[:3] == v.shape[:3]
 
 

@@ -6,8 +6,10 @@ import random
 import pytest
 import torch
 
+import opkit
 from opkit import _core
 from opkit.attn import cpu
+from opkit.errors import KernelError
 
 FLOATS = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 FAR = 2**62
@@ -165,12 +167,17 @@ def test_masks(seed, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
-    [([9], "no opcode 9"), ([3, 1], "ends within"), ([0], "no operand"), ([3, 0, 1, 3, 0, 1], "more than one")],
+    ("program", "error", "said"),
+    [
+        ([9], KernelError, r"does not take .*mask=\[9\]"),
+        ([3, 1], KernelError, r"does not take .*mask=\[3, 1\]"),
+        ([0], ValueError, "no operand"),
+        ([3, 0, 1, 3, 0, 1], ValueError, "more than one"),
+    ],
 )
-def test_programs_that_are_none(program, said):
+def test_programs_that_are_none(program, error, said):
     x = torch.ones(1, 1, 2, 2)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(error, match=said):
         run(x, x, x, program)
 
 
@@ -337,3 +344,10 @@ REFUSED = {
 def test_what_is_not_taken(case):
     """The kernels trust what they are told of memory."""
     assert not takes(**case)
+
+
+@pytest.mark.parametrize("kernel", ["tiles", "decode"])
+def test_a_forced_kernel_refuses_what_it_does_not_compute(kernel):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(KernelError, match=f"kernel '{kernel}' does not take .*dropout_p=0.5"):
+        opkit.attention(q, q, q, dropout_p=0.5, kernel=kernel)
