@@ -12,9 +12,8 @@
 namespace opkit::attention {
 namespace {
 
-// c[R][columns] += a[R][steps] b[steps][columns], or without adding.
 template <class P, int R, int COLS, bool ADD>
-inline __attribute__((always_inline)) void product_columns(const typename P::Cell* a, int64_t a_pitch, const uint32_t* b,
+inline __attribute__((always_inline)) void stretch_columns(const typename P::Cell* a, int64_t a_pitch, const uint32_t* b,
                                                            int64_t b_pitch, int64_t steps, float* c, int64_t c_pitch) {
     using V = typename P::V;
     typename V::Floats sum[R][COLS];
@@ -26,6 +25,19 @@ inline __attribute__((always_inline)) void product_columns(const typename P::Cel
             float* at = c + i * c_pitch + j * V::kLanes;
             V::store(at, ADD ? V::plus(V::load(at), sum[i][j]) : sum[i][j]);
         }
+}
+
+// c[R][columns] += a[R][steps] b[steps][columns], of rows or keys of a tile; or without adding, of elements of a head, which may be many.
+template <class P, int R, int COLS, bool ADD>
+inline __attribute__((always_inline)) void product_columns(const typename P::Cell* a, int64_t a_pitch, const uint32_t* b,
+                                                           int64_t b_pitch, int64_t steps, float* c, int64_t c_pitch) {
+    if constexpr (ADD) {
+        stretch_columns<P, R, COLS, true>(a, a_pitch, b, b_pitch, steps, c, c_pitch);
+    } else {
+        in_stretches<P>(a, b, b_pitch, steps, [&](const typename P::Cell* cells, const uint32_t* words, int64_t count, auto first) {
+            stretch_columns<P, R, COLS, !first.value>(cells, a_pitch, words, b_pitch, count, c, c_pitch);
+        });
+    }
 }
 
 template <class P, int R, bool ADD>

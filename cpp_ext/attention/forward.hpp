@@ -45,12 +45,18 @@ __attribute__((noinline)) void scores(const Block& block, const Group<P>& group,
     static_assert(kKeys % (COLS * V::kLanes) == 0);
     constexpr int64_t kPerStep = P::kPhases * P::kPerCell;
     for (int64_t j = 0; j < kKeys; j += COLS * V::kLanes) {
-        typename V::Floats sum[V::kGroup][COLS];
-        multiply<P, V::kGroup, COLS>(sum, group.queries, group.pitch, keys + j, kKeys, (block.head + kPerStep - 1) / kPerStep);
-        OPKIT_UNROLL
-        for (int i = 0; i < V::kGroup; ++i)
+        const auto part = [&](const typename P::Cell* queries, const uint32_t* words, int64_t steps, auto first) {
+            typename V::Floats sum[V::kGroup][COLS];
+            multiply<P, V::kGroup, COLS>(sum, queries, group.pitch, words, kKeys, steps);
             OPKIT_UNROLL
-            for (int c = 0; c < COLS; ++c) V::store(out + i * kKeys + j + c * V::kLanes, sum[i][c]);
+            for (int i = 0; i < V::kGroup; ++i)
+                OPKIT_UNROLL
+                for (int c = 0; c < COLS; ++c) {
+                    float* at = out + i * kKeys + j + c * V::kLanes;
+                    V::store(at, first.value ? sum[i][c] : V::plus(V::load(at), sum[i][c]));
+                }
+        };
+        in_stretches<P>(group.queries, keys + j, kKeys, (block.head + kPerStep - 1) / kPerStep, part);
     }
 }
 

@@ -46,6 +46,24 @@ inline __attribute__((always_inline)) void multiply(typename P::V::Floats (&sum)
     }
 }
 
+// Elements that are summed one after another. Longer sums are sums of such: the error of rounding grows with their number.
+constexpr int64_t kStretch = 128;
+
+template <bool VALUE>
+struct First {
+    static constexpr bool value = VALUE;
+};
+
+// Calls part(cells, words, steps, whether it is the first) for stretches of a product.
+template <class P, class F>
+inline __attribute__((always_inline)) void in_stretches(const typename P::Cell* a, const uint32_t* b, int64_t b_pitch, int64_t steps,
+                                                        const F& part) {
+    constexpr int64_t kSteps = kStretch / (P::kPhases * P::kPerCell);
+    part(a, b, steps < kSteps ? steps : kSteps, First<true>());
+    for (int64_t at = kSteps; at < steps; at += kSteps)
+        part(a + at * P::kPhases, b + at * b_pitch, steps - at < kSteps ? steps - at : kSteps, First<false>());
+}
+
 // Cells of a row.
 template <class P>
 constexpr int64_t cells_of(int64_t elements) {
