@@ -26,6 +26,7 @@ struct Block {
     int64_t head;              // elements of a query and of a key
     const uint32_t* keys;      // tile after tile
     int64_t of_keys;           // words of a tile of keys
+    int64_t count;             // keys of all tiles: those that the last one has fewer are zero, and hidden
     const uint32_t* values;
     const uint8_t* unclean;    // of each tile: whether a value is infinite or NaN
     int64_t columns;           // of a value, padded to whole vectors of the widest ISA

@@ -65,9 +65,9 @@ void run_block(const Call& call, const Packing& packing, char* packed, Tile tile
     const Rows queries =
         widened(rows_of(call.q, tile.batch, tile.head, tile.row, tile.rows, call.head), pieces.take<float>(copied));
     const float sink = call.sinks ? call.sinks[tile.head] : -std::numeric_limits<float>::infinity();
-    const Block block{queries.data, queries.stride, tile.rows, call.head, packing.keys(packed), packing.of_keys, packing.values(packed),
-                      packing.unclean(packed), columns, 0, packing.tiles, prepare, &asked, call.scale, call.softcap,
-                      !call.biases.empty(), sink, sums, lse, inside};
+    const Block block{queries.data, queries.stride, tile.rows, call.head, packing.keys(packed), packing.of_keys, call.keys,
+                      packing.values(packed), packing.unclean(packed), columns, 0, packing.tiles, prepare, &asked, call.scale,
+                      call.softcap, !call.biases.empty(), sink, sums, lse, inside};
     (is_paired(call.q.type) ? call.kernels->attention_bf16 : call.kernels->attention_f32)(block);
     const int64_t size = call.q.type == Type::Float ? 4 : 2;
     for (int64_t i = 0; i < tile.rows; ++i) {

@@ -39,12 +39,12 @@ struct Scratch {
 };
 
 template <class P>
-__attribute__((noinline)) void scores(const Block& block, const Group<P>& group, const uint32_t* keys, float* out) {
+__attribute__((noinline)) void scores(const Block& block, const Group<P>& group, const uint32_t* keys, int64_t count, float* out) {
     using V = typename P::V;
     constexpr int COLS = V::kGroupCols;
     static_assert(kKeys % (COLS * V::kLanes) == 0);
     constexpr int64_t kPerStep = P::kPhases * P::kPerCell;
-    for (int64_t j = 0; j < kKeys; j += COLS * V::kLanes) {
+    for (int64_t j = 0; j < count; j += COLS * V::kLanes) {
         const auto part = [&](const typename P::Cell* queries, const uint32_t* words, int64_t steps, auto first) {
             typename V::Floats sum[V::kGroup][COLS];
             multiply<P, V::kGroup, COLS>(sum, queries, group.pitch, words, kKeys, steps);
@@ -113,11 +113,11 @@ inline __attribute__((always_inline)) float softened(const float* scores, float 
 
 template <class P, int COLS>
 inline __attribute__((always_inline)) void add_columns(const Block& block, const Group<P>& group, const Scratch<P>& scratch,
-                                                       const uint32_t* values, int64_t at) {
+                                                       const uint32_t* values, int64_t count, int64_t at) {
     using V = typename P::V;
-    constexpr int64_t kSteps = kKeys / (P::kPhases * P::kPerCell);
+    constexpr int64_t kPerStep = P::kPhases * P::kPerCell;
     typename V::Floats sum[V::kGroup][COLS];
-    multiply<P, V::kGroup, COLS>(sum, scratch.cells, kKeys / P::kPerCell, values + at, block.columns, kSteps);
+    multiply<P, V::kGroup, COLS>(sum, scratch.cells, kKeys / P::kPerCell, values + at, block.columns, (count + kPerStep - 1) / kPerStep);
     OPKIT_UNROLL
     for (int i = 0; i < V::kGroup; ++i) {
         if (i == group.rows) break;
@@ -130,12 +130,12 @@ inline __attribute__((always_inline)) void add_columns(const Block& block, const
 
 template <class P>
 __attribute__((noinline)) void add_values(const Block& block, const Group<P>& group, const Scratch<P>& scratch,
-                                          const uint32_t* values) {
+                                          const uint32_t* values, int64_t count) {
     using V = typename P::V;
     constexpr int COLS = V::kGroupCols;
     int64_t at = 0;
-    for (; at + COLS * V::kLanes <= block.columns; at += COLS * V::kLanes) add_columns<P, COLS>(block, group, scratch, values, at);
-    for (; at < block.columns; at += V::kLanes) add_columns<P, 1>(block, group, scratch, values, at);
+    for (; at + COLS * V::kLanes <= block.columns; at += COLS * V::kLanes) add_columns<P, COLS>(block, group, scratch, values, count, at);
+    for (; at < block.columns; at += V::kLanes) add_columns<P, 1>(block, group, scratch, values, count, at);
 }
 
 // Where values that are no numbers are hidden from some rows: key after key, of each row those that it sees. It is slow, and rare.
@@ -158,7 +158,8 @@ template <class P>
 void add_tile(const Block& block, const Group<P>& group, int64_t tile, Scratch<P>& scratch) {
     const uint32_t* keys = block.keys + tile * block.of_keys;
     const uint32_t* values = block.values + tile * (kKeys / P::kKeysPerWord) * block.columns;
-    scores<P>(block, group, keys, scratch.scores);
+    const int64_t left = block.count - tile * kKeys, count = left < kKeys ? left : kKeys;
+    scores<P>(block, group, keys, count, scratch.scores);
     const bool adjusted = block.biased || block.softcap > 0 || !(block.scale > 0);
     if (adjusted) adjust<P>(block, group, scratch.scores);
     const float factor = adjusted ? 1.0f : block.scale;
@@ -173,7 +174,7 @@ void add_tile(const Block& block, const Group<P>& group, int64_t tile, Scratch<P
     if (group.visible && block.unclean[tile])
         add_visible<P>(block, group, scratch, values);
     else
-        add_values<P>(block, group, scratch, values);
+        add_values<P>(block, group, scratch, values, count);
 }
 
 // The memory of a block, cut up.

@@ -229,7 +229,7 @@ def test_calls_that_no_kernel_takes():
     assert opkit.attention(q.double(), q.double(), q.double()).dtype == torch.float64
 
 
-def test_the_environment_s_switch(child_environment):
+def test_the_environment_s_switch(child_environment, tmp_path):
     program = (
         "import json, torch, opkit; from opkit.attn.api import select; torch.manual_seed(0); from opkit.masks import Causal; "
         "q, k, v = torch.randn(3, 2, 8, 300, 64); out = opkit.attention(q, k, v, mask=Causal()); "
@@ -238,5 +238,5 @@ def test_the_environment_s_switch(child_environment):
     command = [sys.executable, "-c", program]
     for value, expected in (("0", [False, "tiles"]), ("1", [True, "batch_invariant"])):
         environment = child_environment | {"OPKIT_BATCH_INVARIANT": value}
-        run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path)
         assert json.loads(run.stdout) == expected
