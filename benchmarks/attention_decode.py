@@ -1,6 +1,6 @@
 """How close does decoding attention come to reading its keys and values at the machine's bandwidth, and how fast is torch?
 
-One query (or four) of 32 heads for each sequence, 8 KV heads of size 128, in the cache's layout: token, head, size. Calls take
+One query (in bfloat16 also 4, 8 and 16) of 32 heads for each sequence, 8 KV heads of size 128, in the cache's layout: token, head, size. Calls take
 several caches in turn, four times the last level of the processor's cache in all, so that nothing is warm. In each round a sum
 over a buffer of that size, opkit contiguous and paged (pages of 16 in a random order), and torch's SDPA follow each other;
 figures are medians over rounds. ``python benchmarks/attention_decode.py`` takes minutes, ``--quick`` seconds.
@@ -108,7 +108,7 @@ def measure(case: Case, buffer: Tensor, rounds: int) -> dict[str, float]:
 def cases(quick: bool, most: int) -> Iterator[Case]:
     for dtype in DTYPES:
         for batch, keys in [(1, 2048)] if quick else [(b, n) for b in (1, 8) for n in (2048, 16384, 65536)]:
-            for queries in (1, 4) if dtype == "bfloat16" else (1,):
+            for queries in (1, 4, 8, 16) if dtype == "bfloat16" else (1,):
                 case = Case(dtype, batch, keys, queries)
                 if 2 * case.bytes <= most:
                     yield case
