@@ -3,7 +3,8 @@
 One query (in bfloat16 also 4, 8 and 16) of 32 heads for each sequence, 8 KV heads of size 128, in the cache's layout: token,
 head, size. Calls take several caches in turn, four times the last level of the processor's cache in all, so that nothing is
 warm. In each round a sum over a buffer of that size, opkit contiguous and paged (pages of 16 in a random order), and torch's
-SDPA follow each other; figures are medians over rounds. ``python benchmarks/attention_decode.py`` takes minutes, ``--quick`` seconds.
+SDPA follow each other; figures are medians over rounds. ``python benchmarks/attention_decode.py`` takes minutes, ``--quick``
+seconds.
 """
 
 from __future__ import annotations

@@ -48,13 +48,21 @@ class Dispatcher:
         self.fast = FastCalls()
         self.flop_formula: Callable[..., int] | None = None
 
-    def refresh(self, slow: Callable[..., Any], forced: bool) -> Callable[..., Any]:
-        """Forget every plan; returns what a direct call runs from now on. ``slow`` goes through the dispatcher."""
+    def refresh(self, slow: Callable[..., Any], forced: bool, renewed: bool) -> Callable[..., Any]:
+        """Forget every plan; returns what a direct call runs from now on.
+
+        Args:
+            slow: goes through the dispatcher.
+            forced: whether a kernel is forced in some thread: then every call asks which.
+            renewed: whether the operator's kernels or rules may have changed.
+        """
         self.plain.plans.clear()
-        self.fast.renew(self.operator, slow, self.autograd, self.plain)
-        if forced:  # while a kernel is forced in some thread, every call asks which
-            self.fast.dispatched, self.fast.planned = self.autograd, self.plain
-            return slow
+        if renewed:
+            self.fast.renew(self.operator, slow, self.autograd, self.plain)
+        if forced:
+            self.fast.suspend(slow, self.autograd, self.plain)
+        elif not renewed:
+            self.fast.resume()
         return self.fast.call
 
     # ---- registration ----------------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class FastCalls:
     def __init__(self) -> None:
         self.bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._lock = threading.Lock()
+        self._written: dict[str, Any] = {}
 
     def bind(self, binding: Binding, *args: Any, **kwargs: Any) -> None:
         """Let ``binding`` run what calls like this one run, until the functions are written anew."""
@@ -111,14 +112,28 @@ class FastCalls:
             decide: the Autograd kernel for calls that are not plain.
             generic: runs plain calls where the signature has no written form.
         """
-        self._let_go()
-        self.call, self.dispatched, self.planned = slow, decide, generic
+        self._written = {}
+        self.suspend(slow, decide, generic)
         if fastcall_source.has_fast_form(operator):
             namespace = _namespace(operator, slow, decide, generic)
             source = fastcall_source.source(operator, namespace)
             exec(compile(source, f"<opkit call of {operator.name}>", "exec"), namespace)
-            self.call, self.dispatched = namespace["call"], namespace["dispatched"]
-            self.planned, self.bound = namespace["planned"], namespace["bound"]
+            self._written = namespace
+            self.resume()
+
+    def suspend(self, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]) -> None:
+        """Do without the written functions; the arguments are those of :meth:`renew`."""
+        self._let_go()
+        self.call, self.dispatched, self.planned = slow, decide, generic
+
+    def resume(self) -> None:
+        """Take the functions that were written last, if there are any, without their plans."""
+        if not self._written:
+            return
+        self._written["_opkit_plans"].clear()
+        self._written["_opkit_entries"].clear()
+        self.call, self.dispatched = self._written["call"], self._written["dispatched"]
+        self.planned, self.bound = self._written["planned"], self._written["bound"]
 
 
 def _namespace(

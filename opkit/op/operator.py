@@ -74,10 +74,10 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             identity.renew(self._operator)
             self._refresh()
 
-    def _refresh(self) -> None:
+    def _refresh(self, renewed: bool = True) -> None:
         operator = self._operator
         self._opoverload = operator.overload
-        planned = self._dispatcher.refresh(self._dispatched, operator.forced > 0)
+        planned = self._dispatcher.refresh(self._dispatched, operator.forced > 0, renewed)
         direct = operator.bridged.serving and not self._flattened
         self._call: Callable[..., Any] = private.builtin(operator.overload) if direct else planned
 
@@ -85,7 +85,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         with self._operator.lock:
             self._operator.forced += change
             self._operator.bridged.suspend()
-            self._refresh()
+            self._refresh(renewed=False)
 
     def _retire(self) -> None:
         """Before the operator is taken out of the dispatcher."""
