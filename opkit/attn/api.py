@@ -104,7 +104,7 @@ def attention(
 
     Raises:
         ShapeError, DtypeError, ArgumentTypeError, ArgumentError: an argument does not fit; the message says which.
-        KernelError: there is no kernel of that name.
+        KernelError: there is no kernel of that name, or it does not take the call.
 
     >>> import opkit, torch
     >>> from opkit.masks import Causal, SlidingWindow
