@@ -76,7 +76,7 @@ def backward(*given: Any) -> Run:
     from opkit import _core
 
     call = GradientCall(*given)
-    _see_to(takes_gradients(*call[:11]), "tiles", call)
+    _see_to(takes_gradients(*call[:11], call.dropout_p), "tiles", call)
     results = [rows(each, each.shape[3], call.heads_inside) for each in (call.q, call.k, call.v)]
     new = [like(each) for each in (*results, call.q.new_empty(call.q.shape[:3], dtype=torch.float32))]
     if 0 in (call.q.numel(), call.k.numel(), call.v.numel()):
@@ -138,9 +138,10 @@ def takes_gradients(
     bias_tensors: list[Tensor],
     mask: list[int],
     bias: list[int],
+    dropout_p: float = 0.0,
 ) -> bool:
     """Whether :func:`backward` takes a call."""
-    if not _all_there(q, k, v, mask_tensors, bias_tensors, mask, bias):
+    if dropout_p != 0 or not _all_there(q, k, v, mask_tensors, bias_tensors, mask, bias):
         return False
     results = all(each.shape == (*q.shape[:3], v.shape[3]) and each.dtype == q.dtype for each in (out, gradient))
     sums = [lse] if of_lse is None else [lse, of_lse]

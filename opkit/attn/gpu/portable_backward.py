@@ -1,0 +1,107 @@
+"""Calls of the portable backward kernels: from the operator's arguments to launches."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkit.attn.allocation import dense_rows, like, rows
+from opkit.attn.calls import GradientCall
+from opkit.attn.gpu import blocks, common
+from opkit.attn.gpu.common import Run
+from opkit.attn.gpu.device.backward import attention_delta, attention_of_keys, attention_of_queries
+from opkit.op.triton.declare import triton_kernel
+from opkit.op.triton.kernel import TritonKernel
+
+_Four = tuple[Tensor, Tensor, Tensor, Tensor]
+_ELEMENTS = 4096  # of a tile of results
+
+
+@functools.cache
+def delta_kernel(columns: int) -> TritonKernel:
+    """The kernel of delta for values of so many columns."""
+    first, rest = blocks.parts(columns)
+    return triton_kernel(
+        attention_delta,
+        grid=lambda queries, programs, ROWS: (blocks.tiles_in(queries, ROWS), programs),
+        E=columns, E0=first, E1=rest, ROWS=max(16, _ELEMENTS // first),
+    )  # fmt: skip
+
+
+@functools.cache
+def keys_kernel(constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
+    """The kernel of the gradients of keys and values with its constants settled."""
+    return triton_kernel(
+        attention_of_keys, grid=lambda keys, programs, KEYS: (blocks.tiles_in(keys, KEYS), programs), **dict(constants)
+    )
+
+
+@functools.cache
+def queries_kernel(constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
+    """The kernel of the gradient of queries with its constants settled."""
+    return triton_kernel(
+        attention_of_queries,
+        grid=lambda queries, programs, ROWS: (blocks.tiles_in(queries, ROWS), programs),
+        **dict(constants),
+    )
+
+
+def backward(example: GradientCall) -> Run:
+    """The gradients of q, k and v, and delta, for calls like ``example``."""
+    q, k, v = example[2:5]
+    new = [like(rows(each, each.shape[3], example.heads_inside)) for each in (q, k, v)]
+    new.append(like(q.new_empty(q.shape[:3], dtype=torch.float32)))
+    if 0 in (q.numel(), k.numel(), v.numel()):
+        return lambda *given: tuple([make().zero_() for make in new])
+    fits = common.shape_of(example).fits
+    launch = _launch(common.with_room(example))
+
+    def run(*given: Any) -> _Four:
+        call = GradientCall(*given) if fits else common.with_room(GradientCall(*given))
+        call = call._replace(
+            **{name: dense_rows(getattr(call, name)) for name in ("gradient", "q", "k", "v", "out")},
+            lse=call.lse.contiguous(),
+        )
+        of_q, of_k, of_v, delta = (make() for make in new)
+        launch(call, of_q, of_k, of_v, delta)
+        return of_q, of_k, of_v, delta
+
+    return run
+
+
+def _launch(example: GradientCall) -> Run:
+    """A function of a call and its results, which launches the three kernels."""
+    (batch, heads, queries, _), (_, kv_heads, _, columns) = example.q.shape, example.v.shape
+    shape = common.shape_of(example)
+    by_keys = common.blocks_of(blocks.OF_KEYS, example, shape, 2)
+    by_queries = common.blocks_of(blocks.OF_QUERIES, example, shape, 2)
+    of_keys = common.settled(keys_kernel, common.constants_of(example, shape, by_keys), example.q.dtype)
+    of_queries = common.settled(queries_kernel, common.constants_of(example, shape, by_queries), example.q.dtype)
+    numbers = _numbers(example)
+
+    def launch(call: GradientCall, of_q: Tensor, of_k: Tensor, of_v: Tensor, delta: Tensor) -> None:
+        delta_kernel(columns)(
+            out=call.out, gradient=call.gradient, of_lse=call.of_lse, delta=delta, heads=heads, queries=queries,
+            programs=batch * heads,
+        )  # fmt: skip
+        read = {"q": call.q, "k": call.k, "v": call.v, "gradient": call.gradient, "lse": call.lse, "delta": delta}
+        read |= {"seed": call.seed, **numbers, **common.of_tensors(call, shape)}
+        lists = common.lists_of(call, shape, by_keys, by_keys=True)
+        of_keys()(of_k=of_k, of_v=of_v, kv_heads=kv_heads, programs=batch * kv_heads, **read, **lists)
+        lists = common.lists_of(call, shape, by_queries, by_keys=False)
+        of_queries()(of_q=of_q, heads=heads, programs=batch * heads, **read, **lists)
+
+    return launch
+
+
+def _numbers(call: GradientCall) -> dict[str, Any]:
+    """The numbers that both kernels take."""
+    heads, kv_heads = call.q.shape[1], call.v.shape[1]
+    return {
+        "group": heads // kv_heads, "queries": call.q.shape[2], "keys": call.v.shape[2], "scale": call.scale,
+        "softcap": call.softcap, "threshold": math.ceil(call.dropout_p * 2**32), "rescale": common.rescale(call.dropout_p),
+    }  # fmt: skip
