@@ -28,10 +28,10 @@ class Rule(NamedTuple):
 FORWARD = (
     Rule(64, 2, Blocks(128, 128, 8, 3)),
     Rule(64, 2, Blocks(128, 64, 4, 2)),
-    Rule(128, 2, Blocks(128, 64, 8, 3)),
+    Rule(128, 2, Blocks(128, 64, 8, 4)),
     Rule(128, 2, Blocks(128, 64, 8, 2)),
     Rule(128, 2, Blocks(64, 64, 4, 2)),
-    Rule(256, 2, Blocks(128, 64, 8, 2)),
+    Rule(256, 2, Blocks(64, 64, 8, 2)),
     Rule(256, 2, Blocks(64, 32, 4, 2)),
     Rule(1024, 2, Blocks(64, 32, 8, 2)),
     Rule(1024, 2, Blocks(32, 16, 4, 1)),
@@ -41,10 +41,10 @@ FORWARD = (
     Rule(1024, 4, Blocks(32, 16, 4, 1)),
 )
 OF_KEYS = (
-    Rule(64, 2, Blocks(64, 128, 8, 2)),
     Rule(64, 2, Blocks(64, 64, 4, 2)),
     Rule(128, 2, Blocks(64, 64, 4, 2)),
     Rule(128, 2, Blocks(32, 64, 4, 2)),
+    Rule(256, 2, Blocks(64, 64, 8, 2)),
     Rule(256, 2, Blocks(32, 64, 8, 1)),
     Rule(256, 2, Blocks(16, 32, 4, 1)),
     Rule(1024, 2, Blocks(16, 32, 8, 1)),
@@ -54,10 +54,11 @@ OF_KEYS = (
     Rule(1024, 4, Blocks(16, 16, 4, 1)),
 )
 OF_QUERIES = (
-    Rule(64, 2, Blocks(128, 64, 8, 2)),
+    Rule(64, 2, Blocks(64, 64, 4, 3)),
     Rule(64, 2, Blocks(64, 64, 4, 2)),
     Rule(128, 2, Blocks(64, 64, 4, 2)),
     Rule(128, 2, Blocks(64, 32, 4, 2)),
+    Rule(256, 2, Blocks(128, 64, 8, 1)),
     Rule(256, 2, Blocks(64, 32, 8, 1)),
     Rule(256, 2, Blocks(32, 16, 4, 1)),
     Rule(1024, 2, Blocks(32, 16, 8, 1)),
@@ -68,7 +69,7 @@ OF_QUERIES = (
 )
 """Forward; the gradients of keys and values, by tiles of keys; the gradient of queries, by tiles of queries."""
 
-_SMALLEST = 16
+_SMALLEST, _WHOLE, _LEAST_REST = 16, 256, 64
 
 
 def choose(
@@ -86,7 +87,7 @@ def choose(
         pair: bytes that are read for each pair of a query and a key, of masks and biases.
 
     >>> choose(FORWARD, 128, 2, 4096, 232448, 1)
-    Blocks(rows=128, keys=64, warps=8, stages=3)
+    Blocks(rows=128, keys=64, warps=8, stages=4)
     """
     fitting = [rule.blocks for rule in rules if head <= rule.head and size <= rule.size]
     roomy = [each for each in fitting if _bytes(each, head, size, tensors, pair) <= memory]
@@ -103,14 +104,17 @@ def _bytes(blocks: Blocks, head: int, size: int, tensors: int, pair: int) -> int
 
 
 def parts(size: int) -> tuple[int, int]:
-    """The largest power of two in a head size, from 16 on, and a power of two for the rest, or 0.
+    """A power of two that holds a head size, and 0; of more than 256 the largest in it, and a power of two for the rest.
 
-    >>> parts(128), parts(96), parts(576), parts(80), parts(7)
-    ((128, 0), (64, 32), (512, 64), (64, 16), (16, 0))
+    The rest is at least 64: products with narrower tiles of values came out wrong on Hopper (Triton 3.6).
+
+    >>> parts(128), parts(96), parts(7), parts(576), parts(264)
+    ((128, 0), (128, 0), (16, 0), (512, 64), (256, 64))
     """
-    first = 1 << (max(size, _SMALLEST).bit_length() - 1)
-    rest = max(size - first, 0)
-    return first, 0 if rest == 0 else max(_SMALLEST, 1 << (rest - 1).bit_length())
+    above = 1 << (max(size, _SMALLEST) - 1).bit_length()
+    if above <= _WHOLE or size == above:
+        return above, 0
+    return above // 2, max(_LEAST_REST, 1 << (size - above // 2 - 1).bit_length())
 
 
 def tiles_in(count: int, size: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,12 @@ from opkit.attn.gpu.blocks import Blocks, Rule
 from opkit.attn.gpu.plans import Shape
 from opkit.attn.program import Grid
 from opkit.op.triton.kernel import TritonKernel
+from opkit.op.triton.launch import PreparedLaunch
 
 AnyCall = Call | GradientCall
 Run = Callable[..., Any]
+Constants = tuple[tuple[str, Any], ...]
+_NO_TENSORS: list[Tensor | None] = [None] * len(plans.TENSORS)
 
 
 def shape_of(call: AnyCall) -> Shape:
@@ -42,7 +45,7 @@ def blocks_of(rules: tuple[Rule, ...], call: AnyCall, shape: Shape, tensors: int
     return blocks.choose(rules, max(q.shape[3], v.shape[3]), q.element_size(), q.shape[2], memory, tensors, pair)
 
 
-def constants_of(call: AnyCall, shape: Shape, size: Blocks) -> tuple[tuple[str, Any], ...]:
+def constants_of(call: AnyCall, shape: Shape, size: Blocks) -> Constants:
     """The constants of a kernel and its compiler's options."""
     head, columns = call.q.shape[3], call.v.shape[3]
     (d0, d1), (e0, e1) = blocks.parts(head), blocks.parts(columns)
@@ -56,19 +59,23 @@ def constants_of(call: AnyCall, shape: Shape, size: Blocks) -> tuple[tuple[str, 
     return tuple(found.items())
 
 
-def settled(
-    kernel: Callable[[tuple[tuple[str, Any], ...]], TritonKernel],
-    constants: tuple[tuple[str, Any], ...],
+def launcher(
+    kernel: Callable[[Constants], TritonKernel],
+    constants: Constants,
     dtype: torch.dtype,
-) -> Callable[[], TritonKernel]:
-    """The kernel with these constants, asked for before each launch.
+    names: Sequence[str],
+    numbers: dict[str, Any],
+) -> Run:
+    """A function of tensors, in the order of ``names``, that launches the kernel with these constants and numbers.
 
-    Products of float32 are computed as torch's settings say at that time: in TF32, or as exactly as float32 allows.
+    Products of float32 are computed as torch's settings say at the time of a launch: in TF32, or as exactly as float32 allows.
     """
-    found = {each: kernel((*constants, ("PRECISION", each))) for each in ("ieee", "tf32")}
+    coarse, exact = (
+        PreparedLaunch(kernel((*constants, ("PRECISION", each))), names, numbers) for each in ("tf32", "ieee")
+    )
     if dtype != torch.float32:
-        return lambda: found["tf32"]
-    return lambda: found["tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"]
+        return coarse
+    return lambda *tensors: (coarse if torch.backends.cuda.matmul.allow_tf32 else exact)(*tensors)
 
 
 def listed(call: AnyCall, shape: Shape, size: Blocks) -> bool:
@@ -76,19 +83,18 @@ def listed(call: AnyCall, shape: Shape, size: Blocks) -> bool:
     return tile_lists.worth_it(shape, size, call.q.shape[2], call.k.shape[2])
 
 
-def lists_of(call: AnyCall, shape: Shape, size: Blocks, *, by_keys: bool) -> dict[str, Tensor | None]:
-    """The lists of tiles by the names of a kernel's parameters."""
-    if not listed(call, shape, size):
-        return {"tiles": None, "counts": None}
-    return tile_lists.lists_of(call, shape, size, by_keys)._asdict()
+def lists_of(call: AnyCall, shape: Shape, size: Blocks, *, by_keys: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The tiles that a kernel visits and how many they are; None where it reckons them."""
+    return tile_lists.lists_of(call, shape, size, by_keys) if listed(call, shape, size) else (None, None)
 
 
-def of_tensors(call: AnyCall, shape: Shape) -> dict[str, Any]:
-    """What a kernel takes for the tensors of a mask and a bias."""
+def tensors_of(call: AnyCall, shape: Shape) -> list[Tensor | None]:
+    """The tensors of a mask and a bias, for the parameters ``plans.TENSORS``."""
+    if not shape.slots and not shape.lengths:
+        return _NO_TENSORS
     sizes = (*call.q.shape[:3], call.k.shape[2])
     slots = plans.slots_of(shape, call.mask_tensors, call.bias_tensors, sizes)
-    lengths = call.mask_tensors[shape.lengths[0]].expand(sizes[0]) if shape.lengths else None
-    return plans.launch_values(shape, slots, lengths)
+    return plans.tensors_of(shape, call.mask_tensors, slots, sizes[0])
 
 
 def rescale(dropout_p: float) -> float:

@@ -204,8 +204,21 @@ def written_out(
     return words, tensors, [program.BIAS_DENSE, 0], [program.biased(zero, bias, biases, grid)]
 
 
-def launch_values(shape: Shape, slots: Sequence[Tensor | None], lengths: Tensor | None) -> dict[str, Any]:
-    """The parameters that a kernel takes for a mask and a bias."""
-    found: dict[str, Any] = {f"t{i}": slots[i] if i < len(slots) else None for i in range(SLOTS)}
-    found |= {f"n{i}": shape.numbers[i] if i < len(shape.numbers) else None for i in range(NUMBERS)}
-    return found | {"lower": shape.lower, "upper": shape.upper, "lengths": lengths}
+TENSORS = ("lengths", *(f"t{i}" for i in range(SLOTS)))
+"""The parameters that a kernel takes for the tensors of a mask and a bias; :func:`tensors_of` gives their values."""
+
+
+def tensors_of(
+    shape: Shape, masks: Sequence[Tensor], slots: Sequence[Tensor | None], batch: int
+) -> list[Tensor | None]:
+    """The lengths, (batch,), and the tensors in slots; None for what there is not."""
+    lengths = masks[shape.lengths[0]].expand(batch) if shape.lengths else None
+    return [lengths, *slots, *[None] * (SLOTS - len(slots))]
+
+
+def numbers_of(shape: Shape) -> dict[str, int | None]:
+    """The numbers that a kernel takes for a mask and a bias, by its parameters' names."""
+    found: dict[str, int | None] = {
+        f"n{i}": shape.numbers[i] if i < len(shape.numbers) else None for i in range(NUMBERS)
+    }
+    return {**found, "lower": shape.lower, "upper": shape.upper}

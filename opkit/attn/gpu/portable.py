@@ -11,15 +11,17 @@ from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, like, rows
 from opkit.attn.calls import Call
-from opkit.attn.gpu import blocks, common
+from opkit.attn.gpu import blocks, common, plans
 from opkit.attn.gpu.common import Run
 from opkit.attn.gpu.device.forward import attention_forward
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
+_TENSORS = ("q", "k", "v", "out", "lse", "sinks", "seed", "tiles", "counts", *plans.TENSORS)
+
 
 @functools.cache
-def kernel(constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
+def kernel(constants: common.Constants) -> TritonKernel:
     """The forward kernel with its constants settled."""
     return triton_kernel(
         attention_forward,
@@ -35,18 +37,18 @@ def forward(example: Call) -> Run:
     new_lse = like(q.new_empty(q.shape[:3], dtype=torch.float32))
     if 0 in (*q.shape[:3], v.shape[3]):
         return lambda *given: (new_out(), new_lse())
-    fits, shape = common.shape_of(example).fits, common.shape_of(common.with_room(example))
-    size = common.blocks_of(blocks.FORWARD, common.with_room(example), shape, 1)
-    chosen = common.settled(kernel, common.constants_of(example, shape, size), q.dtype)
-    numbers = _numbers(example)
+    roomy = common.with_room(example)
+    fits, shape = roomy is example, common.shape_of(roomy)
+    size = common.blocks_of(blocks.FORWARD, roomy, shape, 1)
+    numbers = {**_numbers(example), **plans.numbers_of(shape)}
+    launch = common.launcher(kernel, common.constants_of(example, shape, size), q.dtype, _TENSORS, numbers)
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:
         call = Call(*given) if fits else common.with_room(Call(*given))
         out, lse = new_out(), new_lse()
-        chosen()(
-            q=dense_rows(call.q), k=dense_rows(call.k), v=dense_rows(call.v), out=out, lse=lse, sinks=call.sinks, seed=call.seed,
-            **numbers, **common.of_tensors(call, shape), **common.lists_of(call, shape, size, by_keys=False),
-        )  # fmt: skip
+        read = dense_rows(call.q), dense_rows(call.k), dense_rows(call.v)
+        lists = common.lists_of(call, shape, size, by_keys=False)
+        launch(*read, out, lse, call.sinks, call.seed, *lists, *common.tensors_of(call, shape))
         return out, lse
 
     return run

@@ -11,13 +11,16 @@ from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, like, rows
 from opkit.attn.calls import GradientCall
-from opkit.attn.gpu import blocks, common
+from opkit.attn.gpu import blocks, common, plans
 from opkit.attn.gpu.common import Run
 from opkit.attn.gpu.device.backward import attention_delta, attention_of_keys, attention_of_queries
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
+from opkit.op.triton.launch import PreparedLaunch
 
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
+_ROWS = ("out", "gradient", "of_lse", "delta")
+_TENSORS = ("q", "k", "v", "gradient", "lse", "delta", "seed", *plans.TENSORS, "tiles", "counts")
 _ELEMENTS = 4096  # of a tile of results
 
 
@@ -33,7 +36,7 @@ def delta_kernel(columns: int) -> TritonKernel:
 
 
 @functools.cache
-def keys_kernel(constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
+def keys_kernel(constants: common.Constants) -> TritonKernel:
     """The kernel of the gradients of keys and values with its constants settled."""
     return triton_kernel(
         attention_of_keys, grid=lambda keys, programs, KEYS: (blocks.tiles_in(keys, KEYS), programs), **dict(constants)
@@ -41,7 +44,7 @@ def keys_kernel(constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
 
 
 @functools.cache
-def queries_kernel(constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
+def queries_kernel(constants: common.Constants) -> TritonKernel:
     """The kernel of the gradient of queries with its constants settled."""
     return triton_kernel(
         attention_of_queries,
@@ -57,8 +60,8 @@ def backward(example: GradientCall) -> Run:
     new.append(like(q.new_empty(q.shape[:3], dtype=torch.float32)))
     if 0 in (q.numel(), k.numel(), v.numel()):
         return lambda *given: tuple([make().zero_() for make in new])
-    fits = common.shape_of(example).fits
-    launch = _launch(common.with_room(example))
+    roomy = common.with_room(example)
+    fits, launch = roomy is example, _launch(roomy)
 
     def run(*given: Any) -> _Four:
         call = GradientCall(*given) if fits else common.with_room(GradientCall(*given))
@@ -79,21 +82,21 @@ def _launch(example: GradientCall) -> Run:
     shape = common.shape_of(example)
     by_keys = common.blocks_of(blocks.OF_KEYS, example, shape, 2)
     by_queries = common.blocks_of(blocks.OF_QUERIES, example, shape, 2)
-    of_keys = common.settled(keys_kernel, common.constants_of(example, shape, by_keys), example.q.dtype)
-    of_queries = common.settled(queries_kernel, common.constants_of(example, shape, by_queries), example.q.dtype)
-    numbers = _numbers(example)
+    numbers, dtype = {**_numbers(example), **plans.numbers_of(shape)}, example.q.dtype
+    sums = {"heads": heads, "queries": queries, "programs": batch * heads}
+    of_rows = PreparedLaunch(delta_kernel(columns), _ROWS, sums)
+    constants = common.constants_of(example, shape, by_keys)
+    theirs = {**numbers, "kv_heads": kv_heads, "programs": batch * kv_heads}
+    of_keys = common.launcher(keys_kernel, constants, dtype, ("of_k", "of_v", *_TENSORS), theirs)
+    constants = common.constants_of(example, shape, by_queries)
+    theirs = {**numbers, "heads": heads, "programs": batch * heads}
+    of_queries = common.launcher(queries_kernel, constants, dtype, ("of_q", *_TENSORS), theirs)
 
     def launch(call: GradientCall, of_q: Tensor, of_k: Tensor, of_v: Tensor, delta: Tensor) -> None:
-        delta_kernel(columns)(
-            out=call.out, gradient=call.gradient, of_lse=call.of_lse, delta=delta, heads=heads, queries=queries,
-            programs=batch * heads,
-        )  # fmt: skip
-        read = {"q": call.q, "k": call.k, "v": call.v, "gradient": call.gradient, "lse": call.lse, "delta": delta}
-        read |= {"seed": call.seed, **numbers, **common.of_tensors(call, shape)}
-        lists = common.lists_of(call, shape, by_keys, by_keys=True)
-        of_keys()(of_k=of_k, of_v=of_v, kv_heads=kv_heads, programs=batch * kv_heads, **read, **lists)
-        lists = common.lists_of(call, shape, by_queries, by_keys=False)
-        of_queries()(of_q=of_q, heads=heads, programs=batch * heads, **read, **lists)
+        of_rows(call.out, call.gradient, call.of_lse, delta)
+        read = (call.q, call.k, call.v, call.gradient, call.lse, delta, call.seed, *common.tensors_of(call, shape))
+        of_keys(of_k, of_v, *read, *common.lists_of(call, shape, by_keys, by_keys=True))
+        of_queries(of_q, *read, *common.lists_of(call, shape, by_queries, by_keys=False))
 
     return launch
 

@@ -78,8 +78,7 @@ def _built(
     shape: Shape, masks: Sequence[Tensor], blocks: Blocks, sizes: Sequence[int], by_keys: bool, device: torch.device
 ) -> Lists:
     slots = plans.slots_of(shape, masks, [], sizes, of_biases=False)
-    lengths = masks[shape.lengths[0]].expand(sizes[0]) if shape.lengths else None
-    batch, heads = _depends(slots, lengths, sizes)
+    batch, heads = _depends(slots, [masks[n] for n in shape.lengths], sizes)
     counted = tiles_in(sizes[2], blocks.rows), tiles_in(sizes[3], blocks.keys)
     own, others = counted[::-1] if by_keys else counted
     tiles = torch.empty((batch, heads, own, others), dtype=torch.int32, device=device)
@@ -88,15 +87,16 @@ def _built(
         "MASK": shape.mask, "BANDED": shape.banded, "BY_KEYS": by_keys, "ROWS": blocks.rows, "KEYS": blocks.keys,
         "SOME": min(_SOME, 1 << (others - 1).bit_length()),
     }  # fmt: skip
+    tensors = dict(zip(plans.TENSORS, plans.tensors_of(shape, masks, slots, sizes[0]), strict=True))
     _kernel(tuple(constants.items()))(
         tiles=tiles, counts=counts, own=own, programs=batch * heads, heads=heads, queries=sizes[2], keys=sizes[3],
-        **plans.launch_values(shape, slots, lengths),
+        **tensors, **plans.numbers_of(shape),
     )  # fmt: skip
     return Lists(tiles.expand(*sizes[:2], -1, -1), counts.expand(*sizes[:2], -1, -1))
 
 
-def _depends(slots: Sequence[Tensor], lengths: Tensor | None, sizes: Sequence[int]) -> tuple[int, int]:
+def _depends(slots: Sequence[Tensor | None], lengths: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, int]:
     """How many batches and heads have lists of their own."""
-    batches = any(x is not None and x.stride(0) for x in (*slots, lengths))
+    batches = any(x is not None and x.stride(0) for x in slots) or any(x.shape[0] > 1 for x in lengths)
     heads = any(x is not None and x.stride(1) for x in slots)
     return (sizes[0] if batches else 1), (sizes[1] if heads else 1)
