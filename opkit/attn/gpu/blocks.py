@@ -69,7 +69,7 @@ OF_QUERIES = (
 )
 """Forward; the gradients of keys and values, by tiles of keys; the gradient of queries, by tiles of queries."""
 
-_SMALLEST, _WHOLE, _LEAST_REST = 16, 256, 64
+_SMALLEST, _WHOLE, _LEAST_REST = 16, 512, 64
 
 
 def choose(
@@ -104,15 +104,16 @@ def _bytes(blocks: Blocks, head: int, size: int, tensors: int, pair: int) -> int
 
 
 def parts(size: int) -> tuple[int, int]:
-    """A power of two that holds a head size, and 0; of more than 256 the largest in it, and a power of two for the rest.
+    """A power of two that holds a head size, and 0; of more than 512 that, and a power of two for the rest.
 
-    The rest is at least 64: products with narrower tiles of values came out wrong on Hopper (Triton 3.6).
+    Smaller heads are padded rather than read in two parts, of which the second gave wrong results in bfloat16 on Hopper (Triton
+    3.6) where it was the narrower one of values.
 
-    >>> parts(128), parts(96), parts(7), parts(576), parts(264)
-    ((128, 0), (128, 0), (16, 0), (512, 64), (256, 64))
+    >>> parts(128), parts(96), parts(7), parts(576)
+    ((128, 0), (128, 0), (16, 0), (512, 64))
     """
     above = 1 << (max(size, _SMALLEST) - 1).bit_length()
-    if above <= _WHOLE or size == above:
+    if above <= _WHOLE:
         return above, 0
     return above // 2, max(_LEAST_REST, 1 << (size - above // 2 - 1).bit_length())
 

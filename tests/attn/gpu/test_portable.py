@@ -53,7 +53,7 @@ class Case:
 
 CASES = {
     "plain": Case((1, 2, 1, 37, 150, 16, 16)),
-    "narrow, head of two parts": Case((1, 4, 2, 130, 70, 96, 40), narrow=True),
+    "narrow, heads that are padded": Case((1, 4, 2, 130, 70, 96, 40), narrow=True),
     "a head of 7 and 3": Case((1, 2, 2, 20, 70, 7, 3)),
     "heads inside": Case((2, 2, 1, 70, 30, 16, 24), inside=True),
     "causal": Case((2, 2, 1, 270, 270, 24, 16), mask=(BAND, -FAR, 0)),

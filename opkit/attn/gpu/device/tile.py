@@ -1,7 +1,6 @@
 """What the forward and backward kernels have in common: the parts of a head size, loads of rows, logits, ranges of tiles.
 
-A head size is read in two parts, each a power of two as Triton wants it: the largest one that fits, and the rest, padded. A
-head of 96 is 64 and 32, one of 576 is 512 and 64; a second part of 0 is left out.
+A head size is read in one part or two, each a power of two as Triton wants it: :func:`opkit.attn.gpu.blocks.parts` says which.
 """
 
 from __future__ import annotations
