@@ -43,7 +43,7 @@ def takes(
     mask: list[int],
     bias: list[int],
 ) -> bool:
-    """Whether :func:`forward` takes a call: no float64, heads of at most 576, values' of at most 512, and all that it names is there."""
+    """Whether :func:`forward` takes a call: no float64, heads of at most 576, values' of at most 512, all tensors there."""
     if q.dtype not in _DTYPES or not shapes_fit(q, k, v) or q.shape[3] > LARGEST_HEAD:
         return False
     sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -117,6 +117,7 @@ def _see_to(fits: bool, call: Call | GradientCall) -> None:
         shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in (call.q, call.k, call.v))
         raise KernelError(
             f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}. It "
-            f"takes bfloat16, float16 and float32, heads of at most {LARGEST_HEAD} (of values {LARGEST_VALUES}), and tensors as opkit.attention makes them. "
-            "Leave the choice to opkit, which opkit.attn.api.select explains, or force kernel='reference'."
+            f"takes bfloat16, float16 and float32, heads of at most {LARGEST_HEAD} (of values {LARGEST_VALUES}), and tensors "
+            "as opkit.attention makes them. Leave the choice to opkit, which opkit.attn.api.select explains, or force "
+            "kernel='reference'."
         )
