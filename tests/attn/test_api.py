@@ -344,6 +344,11 @@ def test_an_exported_program_keeps_the_operator(module, args, strict):
     torch.testing.assert_close(exported.module()(*args), module(*args))
 
 
+@pytest.mark.xfail(
+    torch.__version__ < "2.13",
+    raises=torch._dynamo.exc.UserError,
+    reason="torch.export of torch 2.11 and 2.12 does not see that min(8 * n, 16 * n) is 8 * n",
+)
 def test_an_exported_program_takes_other_lengths():
     class Model(torch.nn.Module):
         def forward(self, q, k, v):
@@ -426,13 +431,29 @@ def arguments(kind):
     return (*qkv, mask_tensors, bias_tensors, sinks, None, mask, bias, 0.5, 2.0, 0.0, kind == "masked")
 
 
+ASKED = """
+behaviour.arguments behaviour.concurrent behaviour.deterministic behaviour.first behaviour.global_state behaviour.history
+behaviour.settings behaviour.threads behaviour.values
+fake.accepts fake.aliasing fake.dtype fake.effects fake.offset fake.requires_grad fake.shapes fake.strides fake.symbolic
+gradients.accepts gradients.forward gradients.incoming gradients.linear gradients.lost gradients.no_grad gradients.pure
+gradients.reference gradients.saved gradients.second gradients.subsets gradients.undefined
+layout.expanded layout.same_tensor layout.shared_storage layout.strides layout.views
+memory.allocations memory.crash memory.guard memory.leak memory.read_only memory.red_zone memory.uninitialized
+numbers.accepts numbers.dtypes numbers.empty numbers.extreme numbers.kernels numbers.reference
+schema.alias schema.defaults schema.kinds schema.mutation schema.returns
+transforms.autocast transforms.checkpoint transforms.functional transforms.functionalize transforms.modes transforms.vmap
+"""
+WITH_INTEGERS = {"plain": (), "masked": ("numbers.integers", "numbers.scalars")}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_operator_keeps_its_contract(kind):
     """The kernels take delta from the result, which is rounded to the narrow dtype: gradients that cancel show it."""
     exclude = ["compile", "gradients.dtypes"]
     report = opkit.check(attention_operator(), args=arguments(kind), max_examples=4, exclude=exclude, database=False)
     report.raise_for_failures()
-    assert len(report.passed) > 50
+    passed = {each.property for each in report.passed}
+    assert not {*ASKED.split(), *WITH_INTEGERS[kind]} - passed
 
 
 test_it_is_exported = contract(
