@@ -18,8 +18,9 @@ from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-FEW = 16  #: rows of a head of keys
-MANY = 256  #: keys; with fewer it is the call that takes time
+FEW = ((16, 256),)  #: rows of a head of keys, at most, and how many keys there are at least: these calls are decoded
+MORE = {"avx2": ((32, 256),), **dict.fromkeys(("avx512", "avx512_bf16"), ((32, 256), (64, 4096)))}
+"""The same where tiles have an instruction set with which both kernels were measured."""
 _BIAS_NAMES = {**NAMES, torch.float64: "float64"}
 Run = Callable[..., Any]
 
@@ -168,9 +169,17 @@ def takes_few(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: list[int], bias: list[int], dropout_p: float
 ) -> bool:
     """Whether a call is for :func:`decode`: so few rows to a head of keys that reading these is what takes time."""
-    if k.shape[2] < MANY or not _decodes(q, k, v, sinks, mask, bias, dropout_p):
+    if not _decodes(q, k, v, sinks, mask, bias, dropout_p):
         return False
-    return q.shape[2] * q.shape[1] // max(k.shape[1], 1) <= FEW
+    rows, keys = q.shape[2] * q.shape[1] // max(k.shape[1], 1), k.shape[2]
+    return any(rows <= most and keys >= least for most, least in _few(q.dtype))
+
+
+def _few(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+    from opkit import _core
+
+    tiles = _core.isa_table()["attention_bf16" if dtype == torch.bfloat16 else "attention_f32"]
+    return MORE.get(tiles, FEW)
 
 
 def _decodes(

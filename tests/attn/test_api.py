@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import opkit
+from opkit import _core
 from opkit.attn import api, program
 from opkit.attn.operator import attention_operator
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, KernelError, ShapeError
@@ -234,6 +235,41 @@ def test_kernels_are_chosen_by_shapes():
     assert api.select(*long, mask=Causal()).kernel == "tiles"
     assert api.select(*(x.double() for x in long)).kernel == "reference"
     assert api.select(*long, dropout_p=0.1).kernel == "reference"
+
+
+AVX512 = {"avx512", "avx512_bf16"}
+DECODED = (  # rows, keys, and the instruction sets of tiles beside which these are decoded
+    (16, 255, set()),
+    (16, 256, {"baseline", "neon", "avx2", *AVX512, "amx"}),
+    (17, 256, {"avx2", *AVX512}),
+    (32, 256, {"avx2", *AVX512}),
+    (33, 4095, set()),
+    (33, 4096, AVX512),
+    (64, 4096, AVX512),
+    (65, 9000, set()),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "keys", "beside"), DECODED)
+def test_few_rows_are_decoded(isa, dtype, rows, keys, beside):
+    tiles = "avx512" if isa == "amx" and dtype != torch.bfloat16 else isa
+    k = torch.zeros(1, 1, keys, 8, dtype=dtype)
+    for shape in ((1, 1, rows, 8), (1, rows, 1, 8)):
+        found = api.select(torch.zeros(shape, dtype=dtype), k, k).kernel
+        assert found == ("decode" if tiles in beside else "tiles")
+
+
+def test_beside_tiles_of_amx_fewer_rows_are_decoded(monkeypatch):
+    monkeypatch.setattr(_core, "isa_table", lambda: {"attention_bf16": "amx", "attention_f32": "avx512"})
+    k = torch.zeros(1, 1, 256, 8)
+    for rows, dtype, kernel in (
+        (16, torch.bfloat16, "decode"),
+        (17, torch.bfloat16, "tiles"),
+        (17, torch.float32, "decode"),
+    ):
+        q = torch.zeros(1, 1, rows, 8, dtype=dtype)
+        assert api.select(q, k.to(dtype), k.to(dtype)).kernel == kernel
 
 
 def test_a_kernel_is_called_once_for_a_mapped_call(doubling):
