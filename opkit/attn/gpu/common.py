@@ -75,7 +75,8 @@ def launcher(
     )
     if dtype != torch.float32:
         return coarse
-    return lambda *tensors: (coarse if torch.backends.cuda.matmul.allow_tf32 else exact)(*tensors)
+    settings = torch.backends.cuda.matmul
+    return lambda *tensors: (coarse if settings.fp32_precision == "tf32" else exact)(*tensors)
 
 
 def listed(call: AnyCall, shape: Shape, size: Blocks) -> bool:

@@ -6,7 +6,7 @@ import collections
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,22 +47,36 @@ def worth_it(shape: Shape, blocks: Blocks, queries: int, keys: int) -> bool:
 
 def lists_of(call: Any, shape: Shape, blocks: Blocks, by_keys: bool) -> Lists:
     """The lists of a call: of each tile of queries the tiles of keys, or ``by_keys`` the other way round."""
-    masks = list(call.mask_tensors)
+    masks, device = list(call.mask_tensors), call.q.device
     sizes = (*call.q.shape[:3], call.k.shape[2])
-    if call.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _built(shape, masks, blocks, sizes, by_keys, call.q.device)
-    key = (shape, blocks[:2], sizes, by_keys, _stream(call.q.device), tuple((id(x), x._version) for x in masks))
+    build = functools.partial(_built, shape, masks, blocks, sizes, by_keys, device)
+    if not _may_be_kept(masks, device):
+        return build()
+    versions = tuple((id(x), x._version) for x in masks)
+    return _kept_or((shape, blocks[:2], sizes, by_keys, device, _stream(device), versions), masks, build)
+
+
+def _kept_or(key: Any, masks: Sequence[Tensor], build: Callable[[], Lists]) -> Lists:
+    """What was kept for these very tensors; else what is built now."""
     with _lock:
         found = _kept.get(key)
         if found is not None and all(ref() is x for ref, x in zip(found.tensors, masks, strict=True)):
             _kept.move_to_end(key)
             return found.lists
-    lists = _built(shape, masks, blocks, sizes, by_keys, call.q.device)
+    lists = build()
     with _lock:
+        for dead in [other for other, each in _kept.items() if any(ref() is None for ref in each.tensors)]:
+            del _kept[dead]
         _kept[key] = _Kept(lists, tuple(weakref.ref(x) for x in masks))
         while len(_kept) > _MOST:
             _kept.popitem(last=False)
     return lists
+
+
+def _may_be_kept(masks: Sequence[Tensor], device: torch.device) -> bool:
+    """Not of tensors that do not say when they are written to, nor in a CUDA graph, whose memory is its own."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return not capturing and not any(x.is_inference() for x in masks)
 
 
 def _stream(device: torch.device) -> int:

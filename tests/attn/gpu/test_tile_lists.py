@@ -1,0 +1,79 @@
+"""When lists of tiles are built, and when they are kept: launches are recorded, on tensors without memory."""
+
+import gc
+
+import pytest
+import torch
+
+from opkit.attn import program
+from opkit.attn.gpu import kernels, tile_lists
+from opkit.attn.program import AND, BAND, LENGTH, SEGMENTS
+from opkit.op.triton.launch import recording
+
+DOCUMENTS = [SEGMENTS, 0, 0]
+
+
+def ids(length=1024, batch=1):
+    return torch.empty(batch, length, dtype=torch.int32, device="meta")
+
+
+def launched(mask, tensors, length=1024, heads=4):
+    """The kernels that a forward launches, and where the lists that it reads come from."""
+    q = torch.empty(2, heads, length, 64, dtype=torch.bfloat16, device="meta")
+    with recording() as launches:
+        kernels.forward(q, q, q, tensors, [], None, None, mask, [], 0.1, 0.0, 0.0, False)
+    return [each.bound.kernel.name for each in launches]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept():
+    tile_lists._kept.clear()
+
+
+def test_lists_are_kept_while_the_tensor_stays_what_it_is():
+    documents = ids()
+    assert launched(DOCUMENTS, [documents]) == ["tile_lists", "attention_forward"]
+    assert launched(DOCUMENTS, [documents]) == ["attention_forward"]
+    documents.add_(1)
+    assert launched(DOCUMENTS, [documents]) == ["tile_lists", "attention_forward"]
+    assert launched(DOCUMENTS, [ids()]) == ["tile_lists", "attention_forward"]
+    assert launched([*DOCUMENTS, BAND, -5, 5, AND], [documents]) == ["tile_lists", "attention_forward"]
+
+
+def test_lists_of_tensors_that_are_gone_are_let_go():
+    for _ in range(3):
+        launched(DOCUMENTS, [ids()])
+        gc.collect()
+    assert len(tile_lists._kept) == 1
+
+
+def test_no_more_than_some_are_kept():
+    kept = [ids() for _ in range(tile_lists._MOST + 3)]
+    for each in kept:
+        launched(DOCUMENTS, [each])
+    assert len(tile_lists._kept) == tile_lists._MOST
+    assert launched(DOCUMENTS, [kept[-1]]) == ["attention_forward"]
+    assert launched(DOCUMENTS, [kept[0]]) == ["tile_lists", "attention_forward"]
+
+
+def test_tensors_of_inference_mode_say_nothing_of_writes():
+    with torch.inference_mode():
+        documents = ids()
+    for _ in range(2):
+        assert launched(DOCUMENTS, [documents]) == ["tile_lists", "attention_forward"]
+
+
+def test_bands_lengths_and_short_sequences_need_none():
+    assert launched([BAND, -program.UNLIMITED, 0, LENGTH, 0, AND], [ids(1)[0]]) == ["attention_forward"]
+    assert launched(DOCUMENTS, [ids(100)], length=100) == ["attention_forward"]
+
+
+def test_a_list_for_what_the_mask_depends_on():
+    """Tiles of 128 queries by 128 keys: one list for all batches and heads, or one for each batch."""
+    q = torch.empty(2, 4, 1024, 64, dtype=torch.bfloat16, device="meta")
+    shapes = []
+    for documents in (ids(), ids(batch=2)):
+        with recording() as launches:
+            kernels.forward(q, q, q, [documents], [], None, None, DOCUMENTS, [], 0.1, 0.0, 0.0, False)
+        shapes.append(tuple(launches[0].named()["tiles"].shape))
+    assert shapes == [(1, 1, 8, 8), (2, 1, 8, 8)]
