@@ -1,0 +1,125 @@
+"""Forward attention on a Hopper GPU in bfloat16: opkit's kernel against torch's cuDNN attention, in TFLOP/s.
+
+    python benchmarks/attention_hopper.py
+
+Both are captured into CUDA graphs of several calls, which take turns; the table has medians over rounds. A causal call counts
+half the operations, a window those of its width. At last, what a small call costs the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from opkit.attn import program
+from opkit.attn.gpu import hopper
+
+SHAPES = {  # batch, heads, sequence, head, and how many keys back a query sees: None for all, -1 for all before it
+    "8x16x2048x128 causal": (8, 16, 2048, 128, -1),
+    "2x16x8192x128 causal": (2, 16, 8192, 128, -1),
+    "1x16x16384x128 causal": (1, 16, 16384, 128, -1),
+    "8x16x2048x128": (8, 16, 2048, 128, None),
+    "2x16x8192x128": (2, 16, 8192, 128, None),
+    "16x16x1024x64 causal": (16, 16, 1024, 64, -1),
+    "1x16x16384x64 causal": (1, 16, 16384, 64, -1),
+    "2x16x8192x64": (2, 16, 8192, 64, None),
+    "16x16x512x128 causal": (16, 16, 512, 128, -1),
+    "2x8x8192x256 causal": (2, 8, 8192, 256, -1),
+    "2x16x16384x128 window": (2, 16, 16384, 128, 1024),
+}
+_MILLISECONDS = 8.0  #: of a graph
+Call = Callable[[], object]
+
+
+def mask_of(back: int | None) -> list[int]:
+    if back is None:
+        return []
+    return [program.BAND, -program.UNLIMITED if back < 0 else -back, 0]
+
+
+def calls(batch: int, heads: int, length: int, head: int, back: int | None) -> dict[str, Call]:
+    """The kernels, on the same tensors; cuDNN has no windows here."""
+    q, k, v = (torch.randn(batch, heads, length, head, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    given = (q, k, v, [], [], None, None, mask_of(back), [], head**-0.5, 0.0, 0.0, False)
+    run = hopper.forward.prepare(*given)
+
+    def cudnn() -> object:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=back is not None)
+
+    return {"opkit": lambda: run(*given), **({} if back is not None and back >= 0 else {"cudnn": cudnn})}
+
+
+def operations(batch: int, heads: int, length: int, head: int, back: int | None) -> float:
+    seen = length if back is None else length / 2 if back < 0 else back
+    return 4.0 * batch * heads * head * length * seen
+
+
+def graph_of(call: Call, times: int) -> torch.cuda.CUDAGraph:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            call()
+    return graph
+
+
+def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def measure(shape: tuple[int, int, int, int, int | None], rounds: int) -> dict[str, float]:
+    """TFLOP/s of each kernel."""
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    for name, call in calls(*shape).items():
+        first = graph_of(call, 2)
+        milliseconds(first)
+        times = max(2, round(2 * _MILLISECONDS / milliseconds(first)))
+        graphs[name] = graph_of(call, times), times
+    found: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, (graph, times) in graphs.items():
+            found[name].append(milliseconds(graph) / times)
+    return {name: operations(*shape) / statistics.median(each) / 1e9 for name, each in found.items()}
+
+
+def host(call: Call) -> float:
+    """Microseconds of a call that is not waited for."""
+    found: list[float] = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        for _ in range(50):
+            call()
+        found.append((time.perf_counter() - begin) / 50 * 1e6)
+        torch.cuda.synchronize()
+    return statistics.median(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    rows = {name: measure(shape, rounds) for name, shape in SHAPES.items()}
+    print(f"{'batch x heads x length x head':32} {'opkit':>8} {'cudnn':>8}   TFLOP/s")
+    for name, row in rows.items():
+        print(f"{name:32} {row['opkit']:8.0f} {row.get('cudnn', float('nan')):8.0f}")
+    small = {name: host(call) for name, call in calls(1, 4, 128, 128, -1).items()}
+    print("host, us:", ", ".join(f"{name} {each:.1f}" for name, each in small.items()))
+    print(json.dumps({"tflops": rows, "host_us": small}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""The forward kernel for sm_90: it compiles as it must here, and its numbers are right where there is such a GPU."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from opkit.attn import program, reference
+from opkit.attn.calls import Call
+from opkit.attn.gpu import hopper
+from opkit.errors import KernelError
+from opkit.kernels.triton import compiling
+from opkit.op.triton.examples import request_for
+from opkit.op.triton.launch import recording
+from opkit.testing import compile_launches
+
+FAR = program.UNLIMITED
+CAUSAL = (program.BAND, -FAR, 0)
+SHARED = 232448  # bytes that a block may have
+BF16, FP16 = torch.bfloat16, torch.float16
+
+on_hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a GPU of compute capability 9.0",
+    ),
+]
+
+
+def arguments(*tensors, mask=(), sinks=None, scale=None, softcap=0.0, bias=(), dropout_p=0.0, heads_inside=False):
+    scale = tensors[0].shape[3] ** -0.5 if scale is None else scale
+    return (*tensors, [], [], sinks, None, list(mask), list(bias), scale, softcap, dropout_p, heads_inside)
+
+
+def shaped(heads, queries, keys, head, columns, dtype=BF16, device="meta", batch=2):
+    """Tensors of a call without numbers; ``heads`` are those of queries and of keys."""
+    sizes = (heads[0], queries, head), (heads[1], keys, head), (heads[1], keys, columns)
+    return [torch.empty(batch, *size, dtype=dtype, device=device) for size in sizes]
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+COMPILED = {  # registers before they are shared out, and the call
+    "128": (168, lambda: arguments(*shaped((4, 2), 300, 300, 128, 128))),
+    "128, causal": (168, lambda: arguments(*shaped((4, 2), 300, 300, 128, 128), mask=CAUSAL)),
+    "128, causal, float16, sinks, capped": (
+        168,
+        lambda: arguments(
+            *shaped((4, 2), 300, 300, 128, 128, FP16), mask=CAUSAL, sinks=torch.empty(4, device="meta"), softcap=30.0
+        ),
+    ),
+    "96, causal": (168, lambda: arguments(*shaped((4, 2), 300, 300, 96, 96), mask=CAUSAL)),
+    "64": (168, lambda: arguments(*shaped((4, 2), 300, 300, 64, 64))),
+    "64, causal": (168, lambda: arguments(*shaped((4, 2), 300, 300, 64, 64), mask=CAUSAL)),
+    "256": (168, lambda: arguments(*shaped((4, 2), 300, 300, 256, 256))),
+    "256, causal": (168, lambda: arguments(*shaped((4, 2), 300, 300, 256, 256), mask=CAUSAL)),
+    "192 and 128, causal": (168, lambda: arguments(*shaped((4, 2), 300, 300, 192, 128), mask=CAUSAL)),
+    "64 and 256, causal": (168, lambda: arguments(*shaped((4, 2), 300, 300, 64, 256), mask=CAUSAL)),
+}
+
+
+def run_with(tile, given):
+    """A call with a layout that it might not get."""
+    return hopper._prepared(Call(*given), tile)(*given)
+
+
+def requested(given, run=hopper.forward):
+    with recording() as found:
+        run(*given)
+    return request_for(found[0], None, "sm_90")
+
+
+def assembled(request, folder):
+    """What ptxas says of a kernel."""
+    source = folder / "kernel.ptx"
+    source.write_text(compiling.lowered(request).asm["ptx"])
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    command = [program, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def check_compiled(run, registers, folder, record_property):
+    report = compile_launches(run, ["sm_90"])
+    report.raise_for_failures()
+    (row,) = report.rows
+    record_property("resources", f"{row.registers} registers, {row.shared} bytes shared, {row.spills} bytes spilled")
+    assert (row.registers, row.spills) == (registers, 0)
+    assert row.shared <= SHARED
+    said = assembled(requested((), run), folder)
+    assert re.findall(r"\((C75\d\d)\)", said) == [], said  # a product that waits for the one before it
+    assert "0 bytes spill stores, 0 bytes spill loads" in said
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiles_without_spills(case, tmp_path, record_property):
+    registers, given = COMPILED[case]
+    check_compiled(lambda: hopper.forward(*given()), registers, tmp_path, record_property)
+
+
+def test_three_warpgroups_compile_without_spills(tmp_path, record_property):
+    given = arguments(*shaped((4, 2), 3000, 300, 64, 64))
+    check_compiled(lambda: run_with(hopper.LONG, given), 128, tmp_path, record_property)
+
+
+def test_other_lengths_and_bands_compile_nothing_anew():
+    def identity(queries, keys, lower, upper, heads=(4, 2)):
+        band = (program.BAND, lower, upper)
+        return compiling.identity(requested(arguments(*shaped(heads, queries, keys, 128, 128), mask=band)))
+
+    first = identity(300, 300, -FAR, 0)
+    assert identity(1, 1, -1, 0) == identity(4096, 512, -16, 16) == identity(77, 1000, 1, FAR, heads=(8, 1)) == first
+    assert compiling.identity(requested(arguments(*shaped((4, 2), 300, 300, 128, 128)))) != first
+
+
+def test_large_tensors_compile_with_wide_indices():
+    request = requested(arguments(*shaped((16, 16), 2**20, 2**20, 128, 128), mask=CAUSAL))
+    assert request.wide
+    compiling.lowered(request)
+
+
+# ---- what it takes ---------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "float32": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64, torch.float32)),
+    "a head of 100": lambda: arguments(*shaped((4, 2), 8, 8, 100, 64)),
+    "a head of 264": lambda: arguments(*shaped((4, 2), 8, 8, 64, 264)),
+    "heads that do not divide": lambda: arguments(*shaped((4, 3), 8, 8, 64, 64)),
+    "no keys": lambda: arguments(*shaped((4, 2), 8, 0, 64, 64)),
+    "no queries": lambda: arguments(*shaped((4, 2), 0, 8, 64, 64)),
+    "dropout": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), dropout_p=0.5),
+    "two bands": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), mask=(*CAUSAL, *CAUSAL, program.AND)),
+    "lengths": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), mask=(program.LENGTH, 0)),
+    "a bias": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), bias=(program.BIAS_ALIBI, 0)),
+    "a negative scale": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), scale=-1.0),
+    "sinks of other heads": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), sinks=torch.empty(3, device="meta")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case):
+    with pytest.raises(KernelError, match=r"kernel 'hopper' does not take q, k, v of .* Leave the choice"):
+        hopper.forward(*REFUSED[case]())
+
+
+def test_takes_nothing_that_is_not_on_such_a_gpu():
+    call = Call(*arguments(*shaped((4, 2), 8, 8, 64, 64, device="cpu")))
+    assert not hopper.takes(*call[:3], call.sinks, call.mask, call.bias, call.scale, call.dropout_p)
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def window(width):
+    return program.BAND, -width, 0
+
+
+def bottom_right(queries, keys):
+    return program.BAND, -FAR, keys - queries
+
+
+CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns), and what else
+    "one tile": ((1, (1, 1), 128, 128, 128, 128), {}),
+    "one tile, causal": ((1, (1, 1), 128, 128, 128, 128), {"mask": CAUSAL}),
+    "tails": ((2, (4, 2), 333, 300, 128, 128), {}),
+    "tails, causal": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL}),
+    "one query": ((1, (2, 1), 1, 77, 128, 128), {}),
+    "one key": ((3, (5, 1), 129, 1, 128, 128), {}),
+    "few queries, bottom right": ((1, (1, 1), 64, 2048, 128, 128), {"mask": bottom_right(64, 2048)}),
+    "dead rows": ((1, (2, 2), 500, 70, 128, 128), {"mask": bottom_right(500, 70)}),
+    "all rows dead": ((1, (2, 1), 200, 200, 128, 128), {"mask": (program.BAND, 1000, 2000)}),
+    "window": ((2, (4, 1), 1000, 1000, 128, 128), {"mask": window(100)}),
+    "narrow window": ((1, (3, 3), 257, 777, 128, 128), {"mask": (program.BAND, 5, 40)}),
+    "window far behind": ((1, (3, 3), 257, 777, 128, 128), {"mask": (program.BAND, -300, -200)}),
+    "many tiles": ((8, (16, 4), 640, 640, 128, 128), {"mask": CAUSAL}),
+    "a last section that is smaller": ((1, (70, 1), 1024, 1024, 128, 128), {"mask": CAUSAL}),
+    "heads inside": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "heads_inside": True}),
+    "sinks": ((1, (4, 2), 300, 200, 128, 128), {"mask": bottom_right(300, 200), "sinks": True}),
+    "capped": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "softcap": 3.0}),
+    "sinks and capped": ((2, (4, 2), 300, 300, 128, 128), {"sinks": True, "softcap": 30.0}),
+    "96": ((2, (4, 2), 300, 300, 96, 96), {"mask": CAUSAL, "heads_inside": True}),
+    "72 and 128": ((1, (2, 1), 190, 190, 72, 128), {"mask": CAUSAL}),
+    "64": ((2, (4, 2), 777, 777, 64, 64), {}),
+    "64, causal": ((2, (16, 16), 1024, 1024, 64, 64), {"mask": CAUSAL}),
+    "40": ((2, (4, 2), 300, 300, 40, 40), {"mask": CAUSAL}),
+    "256": ((2, (4, 2), 300, 300, 256, 256), {}),
+    "256, causal": ((2, (4, 2), 300, 300, 256, 256), {"mask": CAUSAL}),
+    "192 and 128": ((1, (2, 1), 300, 300, 192, 128), {"mask": CAUSAL}),
+    "64 and 256": ((1, (2, 1), 300, 300, 64, 256), {"mask": CAUSAL}),
+    "160 and 200": ((1, (2, 1), 500, 300, 160, 200), {"mask": CAUSAL}),
+}
+
+
+def filled(batch, heads, queries, keys, head, columns, dtype=BF16, heads_inside=False):
+    made = shaped(heads, queries, keys, head, columns, dtype, "cuda", batch)
+    made = [x.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else x for x in made]
+    return [x.normal_() for x in made]
+
+
+def compared(given, found=None):
+    """The kernel's results beside the reference's in float64; no row is further off than rounding p and the result explains."""
+    out, lse = hopper.forward(*given) if found is None else found
+    exact = [x.double() if isinstance(x, torch.Tensor) else x for x in given]
+    expected, of_rows = reference.attention(*exact)
+    assert (out.transpose(1, 2) if given[-1] else out).is_contiguous()
+    rounding = torch.finfo(out.dtype).eps
+    torch.testing.assert_close(out.double(), expected, rtol=rounding, atol=1.5 * rounding, equal_nan=True)
+    torch.testing.assert_close(lse.double(), of_rows, rtol=1e-5, atol=1e-4, equal_nan=True)
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("case", CALLS)
+class TestNumbers:
+    pytestmark = on_hopper
+
+    def test_are_the_references(self, case, dtype):
+        sizes, what = CALLS[case]
+        tensors = filled(*sizes, dtype=dtype, heads_inside=what.get("heads_inside", False))
+        sinks = torch.randn(sizes[1][0], device="cuda") if what.get("sinks") else None
+        compared(arguments(*tensors, **{**what, "sinks": sinks}))
+
+
+class TestOnGpu:
+    pytestmark = on_hopper
+
+    @pytest.mark.parametrize(
+        ("head", "mask"),
+        [(128, CAUSAL), (64, window(50)), (256, CAUSAL), (128, bottom_right(300, 200)), (96, (program.BAND, -40, 30))],
+    )
+    def test_hidden_keys_and_values_do_not_leak(self, head, mask):
+        q, k, v = filled(1, (2, 1), 300, 300, head, head)
+        for j in (3, 150, 299):
+            k[:, :, j], v[:, :, j, ::3], v[:, :, j, 1] = float("nan"), float("inf"), float("nan")
+        out, lse = hopper.forward(*(given := arguments(q, k, v, mask=mask)))
+        expected, of_rows = reference.attention(*[x.double() if isinstance(x, torch.Tensor) else x for x in given])
+        clean = expected.isfinite().all(-1)
+        assert 0 < clean.sum() < clean.numel()
+        torch.testing.assert_close(out[clean].double(), expected[clean], rtol=1e-2, atol=1e-2)
+        assert out[~clean].isnan().any(-1).all()
+        torch.testing.assert_close(lse.double(), of_rows, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+    @pytest.mark.parametrize(("queries", "keys"), [(1500, 777), (100, 1), (193, 128)])
+    def test_three_warpgroups(self, queries, keys):
+        given = arguments(*filled(2, (4, 2), queries, keys, 64, 64), sinks=torch.randn(4, device="cuda"))
+        compared(given, run_with(hopper.LONG, given))
+
+    def test_padding_in_memory_does_not_leak(self):
+        q, k, v = filled(2, (2, 2), 300, 400, 128, 128)
+        k[:, :, 300:], v[:, :, 300:] = float("nan"), float("nan")
+        compared(arguments(q, k[:, :, :300], v[:, :, :300]))
+        compared(arguments(q, k[:, :, :300], v[:, :, :300], mask=CAUSAL))
+
+    def test_strides_that_tma_cannot_follow_are_copied(self):
+        q, k, v = filled(2, (4, 2), 200, 200, 64, 64)
+        q = torch.randn(2, 4, 64, 200, device="cuda").to(BF16).mT
+        k = torch.randn(2, 2, 200, 67, device="cuda").to(BF16)[..., 3:]
+        v = v[:, :1].expand(2, 2, 200, 64)
+        compared(arguments(q, k, v, mask=CAUSAL))
+
+    def test_it_is_deterministic_and_leaves_the_counter_as_it_was(self):
+        given = arguments(*filled(4, (16, 4), 700, 900, 128, 128), mask=CAUSAL)
+        first = hopper.forward(*given)
+        for _ in range(3):
+            assert all(map(torch.equal, first, hopper.forward(*given)))
+        torch.cuda.synchronize()
+        assert all((counter == 0).all() for counter in hopper._known_counters.values())
+
+    def test_streams_do_not_share_a_counter(self):
+        given = [arguments(*filled(8, (16, 16), 1024, 1024, 64, 64), mask=CAUSAL) for _ in range(2)]
+        alone = [hopper.forward(*each) for each in given]
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in given]
+        found = []
+        for _ in range(8):
+            for stream, each in zip(streams, given, strict=True):
+                with torch.cuda.stream(stream):
+                    found.append(hopper.forward(*each))
+        torch.cuda.synchronize()
+        for number, each in enumerate(found):
+            assert all(map(torch.equal, alone[number % 2], each))
+
+    def test_a_graph_can_be_captured(self):
+        given = arguments(*filled(2, (4, 2), 300, 300, 128, 128), mask=CAUSAL)
+        expected = hopper.forward(*given)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = hopper.forward(*given)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, expected, found))
+
+    def test_takes(self):
+        call = Call(*arguments(*filled(1, (2, 1), 8, 8, 64, 64), mask=CAUSAL))
+        assert hopper.takes(*call[:3], call.sinks, call.mask, call.bias, call.scale, call.dropout_p)
