@@ -11,6 +11,7 @@ from torch import Tensor
 from opkit import config
 from opkit.attn import gradients
 from opkit.attn.calls import Call, GradientCall
+from opkit.attn.gpu import hopper
 from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
@@ -18,6 +19,7 @@ from opkit.op.prepared import PreparedKernel
 
 NAME = "triton"
 LARGEST_HEAD, LARGEST_VALUES = 576, 512
+_FORCED = -1  # of a kernel's priority: it runs where it is asked for by name
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BIASES = (*_DTYPES, torch.float64)
 
@@ -30,6 +32,7 @@ def device() -> str:
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` and ``opkit::attention_backward`` their kernels for GPUs."""
     op.register_kernel(device(), forward, when=takes, name=NAME)
+    op.register_kernel("cuda", hopper.forward, when=hopper.takes, name="hopper", priority=_FORCED)
     gradients.backward_operator().register_kernel(device(), backward, when=takes_gradients, name=NAME)
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -133,13 +134,7 @@ def compile_launches(function: Callable[[], object], architectures: Sequence[str
 
 def _launched(values: Values, number: int, target: str) -> Compiled:
     row = Compiled("launch", values.bound.kernel.name, target, f"launch {number}", "")
-    try:
-        found = resources.of(compiling.build(request_for(values, None, target)))
-    except OpkitError as error:
-        return dataclasses.replace(row, error=str(error))
-    return dataclasses.replace(
-        row, registers=found.registers, shared=found.shared, spills=found.spills, threads=found.threads
-    )
+    return _filled(row, values.bound, lambda: request_for(values, None, target))
 
 
 def _names(operator: Operator) -> str:
@@ -156,16 +151,16 @@ def _rows(operator: Operator, bound: Bound, call: CallSpec, architectures: Seque
         for target in architectures:
             label = "" if config is None else config.label
             row = Compiled(operator.name, bound.name, target, str(call), label)
-            only = bound.kernel.targets
-            if only and targets.canonical(target) not in map(targets.canonical, only):
-                yield dataclasses.replace(row, skipped=f"the kernel is for {', '.join(only)}")
-            else:
-                yield _compiled(operator, bound, call, config, row)
+            yield _filled(row, bound, functools.partial(request_of, operator, bound, call, config, target))
 
 
-def _compiled(operator: Operator, bound: Bound, call: CallSpec, config: Any, row: Compiled) -> Compiled:
+def _filled(row: Compiled, bound: Bound, request: Callable[[], compiling.Request]) -> Compiled:
+    """A row with what was found by compiling, where the kernel is for its architecture."""
+    only = bound.kernel.targets
+    if only and targets.canonical(row.target) not in map(targets.canonical, only):
+        return dataclasses.replace(row, skipped=f"the kernel is for {', '.join(only)}")
     try:
-        found = resources.of(compiling.build(request_of(operator, bound, call, config, row.target)))
+        found = resources.of(compiling.build(request()))
     except OpkitError as error:
         return dataclasses.replace(row, error=str(error))
     return dataclasses.replace(

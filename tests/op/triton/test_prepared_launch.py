@@ -80,6 +80,16 @@ def test_launches_are_compiled_for_gpus_that_are_not_here():
     assert "biased" in str(report)
 
 
+def test_a_kernel_for_some_gpus_is_not_compiled_for_others():
+    def call():
+        x = torch.empty(100, device="meta")
+        kernel(targets=("sm_90",))(x=x, bias=x, out=x, n=100, scale=0.5)
+
+    report = compile_launches(call, ["sm_80", "sm_90a"])
+    assert [row.skipped for row in report.rows] == ["the kernel is for sm_90", ""]
+    assert report.ok
+
+
 @triton.jit
 def broken(x):
     tl.store(x, undefined)
