@@ -1,0 +1,1 @@
+"""Attention on GPUs: kernels in Triton, and in Gluon for Hopper."""
