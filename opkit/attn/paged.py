@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import batch_invariant, paged_cpu, paged_reference
+from opkit.attn.gpu.paged import register_paged
 from opkit.errors import ArgumentError, DtypeError, ShapeError
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp, use_kernel
@@ -25,6 +26,7 @@ def paged_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     op.register_fake(_fake)
     op.register_kernel("cpu", paged_cpu.paged, when=paged_cpu.takes_pages, name="decode")
     batch_invariant.register_paged(op)
+    register_paged(op)
     return op
 
 

@@ -1,10 +1,10 @@
-"""Decoding attention on GPUs: few queries, whose time goes to reading keys and values. One kernel, split over the keys.
+"""Decoding attention on GPUs: few queries, whose time goes to reading keys and values. A kernel split over the keys.
 
 A *tile* is up to ``ROWS`` rows, a row being one query of one of the heads that share a head of keys; the queries of a
-sequence come one after the other, each with all its heads. The keys that a tile sees are divided evenly among ``SPLITS``
-programs in blocks of ``BLOCK``, and the last program of a tile to end merges what they found, in the order of the splits,
-so that results are the same each time (Dao et al., "Flash-Decoding for long-context inference", 2023). Softmax is online and
-in base 2. A head size is read in two parts: the largest power of two in it, and the rest, padded.
+sequence come one after the other, each with all its heads. The keys that a tile sees are divided evenly among ``splits``
+programs in blocks of ``BLOCK``; where there is more than one, a second kernel merges what they found, in the order of the
+splits, so that results are the same each time (Dao et al., "Flash-Decoding for long-context inference", 2023). Softmax is
+online and in base 2. A head size is read in two parts: the largest power of two in it, and the rest, padded.
 """
 
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownVariableType=false
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -23,37 +24,38 @@ FP8_SCALE = tl.constexpr(256.0)  # what decoded float8 elements are still to be 
 
 @triton.jit
 def decode(
-    q, k, v, out, lse, sinks, partial, sums, arrived, table, lengths, starts, k_scale, v_scale,
+    q, k, v, out, lse, sinks, partial, table, lengths, starts, k_scale, v_scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t, lse_b, lse_h, lse_t,
     table_b, ks_b, ks_h, ks_t, vs_b, vs_h, vs_t,
-    batch, slots, kv_heads, queries, keys, pages, lower, upper, scale, softcap,
+    batch, slots, splits, kv_heads, queries, keys, pages, lower, upper, scale, softcap,
     GROUP: tl.constexpr, D: tl.constexpr, D_WIDE: tl.constexpr, D_REST: tl.constexpr,
     DV: tl.constexpr, DV_WIDE: tl.constexpr, DV_REST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, BATCH: tl.constexpr, SHARED: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, BATCH: tl.constexpr, SHARED: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, MIXED: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
     FP8: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr,
+    NEGATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one tile.
 
     ``q``, ``out`` and ``lse`` are (batch, heads, queries, size), or of pages (queries of all sequences, heads, size), with
-    ``_b`` unused; ``k`` and ``v`` (batch, kv heads, keys, size), or (pages, slots of a page, kv heads, size) with ``_b`` of
-    a page. ``slots`` are those of tiles for a head of keys. ``partial`` and ``sums`` are float32: of each tile and split the
-    unnormalised result of ``ROWS`` rows, and ``ROWS`` maxima and ``ROWS`` sums. ``arrived`` are zeros of a counter for each
-    tile, and are left so. ``PAGE`` is 0 for contiguous keys. ``MIXED``: a tile may have queries that see different keys;
-    ``WHOLE``: there is no band, and keys are a multiple of ``BLOCK``.
+    ``_b`` unused; ``k`` and ``v`` (batch, kv heads, keys, size), or (pages, places of a page, kv heads, size) with ``_b`` of
+    a page. ``slots`` are those of tiles for a head of keys. ``partial`` is float32: of each tile and split the unnormalised
+    result of ``ROWS`` rows, their maxima and their sums; with ``SPLIT`` results go there, to be merged.
+
+    ``PAGE`` is 0 for contiguous keys. ``SHARED``: values are the first columns of keys. ``MIXED``: a tile may have queries
+    that see different keys. ``WHOLE``: there is no band, and ``BLOCK`` divides the keys. ``NEGATIVE``: the scale is, and
+    ``scale`` its magnitude, which is not 0. ``PDL``: the merging kernel may start early, and waits.
     """
+    if PDL:
+        gdc_launch_dependents()
     tile = tl.program_id(0) % (slots * kv_heads)
     split = tl.program_id(0) // (slots * kv_heads)
     head, slot = tile % kv_heads, tile // kv_heads
-    if PAGE > 0:
-        b, token, count, length, first = _sequence(starts, lengths, slot, batch, queries, keys, GROUP, ROWS, BATCH)
-        shift = length - count
-    else:
-        tiles = slots // batch
-        b, token, count, length, shift = slot // tiles, 0, queries, keys, 0
-        first = (slot % tiles) * ROWS
-    left = count * GROUP - first
-    if left <= 0:
+    b, token, count, length, first = place_of(
+        starts, lengths, slot, slots, batch, queries, keys, GROUP, ROWS, BATCH, PAGE > 0
+    )
+    shift = length - count if PAGE > 0 else 0
+    if first >= count * GROUP:
         return
     q += b * q_b * (PAGE == 0) + token * q_t + head * GROUP * q_h
     out += b * out_b * (PAGE == 0) + token * out_t + head * GROUP * out_h
@@ -69,26 +71,21 @@ def decode(
     begin = tl.maximum(earliest + lower, 0) // BLOCK * BLOCK
     end = tl.where(lower <= upper, tl.minimum(latest + upper + 1, length), 0)
     blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
-    share = tl.maximum(tl.cdiv(blocks, SPLITS), 1)
+    share = tl.maximum(tl.cdiv(blocks, splits), 1)
     used = tl.maximum(tl.cdiv(blocks, share), 1)
-    if split >= used:
-        return
+    r = tl.arange(0, ROWS)
+    if SPLIT:
+        WIDE: tl.constexpr = DV_WIDE + DV_REST
+        partial += (tile * splits + split) * (ROWS * (WIDE + 2))
+        if split >= used:
+            tl.store(partial + ROWS * WIDE + r, float("-inf"))
+            return
     block, stop = split * share, tl.minimum((split + 1) * share, blocks)
     whole = tl.maximum(tl.cdiv(tl.maximum(latest + lower - begin, 0), BLOCK), block)
     broken = tl.minimum(tl.maximum(tl.minimum(earliest + upper + 1, length) - begin, 0) // BLOCK, stop)
     whole = tl.minimum(whole, stop)
     broken = tl.maximum(broken, whole)
 
-    sign = tl.where(scale < 0, -1.0, 1.0)
-    q0 = _queries(at_q, valid, sign, 0, D_WIDE, D, COMPUTE)
-    q1 = q0
-    if D_REST > 0:
-        q1 = _queries(at_q, valid, sign, D_WIDE, D_REST, D, COMPUTE)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc0 = tl.zeros((ROWS, DV_WIDE), tl.float32)
-    acc1 = tl.zeros((ROWS, DV_REST if DV_REST > 0 else 16), tl.float32)
-    position = i + shift
     if PAGE > 0:
         table += b * table_b
     else:
@@ -96,62 +93,67 @@ def decode(
         v += b * v_b
     k += head * k_h
     v += head * v_h
+    q0 = _queries(at_q, valid, 0, D_WIDE, D, COMPUTE, NEGATIVE)
+    q1 = q0
+    if D_REST > 0:
+        q1 = _queries(at_q, valid, D_WIDE, D_REST, D, COMPUTE, NEGATIVE)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc0 = tl.zeros((ROWS, DV_WIDE), tl.float32)
+    acc1 = tl.zeros((ROWS, DV_REST if DV_REST > 0 else 16), tl.float32)
+    position = i + shift
     if K_SCALED:
         k_scale += head * ks_h
     if V_SCALED:
         v_scale += head * vs_h
     hidden = tl.maximum(earliest + lower, 0)  # keys before it are hidden from all rows, as those from ``end`` on
+    if not MIXED or earliest == latest:
+        whole, broken = block, stop
+    for n in tl.range(whole, broken, num_stages=STAGES):
+        top, total, acc0, acc1 = _attend(
+            q0, q1, k, v, table, k_scale, v_scale, top, total, acc0, acc1, begin + n * BLOCK, position, hidden, end,
+            lower, upper, scale, softcap, pages, k_b, k_t, v_b, v_t, ks_b, ks_t, vs_b, vs_t,
+            D, D_WIDE, D_REST, DV, DV_WIDE, DV_REST, BLOCK, PAGE, SHARED, CAPPED, K_SCALED, V_SCALED, FP8, COMPUTE,
+            PRECISION, not WHOLE, False,
+        )  # fmt: skip
     if MIXED:
-        for n in tl.range(whole, broken, num_stages=STAGES):
-            top, total, acc0, acc1 = _attend(
-                q0, q1, k, v, table, k_scale, v_scale, top, total, acc0, acc1, begin + n * BLOCK, position, hidden, end,
-                lower, upper, tl.abs(scale), softcap, pages, k_b, k_t, v_b, v_t, ks_b, ks_t, vs_b, vs_t,
-                D, D_WIDE, D_REST, DV, DV_WIDE, DV_REST, BLOCK, PAGE, SHARED, CAPPED, K_SCALED, V_SCALED, FP8, COMPUTE,
-                PRECISION, False, False,
-            )  # fmt: skip
         for n in tl.range(0, whole - block + stop - broken, num_stages=1):
             n = tl.where(n < whole - block, block + n, broken + n - (whole - block))
             top, total, acc0, acc1 = _attend(
                 q0, q1, k, v, table, k_scale, v_scale, top, total, acc0, acc1, begin + n * BLOCK, position, hidden, end,
-                lower, upper, tl.abs(scale), softcap, pages, k_b, k_t, v_b, v_t, ks_b, ks_t, vs_b, vs_t,
+                lower, upper, scale, softcap, pages, k_b, k_t, v_b, v_t, ks_b, ks_t, vs_b, vs_t,
                 D, D_WIDE, D_REST, DV, DV_WIDE, DV_REST, BLOCK, PAGE, SHARED, CAPPED, K_SCALED, V_SCALED, FP8, COMPUTE,
                 PRECISION, True, True,
-            )  # fmt: skip
-    else:
-        for n in tl.range(block, stop, num_stages=STAGES):
-            top, total, acc0, acc1 = _attend(
-                q0, q1, k, v, table, k_scale, v_scale, top, total, acc0, acc1, begin + n * BLOCK, position, hidden, end,
-                lower, upper, tl.abs(scale), softcap, pages, k_b, k_t, v_b, v_t, ks_b, ks_t, vs_b, vs_t,
-                D, D_WIDE, D_REST, DV, DV_WIDE, DV_REST, BLOCK, PAGE, SHARED, CAPPED, K_SCALED, V_SCALED, FP8, COMPUTE,
-                PRECISION, not WHOLE, False,
             )  # fmt: skip
 
     at_out = out + i * out_t + (row % GROUP) * out_h
     at_lse = lse + i * lse_t + (row % GROUP) * lse_h
-    if SPLITS == 1 or used == 1:
-        top, total, factor = _finished(top, total, sinks + head * GROUP + row % GROUP, valid, SINKS)
-        tl.store(at_lse, _natural(top, total), mask=valid)
+    if SPLIT:
+        tl.store(partial + ROWS * WIDE + r, top)
+        tl.store(partial + ROWS * (WIDE + 1) + r, total)
+        _store(partial + r * WIDE, acc0, valid, 0, DV_WIDE, WIDE)
+        if DV_REST > 0:
+            _store(partial + r * WIDE, acc1, valid, DV_WIDE, DV_REST, WIDE)
+    else:
+        top, total, factor = finished(top, total, sinks + head * GROUP + row % GROUP, valid, SINKS)
+        tl.store(at_lse, natural(top, total), mask=valid)
         _store(at_out, acc0 * factor[:, None], valid, 0, DV_WIDE, DV)
         if DV_REST > 0:
             _store(at_out, acc1 * factor[:, None], valid, DV_WIDE, DV_REST, DV)
+
+
+@triton.jit
+def place_of(
+    starts, lengths, slot, slots, batch, queries, keys, GROUP: tl.constexpr, ROWS: tl.constexpr, BATCH: tl.constexpr,
+    PAGED: tl.constexpr,
+):  # fmt: skip
+    """Of a slot: the sequence, its first query in memory, how many there are, the sequence's length, the slot's first row."""
+    if PAGED:
+        b, token, count, length, first = _sequence(starts, lengths, slot, batch, queries, keys, GROUP, ROWS, BATCH)
     else:
-        WIDE: tl.constexpr = DV_WIDE + DV_REST
-        r = tl.arange(0, ROWS)
-        place = tile * SPLITS + split
-        tl.store(sums + place * (2 * ROWS) + r, top, mask=valid)
-        tl.store(sums + place * (2 * ROWS) + ROWS + r, total, mask=valid)
-        at = partial + (place * ROWS + r) * WIDE
-        _store(at, acc0, valid, 0, DV_WIDE, WIDE)
-        if DV_REST > 0:
-            _store(at, acc1, valid, DV_WIDE, DV_REST, WIDE)
-        tl.debug_barrier()  # the program's stores come before its arrival
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == used - 1:
-            tl.store(arrived + tile, 0)
-            _merge(
-                partial + tile * (SPLITS * ROWS * WIDE), sums + tile * (SPLITS * 2 * ROWS), out, lse, sinks + head * GROUP,
-                used, first, tl.minimum(left, ROWS), out_h, out_t, lse_h, lse_t,
-                GROUP, DV, DV_WIDE, DV_REST, ROWS, SPLITS, SINKS,
-            )  # fmt: skip
+        tiles = slots // batch
+        b, token, count, length, first = slot // tiles, 0, queries, keys, (slot % tiles) * ROWS
+    return b, token, count, length, first
 
 
 @triton.jit
@@ -179,10 +181,14 @@ def _within(x, most):
 
 
 @triton.jit
-def _queries(at, valid, sign, FIRST: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, COMPUTE: tl.constexpr):
+def _queries(
+    at, valid, FIRST: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, COMPUTE: tl.constexpr, NEGATIVE: tl.constexpr
+):
+    """Elements from ``FIRST`` on of a tile's queries; ``NEGATIVE``: with the other sign."""
     column = FIRST + tl.arange(0, WIDE)
     x = tl.load(at[:, None] + column[None, :], mask=valid[:, None] & (column < D)[None, :], other=0.0)
-    return (x.to(tl.float32) * sign).to(COMPUTE)
+    x = x.to(COMPUTE)
+    return -x if NEGATIVE else x
 
 
 @triton.jit
@@ -213,23 +219,21 @@ def _attend(
     if D_REST > 0:
         k1 = _rows(k, at_k, inside, D_WIDE, D_REST, D, MASKED, FP8, COMPUTE)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
-    if FP8:
-        s *= FP8_SCALE
     if K_SCALED:
         s *= _scales(k_scale, at_ks, inside, MASKED)[None, :]
+    factor = scale * (LOG2E * FP8_SCALE if FP8 else LOG2E)
     if CAPPED:
-        s = _capped(s * scale, softcap) * LOG2E
-    else:
-        s *= scale * LOG2E
+        s = _capped(s * factor * LN2, softcap)
+        factor = LOG2E
     if MASKED:
         s = tl.where(inside[None, :], s, float("-inf"))
     if MIXED:
         distance = j[None, :] - position[:, None]
         s = tl.where((distance >= lower) & (distance <= upper), s, float("-inf"))
 
-    higher = tl.maximum(top, tl.max(s, 1))
+    higher = tl.maximum(top, tl.max(s, 1) * factor)
     base = tl.where(higher == float("-inf"), 0.0, higher)
-    p = tl.exp2(s - base[:, None])
+    p = tl.exp2(s * factor - base[:, None])
     fade = tl.exp2(top - base)
     total = total * fade + tl.sum(p, 1)
     acc0 *= fade[:, None]
@@ -333,7 +337,7 @@ def _odd(
 
 
 @triton.jit
-def _finished(top, total, sinks, valid, SINKS: tl.constexpr):
+def finished(top, total, sinks, valid, SINKS: tl.constexpr):
     """Maxima and sums with the sinks', and what results are to be multiplied by."""
     if SINKS:
         sink = tl.load(sinks, mask=valid, other=float("-inf")).to(tl.float32) * LOG2E
@@ -346,7 +350,7 @@ def _finished(top, total, sinks, valid, SINKS: tl.constexpr):
 
 
 @triton.jit
-def _natural(top, total):
+def natural(top, total):
     return tl.where(total == 0, float("-inf"), (top + tl.log2(total)) * LN2)
 
 
@@ -354,55 +358,3 @@ def _natural(top, total):
 def _store(at, x, valid, FIRST: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr):
     column = FIRST + tl.arange(0, WIDE)
     tl.store(at[:, None] + column[None, :], x.to(at.dtype.element_ty), mask=valid[:, None] & (column < SIZE)[None, :])
-
-
-@triton.jit
-def _merge(
-    partial, sums, out, lse, sinks, used, first, left, out_h, out_t, lse_h, lse_t,
-    GROUP: tl.constexpr, DV: tl.constexpr, DV_WIDE: tl.constexpr, DV_REST: tl.constexpr, ROWS: tl.constexpr,
-    SPLITS: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """The results of a tile from those of its splits, some rows at a time."""
-    ALL: tl.constexpr = triton.next_power_of_2(SPLITS)
-    SOME: tl.constexpr = 4 if ROWS >= 4 else ROWS
-    EACH: tl.constexpr = min(max(16384 // (SOME * DV_WIDE), 2), ALL)
-    s = tl.arange(0, ALL)
-    for r in range(0, left, SOME):
-        r += tl.arange(0, SOME)
-        valid = r < left
-        at = sums + s[:, None] * (2 * ROWS) + r[None, :]
-        inside = (s < used)[:, None] & valid[None, :]
-        tops = tl.load(at, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(at + ROWS, mask=inside, other=0.0, cache_modifier=".cg")
-        top = tl.max(tops, 0)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.sum(totals * tl.exp2(tops - base[None, :]), 0)
-        row = first + r
-        head = row % GROUP
-        higher, whole, factor = _finished(top, total, sinks + head, valid, SINKS)
-        tl.store(lse + (row // GROUP) * lse_t + head * lse_h, _natural(higher, whole), mask=valid)
-        at_out = out + (row // GROUP) * out_t + head * out_h
-        acc = _merged(partial, sums, base, r, valid, used, 0, DV_WIDE, DV_WIDE + DV_REST, ROWS, SOME, EACH)
-        _store(at_out, acc * factor[:, None], valid, 0, DV_WIDE, DV)
-        if DV_REST > 0:
-            acc = _merged(partial, sums, base, r, valid, used, DV_WIDE, DV_REST, DV_WIDE + DV_REST, ROWS, SOME, EACH)
-            _store(at_out, acc * factor[:, None], valid, DV_WIDE, DV_REST, DV)
-
-
-@triton.jit
-def _merged(
-    partial, sums, base, r, valid, used, FIRST: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-    SOME: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
-    """The weighted sum over the splits of some rows' results."""
-    column = FIRST + tl.arange(0, WIDE)
-    acc = tl.zeros((SOME, WIDE), tl.float32)
-    for each in range(0, used, EACH):
-        s = each + tl.arange(0, EACH)
-        inside = (s < used)[:, None] & valid[None, :]
-        tops = tl.load(sums + s[:, None] * (2 * ROWS) + r[None, :], mask=inside, other=float("-inf"), cache_modifier=".cg")
-        weight = tl.exp2(tops - base[None, :])
-        at = partial + (s[:, None, None] * ROWS + r[None, :, None]) * SIZE + column[None, None, :]
-        found = tl.load(at, mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
-        acc += tl.sum(found * weight[:, :, None], 0)
-    return acc

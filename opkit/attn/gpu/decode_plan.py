@@ -1,0 +1,136 @@
+"""How calls of the decoding kernel are divided into tiles, splits and blocks: rules over sizes and the GPU alone.
+
+Time goes to reading keys and values, so what matters is that as many bytes are on their way as the memory can deliver, from
+the first moment to the last: as many programs as the GPU holds at once, no second wave of them, and blocks of keys large
+enough that few are needed in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+MOST_SPLITS = 128
+_LEAST = 16  # of the sizes that a matrix product takes
+_IN_FLIGHT = 32768  # bytes of a block of keys and values; twice as many where a program has a multiprocessor to itself
+_SCRATCH = 1024  # bytes of shared memory beside blocks and queries
+_BUFFERS = {(False, False): 2, (True, False): 2, (False, True): 3, (True, True): 4}
+"""Blocks in shared memory: whether a program has a multiprocessor to itself, and whether tiles have more than 32 rows."""
+
+
+class Device(NamedTuple):
+    """What of a GPU decides how a call is divided.
+
+    Attributes:
+        processors: multiprocessors.
+        shared: bytes of shared memory that a program may have; a multiprocessor has a little more.
+        overlaps: whether a kernel may start before the one that it depends on has ended.
+        precision: of products of float32.
+        interprets: whether it is none, and Triton's interpreter runs in its place.
+    """
+
+    processors: int
+    shared: int
+    overlaps: bool
+    precision: str
+    interprets: bool = False
+
+
+class Blocks(NamedTuple):
+    """How a call is divided; the parameters of :mod:`opkit.attn.gpu.decode` with these names."""
+
+    rows: int
+    block: int
+    stages: int
+    warps: int
+    splits: int
+
+
+@functools.cache
+def device_of(index: int) -> Device:
+    """The GPU of this number; for -1, where Triton interprets, a small one."""
+    if index < 0:
+        return Device(4, 232448, False, "ieee", True)
+    about = torch.cuda.get_device_properties(index)
+    hip = torch.version.hip is not None
+    shared = int(getattr(about, "shared_memory_per_block_optin", 0) or 65536)
+    return Device(about.multi_processor_count, shared, not hip and about.major >= 9, "ieee" if hip else "tf32x3")
+
+
+def blocks_of(height: int, heads: int, keys: int, sizes: tuple[int, int], item: int, gpu: Device, **options: bool) -> Blocks:
+    """How to divide a call.
+
+    Args:
+        height: rows of a head of keys: queries times the query heads that share it.
+        heads: of keys, in all sequences.
+        keys: of a sequence.
+        sizes: of a head of keys and of values.
+        item: bytes of an element of keys.
+        gpu: where it runs.
+        options: ``shared``, values are read as a part of the keys; ``paged``, keys lie in pages.
+
+    >>> h200 = Device(132, 232448, True, "tf32x3")
+    >>> blocks_of(4, 8, 8192, (128, 128), 2, h200)
+    Blocks(rows=16, block=64, stages=3, warps=4, splits=32)
+    >>> blocks_of(128, 128, 8192, (128, 128), 2, h200)
+    Blocks(rows=128, block=64, stages=4, warps=8, splits=1)
+    """
+    tall = _rows(height, 128 if max(sizes) <= 128 and item <= 2 else 64)
+    tiles = heads * -(-height // tall)
+    huge = tall > 32 and max(sizes) > 256
+    alone = tall == 128 or huge or 3 * gpu.processors <= 4 * tiles <= 4 * gpu.processors
+    free = gpu.shared // (1 if alone else 2) - _SCRATCH - tall * sizes[0] * item
+    read = max((sizes[0] if options.get("shared") else sum(sizes)) * item, 1)
+    block = _block(free // 2 if huge else _IN_FLIGHT * (2 if alone and tall <= 32 else 1), read)
+    buffers = max(1, min(_BUFFERS[alone, tall > 32], free // (block * read)))
+    stages = buffers + (tall <= 32)  # products of small tiles leave the tensor cores' operands in registers
+    warps = 8 if tall == 128 or (tall == 64 and max(sizes) > 128) else 4
+    splits = _splits(tiles, gpu.processors * (1 if alone else 2), -(-keys // block))
+    return Blocks(tall, block, 2 * stages - 1 if options.get("paged") else stages, warps, splits)
+
+
+def _rows(height: int, most: int) -> int:
+    """Rows of a tile, a power of two: all of them up to ``most``, so that keys are read once; else 64, so that two overlap."""
+    return max(_LEAST, power(height)) if height <= most else 64
+
+
+def _block(room: int, read: int) -> int:
+    """Keys of a block, a power of two: as many as ``room`` has bytes for, up to 128."""
+    return max(_LEAST, min(128, power(room // read + 1) // 2))
+
+
+def _splits(tiles: int, room: int, blocks: int) -> int:
+    """Splits of a tile, so that programs fill the ``room`` there is; at least two blocks each, for what merging costs."""
+    most = max(1, min(blocks // 2, MOST_SPLITS))
+    wanted = _filling(tiles, room)
+    share = -(-blocks // max(1, min(wanted, most)))
+    return max(1, -(-blocks // max(share, 1)))
+
+
+def _filling(tiles: int, room: int) -> int:
+    """One wave of programs if that fills seven tenths of the room, else the fewest splits whose last wave is nearly full."""
+    one = max(1, room // max(tiles, 1))
+    if tiles == 0 or (tiles <= room and 10 * tiles * one >= 7 * room):
+        return one
+    for splits in range(one, 9):
+        waves = -(-tiles * splits // room)
+        if 10 * tiles * splits >= 9 * waves * room:
+            return splits
+    return one
+
+
+def power(size: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def parts(size: int) -> tuple[int, int]:
+    """The two parts in which a head size is read; the second may be 0.
+
+    >>> parts(96), parts(576), parts(7)
+    ((64, 32), (512, 64), (16, 0))
+    """
+    first = max(_LEAST, 1 << (max(size, 1).bit_length() - 1))
+    return first, max(_LEAST, power(size - first)) if size > first else 0

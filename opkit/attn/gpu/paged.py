@@ -1,0 +1,104 @@
+"""The kernel of ``opkit::paged_attention`` on GPUs: that of decoding, which reads keys and values through a page table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from opkit.attn.allocation import dense_rows, like
+from opkit.attn.gpu.decode_plan import blocks_of, device_of, power
+from opkit.attn.gpu.decoding import FAR, FLOATS, LARGEST_HEAD, NAME, TINY, index_of, where
+from opkit.attn.paged_cpu import PagedCall
+from opkit.errors import KernelError
+from opkit.op.operator import CustomOp
+from opkit.op.prepared import PreparedKernel
+
+if TYPE_CHECKING:
+    from opkit.attn.gpu.decode_launches import Plan
+
+MOST_SEQUENCES = 16384  #: each program finds its own among all of them at once
+_NARROW = (torch.int8, torch.float8_e4m3fn)
+
+
+def register_paged(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::paged_attention`` its kernel for GPUs."""
+    op.register_kernel(where(), paged, when=takes_pages, name=NAME)
+
+
+def takes_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, lengths: Tensor) -> bool:
+    """Whether :func:`paged` takes these dtypes and sizes."""
+    fits = k_pages.dtype == v_pages.dtype and k_pages.dtype in (*FLOATS, *_NARROW) and q.dtype in FLOATS
+    grouped = k_pages.shape[2] > 0 and q.shape[1] % k_pages.shape[2] == 0
+    small = max(q.shape[-1], v_pages.shape[-1]) <= LARGEST_HEAD and lengths.shape[0] <= MOST_SEQUENCES
+    return fits and grouped and small and k_pages.shape[0] > 0 and k_pages.shape[1] > 0
+
+
+@PreparedKernel
+def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.paged_cpu.PagedCall`.
+
+    Lengths, starts and pages are read on the GPU alone, and what of them is out of range is taken as the nearest that is
+    not: nothing waits for the GPU, and a CUDA graph of a call serves other lengths. Of queries that ``starts`` leaves out,
+    the results are not written.
+
+    Raises:
+        KernelError: it was forced on a call that it does not compute.
+    """
+    call = PagedCall(*given)
+    if not takes_pages(call.q, call.k_pages, call.v_pages, call.lengths):
+        told = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
+        raise KernelError(f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {told}")
+    new_out = like(call.q.new_empty((*call.q.shape[:2], call.v_pages.shape[-1])))
+    new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
+    if 0 in (*call.q.shape[:2], call.lengths.shape[0]):
+        return lambda *_: (new_out().zero_(), new_lse().fill_(-torch.inf))
+    plan, bytes_of = _plan(call), _bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
+
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = given
+        out, lse = new_out(), new_lse()
+        plan.run(
+            {
+                "q": dense_rows(q), "k": bytes_of(k), "v": bytes_of(v), "out": out, "lse": lse,
+                "sinks": lse if sinks is None else sinks, "table": dense_rows(table), "lengths": lengths.contiguous(),
+                "starts": starts.contiguous(), "k_scale": k_scale, "v_scale": v_scale,
+            }
+        )  # fmt: skip
+        return out, lse
+
+    return run
+
+
+def _bytes(pages: Tensor) -> Tensor:
+    """Float8 as bytes: few architectures have the type."""
+    return dense_rows(pages).view(torch.uint8)
+
+
+def _plan(call: PagedCall) -> Plan:
+    from opkit.attn.gpu import decode_launches
+
+    (total, heads, d), (_, page, kv_heads, dv) = call.q.shape, call.v_pages.shape
+    batch, group, keys = call.lengths.shape[0], heads // kv_heads, call.page_table.shape[1] * page
+    gpu = device_of(index_of(call.q))
+    height, item = group * -(-total // batch), call.k_pages.element_size()
+    blocks = blocks_of(height, batch * kv_heads, keys, (d, dv), item, gpu, paged=True)
+    lower, upper = max(call.lower, -FAR), min(call.upper, FAR)
+    constants = {
+        **decode_launches.constants_of(blocks, group, (d, dv), _computed(call), gpu),
+        "PAGE": page, "BATCH": power(batch), "SHARED": False, "CAPPED": call.softcap > 0,
+        "SINKS": call.sinks is not None, "NEGATIVE": call.scale < 0, "WHOLE": False,
+        "MIXED": total > 1 and group % blocks.rows != 0 and (lower > -FAR or upper < FAR),
+        "K_SCALED": call.k_scale is not None, "V_SCALED": call.v_scale is not None,
+        "FP8": call.k_pages.dtype == torch.float8_e4m3fn,
+    }  # fmt: skip
+    numbers = {"lower": lower, "upper": upper, "scale": abs(call.scale) or TINY, "softcap": float(call.softcap)}
+    slots, tall = total * group // blocks.rows + batch, min(blocks.rows, total * group)
+    return decode_launches.plan(blocks, constants, slots, kv_heads, tall, {**numbers, "keys": keys})
+
+
+def _computed(call: PagedCall) -> torch.dtype:
+    """The dtype of products: that of the queries, unless pages of another floating dtype have what it has not."""
+    return call.q.dtype if call.k_pages.dtype in (call.q.dtype, *_NARROW) else torch.float32
