@@ -117,12 +117,15 @@ def decode(
             PRECISION, not WHOLE, False,
         )  # fmt: skip
     if MIXED:
-        for n in tl.range(0, whole - block + stop - broken, num_stages=1):
-            n = tl.where(n < whole - block, block + n, broken + n - (whole - block))
+        SMALL: tl.constexpr = min(BLOCK, 512 // COMPUTE.primitive_bitwidth)  # what is not pipelined is in registers
+        before = (whole - block) * (BLOCK // SMALL)
+        after = tl.cdiv(tl.minimum(stop * BLOCK, end - begin) - broken * BLOCK, SMALL)
+        for n in tl.range(0, before + tl.maximum(after, 0), num_stages=1):
+            start = tl.where(n < before, block * BLOCK + n * SMALL, broken * BLOCK + (n - before) * SMALL)
             top, total, acc0, acc1 = _attend(
-                q0, q1, k, v, table, k_scale, v_scale, top, total, acc0, acc1, begin + n * BLOCK, position, hidden, end,
+                q0, q1, k, v, table, k_scale, v_scale, top, total, acc0, acc1, begin + start, position, hidden, end,
                 lower, upper, scale, softcap, pages, k_b, k_t, v_b, v_t, ks_b, ks_t, vs_b, vs_t,
-                D, D_WIDE, D_REST, DV, DV_WIDE, DV_REST, BLOCK, PAGE, SHARED, CAPPED, K_SCALED, V_SCALED, FP8, COMPUTE,
+                D, D_WIDE, D_REST, DV, DV_WIDE, DV_REST, SMALL, PAGE, SHARED, CAPPED, K_SCALED, V_SCALED, FP8, COMPUTE,
                 PRECISION, True, True,
             )  # fmt: skip
 

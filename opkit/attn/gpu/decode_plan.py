@@ -59,41 +59,73 @@ def device_of(index: int) -> Device:
     return Device(about.multi_processor_count, shared, not hip and about.major >= 9, "ieee" if hip else "tf32x3")
 
 
-def blocks_of(height: int, heads: int, keys: int, sizes: tuple[int, int], item: int, gpu: Device, **options: bool) -> Blocks:
-    """How to divide a call.
+class Shape(NamedTuple):
+    """A call, as it matters for its division.
 
-    Args:
+    Attributes:
         height: rows of a head of keys: queries times the query heads that share it.
         heads: of keys, in all sequences.
         keys: of a sequence.
-        sizes: of a head of keys and of values.
-        item: bytes of an element of keys.
-        gpu: where it runs.
-        options: ``shared``, values are read as a part of the keys; ``paged``, keys lie in pages.
+        d: the size of a head of keys.
+        dv: the size of a head of values.
+        item: bytes of an element in products.
+        stored: bytes of an element in memory.
+        paged: whether keys lie in pages.
+        shared: whether values are read as a part of the keys.
+        mixed: whether a tile may have queries that see different keys.
+    """
+
+    height: int
+    heads: int
+    keys: int
+    d: int
+    dv: int
+    item: int
+    stored: int
+    paged: bool = False
+    shared: bool = False
+    mixed: bool = False
+
+
+def blocks_of(shape: Shape, gpu: Device) -> Blocks:
+    """How to divide a call.
 
     >>> h200 = Device(132, 232448, True, "tf32x3")
-    >>> blocks_of(4, 8, 8192, (128, 128), 2, h200)
+    >>> blocks_of(Shape(4, 8, 8192, 128, 128, 2, 2), h200)
     Blocks(rows=16, block=64, stages=3, warps=4, splits=32)
-    >>> blocks_of(128, 128, 8192, (128, 128), 2, h200)
+    >>> blocks_of(Shape(128, 128, 8192, 128, 128, 2, 2), h200)
     Blocks(rows=128, block=64, stages=4, warps=8, splits=1)
     """
-    tall = _rows(height, 128 if max(sizes) <= 128 and item <= 2 else 64)
-    tiles = heads * -(-height // tall)
-    huge = tall > 32 and max(sizes) > 256
+    size = max(shape.d, shape.dv)
+    tall = _rows(shape.height, _most_rows(shape, size))
+    tiles = shape.heads * -(-shape.height // tall)
+    huge = tall > 32 and size > 256
     alone = tall == 128 or huge or 3 * gpu.processors <= 4 * tiles <= 4 * gpu.processors
-    free = gpu.shared // (1 if alone else 2) - _SCRATCH - tall * sizes[0] * item
-    read = max((sizes[0] if options.get("shared") else sum(sizes)) * item, 1)
-    block = _block(free // 2 if huge else _IN_FLIGHT * (2 if alone and tall <= 32 else 1), read)
-    buffers = max(1, min(_BUFFERS[alone, tall > 32], free // (block * read)))
-    stages = buffers + (tall <= 32)  # products of small tiles leave the tensor cores' operands in registers
-    warps = 8 if tall == 128 or (tall == 64 and max(sizes) > 128) else 4
-    splits = _splits(tiles, gpu.processors * (1 if alone else 2), -(-keys // block))
-    return Blocks(tall, block, 2 * stages - 1 if options.get("paged") else stages, warps, splits)
+    free = gpu.shared // (1 if alone else 2) - _SCRATCH - tall * shape.d * shape.item
+    elements = max(shape.d if shape.shared else shape.d + shape.dv, 1)
+    narrow = shape.stored < shape.item  # what is converted goes through registers
+    double = alone and tall <= 32 and not narrow
+    block = _block(free // 2 if huge else _IN_FLIGHT * (1 + double), elements * shape.item)
+    buffers = _BUFFERS[alone, tall > 32] * (2 if narrow and tall <= 32 else 1)
+    stages = max(1, min(buffers, free // (block * elements * shape.stored)))
+    stages += tall <= 32  # products of small tiles leave the tensor cores' operands in registers
+    warps = 8 if tall == 128 or size > 256 or (size > 128 and (tall == 64 or shape.item > 2)) else 4
+    splits = _splits(tiles, gpu.processors * (1 if alone else 2), -(-shape.keys // block))
+    return Blocks(tall, block, 2 * stages - 1 if shape.paged else stages, warps, splits)
+
+
+def _most_rows(shape: Shape, size: int) -> int:
+    """The rows of a tile for which there are registers."""
+    if size > 256 and (shape.mixed or not shape.shared):
+        return 32
+    if shape.item > 2:
+        return 64 if size <= 128 else 16
+    return 128 if size <= 128 else 64
 
 
 def _rows(height: int, most: int) -> int:
     """Rows of a tile, a power of two: all of them up to ``most``, so that keys are read once; else 64, so that two overlap."""
-    return max(_LEAST, power(height)) if height <= most else 64
+    return max(_LEAST, power(height)) if height <= most else min(most, 64)
 
 
 def _block(room: int, read: int) -> int:

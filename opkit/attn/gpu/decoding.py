@@ -12,7 +12,7 @@ from torch import Tensor
 from opkit.attn import program
 from opkit.attn.allocation import dense_rows, like, rows
 from opkit.attn.calls import Call
-from opkit.attn.gpu.decode_plan import blocks_of, device_of, parts
+from opkit.attn.gpu.decode_plan import Shape, blocks_of, device_of, parts
 from opkit.attn.memory_safety import shapes_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
@@ -101,7 +101,7 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         return lambda *_: (new[0](), new[1]())
     numbers = {"lower": max(int(lower), -FAR), "upper": min(int(upper), FAR)}
     numbers |= {"scale": abs(call.scale) or TINY, "softcap": float(call.softcap)}
-    plans = [_plan(call, numbers, shared) for shared in ((False, True) if _may_share(call) else (False,))]
+    plans = [_plan(call, numbers, shared) for shared in ((False, True) if may_share(call.k, call.v) else (False,))]
 
     def run(q: Tensor, k: Tensor, v: Tensor, _m: Any, _b: Any, sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
         q, k, v, out, lse = dense_rows(q), dense_rows(k), dense_rows(v), new[0](), new[1]()
@@ -112,9 +112,8 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return run
 
 
-def _may_share(call: Call) -> bool:
+def may_share(k: Tensor, v: Tensor) -> bool:
     """Whether ``v`` may be the first columns of ``k``, as in multi-head latent attention."""
-    _, k, v = call[:3]
     return v.shape[3] == parts(k.shape[3])[0] < k.shape[3] and k.stride() == v.stride()
 
 
@@ -122,18 +121,20 @@ def _plan(call: Call, numbers: dict[str, Any], shared: bool) -> Plan:
     from opkit.attn.gpu import decode_launches
 
     q, k, v = call[:3]
-    group, sizes = q.shape[1] // k.shape[1], (k.shape[3], v.shape[3])
-    gpu, height = device_of(index_of(q)), group * q.shape[2]
-    blocks = blocks_of(height, q.shape[0] * k.shape[1], k.shape[2], sizes, k.element_size(), gpu, shared=shared)
+    group, sizes, item = q.shape[1] // k.shape[1], (k.shape[3], v.shape[3]), k.element_size()
+    gpu, height, kv_heads = device_of(index_of(q)), group * q.shape[2], k.shape[1]
     banded = numbers["lower"] > -FAR or numbers["upper"] < FAR
+    mixed = banded and q.shape[2] > 1
+    shape = Shape(height, q.shape[0] * kv_heads, k.shape[2], *sizes, item, item, shared=shared, mixed=mixed)
+    blocks = blocks_of(shape, gpu)
     constants = {
         **decode_launches.constants_of(blocks, group, sizes, q.dtype, gpu),
         "PAGE": 0, "BATCH": 1, "SHARED": shared, "CAPPED": call.softcap > 0, "SINKS": call.sinks is not None,
-        "NEGATIVE": call.scale < 0, "MIXED": banded and q.shape[2] > 1 and group % blocks.rows != 0,
+        "NEGATIVE": call.scale < 0, "MIXED": mixed and group % blocks.rows != 0,
         "WHOLE": not banded and k.shape[2] % blocks.block == 0, "K_SCALED": False, "V_SCALED": False, "FP8": False,
     }  # fmt: skip
     slots = q.shape[0] * -(-height // blocks.rows)
-    return decode_launches.plan(blocks, constants, slots, k.shape[1], min(height, blocks.rows), numbers)
+    return decode_launches.plan(blocks, constants, slots, kv_heads, min(height, blocks.rows), numbers)
 
 
 def index_of(x: Tensor) -> int:

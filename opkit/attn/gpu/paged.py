@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, like
-from opkit.attn.gpu.decode_plan import blocks_of, device_of, power
-from opkit.attn.gpu.decoding import FAR, FLOATS, LARGEST_HEAD, NAME, TINY, index_of, where
+from opkit.attn.gpu.decode_plan import Shape, blocks_of, device_of, power
+from opkit.attn.gpu.decoding import FAR, FLOATS, LARGEST_HEAD, NAME, TINY, index_of, may_share, where
 from opkit.attn.paged_cpu import PagedCall
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
@@ -55,12 +55,13 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
     if 0 in (*call.q.shape[:2], call.lengths.shape[0]):
         return lambda *_: (new_out().zero_(), new_lse().fill_(-torch.inf))
-    plan, bytes_of = _plan(call), _bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
+    plans = [_plan(call, shared) for shared in _shared(call)]
+    bytes_of = _bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:
         q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = given
         out, lse = new_out(), new_lse()
-        plan.run(
+        plans[len(plans) > 1 and k.data_ptr() == v.data_ptr()].run(
             {
                 "q": dense_rows(q), "k": bytes_of(k), "v": bytes_of(v), "out": out, "lse": lse,
                 "sinks": lse if sinks is None else sinks, "table": dense_rows(table), "lengths": lengths.contiguous(),
@@ -72,25 +73,33 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return run
 
 
+def _shared(call: PagedCall) -> tuple[bool, ...]:
+    """Whether values may be the first columns of keys, and then also whether they may not."""
+    scaled = call.k_scale is not None or call.v_scale is not None
+    return (False, True) if may_share(call.k_pages, call.v_pages) and not scaled else (False,)
+
+
 def _bytes(pages: Tensor) -> Tensor:
     """Float8 as bytes: few architectures have the type."""
     return dense_rows(pages).view(torch.uint8)
 
 
-def _plan(call: PagedCall) -> Plan:
+def _plan(call: PagedCall, shared: bool) -> Plan:
     from opkit.attn.gpu import decode_launches
 
     (total, heads, d), (_, page, kv_heads, dv) = call.q.shape, call.v_pages.shape
     batch, group, keys = call.lengths.shape[0], heads // kv_heads, call.page_table.shape[1] * page
     gpu = device_of(index_of(call.q))
-    height, item = group * -(-total // batch), call.k_pages.element_size()
-    blocks = blocks_of(height, batch * kv_heads, keys, (d, dv), item, gpu, paged=True)
-    lower, upper = max(call.lower, -FAR), min(call.upper, FAR)
+    computed, lower, upper = _computed(call), max(call.lower, -FAR), min(call.upper, FAR)
+    mixed = total > 1 and (lower > -FAR or upper < FAR)
+    height, stored = group * -(-total // batch), call.k_pages.itemsize
+    shape = Shape(height, batch * kv_heads, keys, d, dv, computed.itemsize, stored, True, shared, mixed and group < 64)
+    blocks = blocks_of(shape, gpu)
     constants = {
-        **decode_launches.constants_of(blocks, group, (d, dv), _computed(call), gpu),
-        "PAGE": page, "BATCH": power(batch), "SHARED": False, "CAPPED": call.softcap > 0,
+        **decode_launches.constants_of(blocks, group, (d, dv), computed, gpu),
+        "PAGE": page, "BATCH": power(batch), "SHARED": shared, "CAPPED": call.softcap > 0,
         "SINKS": call.sinks is not None, "NEGATIVE": call.scale < 0, "WHOLE": False,
-        "MIXED": total > 1 and group % blocks.rows != 0 and (lower > -FAR or upper < FAR),
+        "MIXED": mixed and group % blocks.rows != 0,
         "K_SCALED": call.k_scale is not None, "V_SCALED": call.v_scale is not None,
         "FP8": call.k_pages.dtype == torch.float8_e4m3fn,
     }  # fmt: skip
