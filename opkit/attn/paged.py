@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import batch_invariant, paged_cpu, paged_reference
+from opkit.attn.gpu.append import register_append
 from opkit.attn.gpu.paged import register_paged
 from opkit.errors import ArgumentError, DtypeError, ShapeError
 from opkit.op.definition import custom_op
@@ -36,6 +37,7 @@ def append_kv_operator() -> CustomOp[Any, None]:
     written = ("k_pages", "v_pages", "k_scale", "v_scale")
     op = custom_op("opkit::append_kv", mutates_args=written, inline=False)(paged_reference.append_kv)
     op.register_fake(_nothing)
+    register_append(op)
     return op
 
 

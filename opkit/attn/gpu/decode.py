@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -44,9 +44,11 @@ def decode(
 
     ``PAGE`` is 0 for contiguous keys. ``SHARED``: values are the first columns of keys. ``MIXED``: a tile may have queries
     that see different keys. ``WHOLE``: there is no band, and ``BLOCK`` divides the keys. ``NEGATIVE``: the scale is, and
-    ``scale`` its magnitude, which is not 0. ``PDL``: the merging kernel may start early, and waits.
+    ``scale`` its magnitude, which is not 0. ``PDL``: this kernel may
+    have been started before what it depends on has ended, and so may the next one.
     """
     if PDL:
+        gdc_wait()
         gdc_launch_dependents()
     tile = tl.program_id(0) % (slots * kv_heads)
     split = tl.program_id(0) // (slots * kv_heads)

@@ -13,37 +13,50 @@ from opkit.attn.gpu.decode_merge import merge
 from opkit.attn.gpu.decode_plan import Blocks, Device, parts, power
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
+from opkit.op.triton.launch import Form, form_of
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MERGED = ("out", "lse", "sinks", "lengths", "starts")
 _MERGE_CONSTANTS = ("GROUP", "DV", "DV_WIDE", "DV_REST", "ROWS", "BATCH", "SINKS", "PDL")
 
 
+class Launch:
+    """A kernel and the numbers that it is given, called with tensors by name; their kinds are found once."""
+
+    def __init__(self, kernel: TritonKernel, numbers: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.numbers = numbers
+        self._form: Form | None = None
+
+    def __call__(self, **tensors: Any) -> None:
+        """Launch on tensors, which are None where they were at the first call."""
+        values = {**tensors, **self.numbers}
+        if self._form is None:
+            self._form = form_of(self.kernel, values)
+        self._form.run(values)
+
+
 class Plan(NamedTuple):
     """The launches of calls of some shapes.
 
     Attributes:
-        kernel: that of :mod:`opkit.attn.gpu.decode`.
-        merge: that of :mod:`opkit.attn.gpu.decode_merge`; None where there is one split.
-        numbers: what ``kernel`` is given beside tensors.
-        merged: what ``merge`` is given beside tensors.
+        decode: of the kernel in :mod:`opkit.attn.gpu.decode`.
+        merge: of that in :mod:`opkit.attn.gpu.decode_merge`; None where there is one split.
         partial: elements of what is merged.
     """
 
-    kernel: TritonKernel
-    merge: TritonKernel | None
-    numbers: dict[str, Any]
-    merged: dict[str, Any]
+    decode: Launch
+    merge: Launch | None
     partial: int
 
     def run(self, tensors: dict[str, Any]) -> None:
         """Launch on tensors by the names of the kernel's parameters."""
         if self.merge is None:
-            self.kernel(**tensors, partial=tensors["lse"], **self.numbers)
+            self.decode(partial=tensors["lse"], **tensors)
             return
-        partial = tensors["out"].new_empty(self.partial, dtype=torch.float32)
-        self.kernel(**tensors, partial=partial, **self.numbers)
-        self.merge(**{name: tensors[name] for name in _MERGED}, partial=partial, **self.merged)
+        partial = tensors["lse"].new_empty(self.partial)
+        self.decode(partial=partial, **tensors)
+        self.merge(partial=partial, **{name: tensors[name] for name in _MERGED})
 
 
 def plan(
@@ -65,11 +78,11 @@ def plan(
     kernel = _kernel(blocks.warps, blocks.stages, tuple(constants.items()))
     given = {**numbers, **shared, "programs": tiles * blocks.splits}
     if blocks.splits == 1:
-        return Plan(kernel, None, given, {}, 0)
+        return Plan(Launch(kernel, given), None, 0)
     merging = _merging(power(blocks.splits), constants["PAGE"] > 0, tuple((n, constants[n]) for n in _MERGE_CONSTANTS))
     width = constants["DV_WIDE"] + constants["DV_REST"] + 2
-    merged = {**shared, "height": height, "programs": tiles * height}
-    return Plan(kernel, merging, given, merged, tiles * blocks.splits * blocks.rows * width)
+    merged = Launch(merging, {**shared, "height": height, "programs": tiles * height})
+    return Plan(Launch(kernel, given), merged, tiles * blocks.splits * blocks.rows * width)
 
 
 def constants_of(
@@ -80,7 +93,7 @@ def constants_of(
     return {
         "GROUP": group, "D": sizes[0], "D_WIDE": wide, "D_REST": rest, "DV": sizes[1], "DV_WIDE": wide_v,
         "DV_REST": rest_v, "ROWS": blocks.rows, "BLOCK": blocks.block, "SPLIT": blocks.splits > 1,
-        "PDL": gpu.overlaps and blocks.splits > 1, "COMPUTE": torch.float32 if gpu.interprets else compute,
+        "PDL": gpu.overlaps, "COMPUTE": torch.float32 if gpu.interprets else compute,
         "PRECISION": gpu.precision if compute == torch.float32 else "tf32",
     }  # fmt: skip
 
@@ -98,8 +111,9 @@ def _kernel(warps: int, stages: int, constants: tuple[tuple[str, Any], ...]) -> 
         scaled = named[f"{x.upper()}_SCALED"]
         bound = {f"{x}s_{d}": f"{x}_scale_stride_{n}" if scaled else 0 for n, d in enumerate("bth")}
         (sizes if scaled else unused).update(bound)
+    bind = {**strides, **sizes}
     return triton_kernel(
-        decode, grid=_programs, bind={**strides, **sizes}, num_warps=warps, STAGES=stages, **named, **unused
+        decode, grid=_programs, bind=bind, num_warps=warps, STAGES=stages, **named, **unused, **_early(named["PDL"])
     )
 
 
@@ -110,10 +124,14 @@ def _merging(most: int, paged: bool, constants: tuple[tuple[str, Any], ...]) -> 
     if not paged:
         sizes, unused = {"batch": "out_size_0", "queries": "out_size_2"}, {"keys": 0}
     named = dict(constants)
-    early = {"launch_pdl": True} if named["PDL"] else {}
     warps = max(1, min(4, most * named["DV_WIDE"] // 4096))
     bind = {**strides, **sizes}
-    return triton_kernel(merge, grid=_programs, bind=bind, num_warps=warps, MOST=most, PAGED=paged, **named, **unused, **early)
+    return triton_kernel(merge, grid=_programs, bind=bind, num_warps=warps, MOST=most, PAGED=paged, **named, **unused, **_early(named["PDL"]))
+
+
+def _early(overlaps: bool) -> dict[str, bool]:
+    """The option by which a kernel may start before the one before it has ended; it waits where it must."""
+    return {"launch_pdl": True} if overlaps else {}
 
 
 def _programs(programs: int) -> int:

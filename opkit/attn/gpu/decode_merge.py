@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from opkit.attn.gpu.decode import finished, natural, place_of
 
@@ -34,6 +34,9 @@ def merge(
     b, token, count, _, first = place_of(
         starts, lengths, slot, slots, batch, queries, keys, GROUP, ROWS, BATCH, PAGED
     )
+    if PDL:  # by each program: none may end before what the kernel depends on
+        gdc_wait()
+        gdc_launch_dependents()
     row = first + r
     if row >= count * GROUP:
         return
@@ -41,8 +44,6 @@ def merge(
     s = tl.arange(0, MOST)
     partial += tile * splits * (ROWS * (WIDE + 2))
     at = partial + s * (ROWS * (WIDE + 2)) + ROWS * WIDE + r
-    if PDL:
-        gdc_wait()
     tops = tl.load(at, mask=s < splits, other=float("-inf"))
     totals = tl.load(at + ROWS, mask=s < splits, other=0.0)
     AT_ONCE: tl.constexpr = MOST * (DV_WIDE + DV_REST) <= 16384

@@ -104,14 +104,14 @@ def blocks_of(shape: Shape, gpu: Device) -> Blocks:
     free = gpu.shared // (1 if alone else 2) - _SCRATCH - tall * shape.d * shape.item
     elements = max(shape.d if shape.shared else shape.d + shape.dv, 1)
     narrow = shape.stored < shape.item  # what is converted goes through registers
-    double = alone and tall <= 32 and not narrow
+    double = alone and tall != 64 and not narrow
     block = _block(free // 2 if huge else _IN_FLIGHT * (1 + double), elements * shape.item)
     buffers = _BUFFERS[alone, tall > 32] * (2 if narrow and tall <= 32 else 1)
     stages = max(1, min(buffers, free // (block * elements * shape.stored)))
     stages += tall <= 32  # products of small tiles leave the tensor cores' operands in registers
-    warps = 8 if tall == 128 or size > 256 or (size > 128 and (tall == 64 or shape.item > 2)) else 4
+    crowded = tall == 128 or size > 256 or (size > 128 and (tall == 64 or shape.item > 2))
     splits = _splits(tiles, gpu.processors * (1 if alone else 2), -(-shape.keys // block))
-    return Blocks(tall, block, 2 * stages - 1 if shape.paged else stages, warps, splits)
+    return Blocks(tall, block, 2 * stages - 1 if shape.paged else stages, 8 if crowded else 4, splits)
 
 
 def _most_rows(shape: Shape, size: int) -> int:

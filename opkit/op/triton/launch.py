@@ -53,6 +53,7 @@ class Form:
         self.bound = bind(kernel, Facts(kernel.name, self.schema, arguments, ()), absent=absent)
         self.names = tuple(argument.name for argument in arguments)
         self._check_used()
+        self._by_python = kernel.interpreted or kernel.hooked
         self._overloads: dict[str, Callable[..., Any]] = {}
         self._kept: list[Any] = []
 
@@ -71,7 +72,7 @@ class Form:
         recorded = _recorded.get()
         if recorded is not None:
             recorded.append(Values(self.bound, given, ()))
-        elif self.bound.kernel.interpreted or self.bound.kernel.hooked:
+        elif self._by_python:
             launched_by_triton(Values(self.bound, given, ()))
         elif private.dispatch_modes():
             wrapped(Values(self.bound, given, ()))
@@ -134,11 +135,20 @@ def launch(kernel: TritonKernel, values: Mapping[str, Any]) -> None:
         ArgumentTypeError: a value is no tensor, number or None.
         DeclarationError: a parameter is left without a value, or nothing asks for one of ``values``.
     """
+    form_of(kernel, values).run(values)
+
+
+def form_of(kernel: TritonKernel, values: Mapping[str, Any]) -> Form:
+    """The form for values of these kinds, for callers that launch it more than once.
+
+    Raises:
+        ArgumentTypeError, DeclarationError: as :func:`launch`.
+    """
     kinds = tuple((name, _kind(kernel, name, value)) for name, value in values.items())
     form = kernel.forms.get(kinds)
     if form is None:
         form = kernel.forms[kinds] = Form(kernel, dict(kinds))
-    form.run(values)
+    return form
 
 
 def _kind(kernel: TritonKernel, name: str, value: Any) -> str:
@@ -153,4 +163,4 @@ def _kind(kernel: TritonKernel, name: str, value: Any) -> str:
     return kind
 
 
-__all__ = ["MACHINES", "Form", "launch"]
+__all__ = ["MACHINES", "Form", "form_of", "launch"]

@@ -244,7 +244,7 @@ def recorded(target, monkeypatch, *shape, dtype=torch.bfloat16, **options):
 COMPILED = {
     "one query": ((1, 32, 8, 1, 2048, 128, 128), {}),
     "eight causal queries": ((1, 64, 8, 8, 2048, 128, 128), {"upper": 2040}),
-    "float32": ((1, 8, 2, 2, 700, 64, 64), {"dtype": torch.float32, "upper": 698, "softcap": 5.0}),
+    "float32": ((2, 32, 8, 1, 2048, 128, 128), {"dtype": torch.float32, "softcap": 5.0}),
 }
 
 
@@ -284,7 +284,7 @@ def test_large_calls_on_a_gpu(shape, dtype):
         with opkit.use_kernel(decoding_kernels.attention, "split"):
             first, again = (decoding_kernels.attention(*arguments(q, k, v, **band)) for _ in range(2))
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
-        bound = 2 * ROUNDING[dtype] * v.double().abs().max().item()
+        bound = (2 * ROUNDING[dtype] + 2.0**-18) * v.double().abs().max().item()  # float32: three products of tf32 each
         torch.testing.assert_close(first[0].double(), exact_on_gpu(q, k, v, **band), rtol=0, atol=bound)
 
 
