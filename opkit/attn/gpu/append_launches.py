@@ -1,5 +1,6 @@
 """Writing keys and values to pages: the Triton kernel of :mod:`opkit.attn.gpu.append`, and its launch."""
 
+# ruff: noqa: ANN001, ANN201, ANN202
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownVariableType=false
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportIndexIssue=false
 # pyright: reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false
@@ -15,7 +16,9 @@ import triton.language as tl
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
-_ROUNDS = tl.constexpr(12582912.0)  # 1.5 * 2**23: added and subtracted, it rounds to the nearest integer, halves to even
+_ROUNDS = tl.constexpr(
+    12582912.0
+)  # 1.5 * 2**23: added and subtracted, it rounds to the nearest integer, halves to even
 
 
 @triton.jit
@@ -90,8 +93,9 @@ def kernel(k_scaled: bool, v_scaled: bool, constants: tuple[tuple[str, Any], ...
     bound |= {f"{x}p_{d}": f"{x}_pages_stride_{n}" for x in "kv" for n, d in enumerate("bth")}
     unused: dict[str, Any] = {"K_SCALED": k_scaled, "V_SCALED": v_scaled}
     for x, scaled in (("k", k_scaled), ("v", v_scaled)):
-        strides = {f"{x}s_{d}": f"{x}_scale_stride_{n}" if scaled else 0 for n, d in enumerate("bth")}
-        (bound if scaled else unused).update(strides)
+        strides = {f"{x}s_{d}": f"{x}_scale_stride_{n}" for n, d in enumerate("bth")}
+        bound |= strides if scaled else {}
+        unused |= {} if scaled else dict.fromkeys(strides, 0)
     return triton_kernel(append, grid=_programs, bind=bound, num_warps=1, **dict(constants), **unused)
 
 

@@ -7,9 +7,10 @@ splits, so that results are the same each time (Dao et al., "Flash-Decoding for 
 online and in base 2. A head size is read in two parts: the largest power of two in it, and the rest, padded.
 """
 
+# ruff: noqa: ANN001, ANN201, ANN202
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownVariableType=false
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportIndexIssue=false
-# pyright: reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false
+# pyright: reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -198,7 +199,8 @@ def _queries(
 
 @triton.jit
 def _attend(
-    q0, q1, k, v, table, k_scale, v_scale, top, total, acc0, acc1, start, position, begin, end, lower, upper, scale, softcap, pages, k_b, k_t, v_b, v_t, ks_b, ks_t, vs_b, vs_t,
+    q0, q1, k, v, table, k_scale, v_scale, top, total, acc0, acc1, start, position, begin, end,
+    lower, upper, scale, softcap, pages, k_b, k_t, v_b, v_t, ks_b, ks_t, vs_b, vs_t,
     D: tl.constexpr, D_WIDE: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_WIDE: tl.constexpr,
     DV_REST: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, CAPPED: tl.constexpr,
     K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, FP8: tl.constexpr, COMPUTE: tl.constexpr,

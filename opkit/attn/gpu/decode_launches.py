@@ -16,24 +16,31 @@ from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import Form, form_of
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_MERGED = ("out", "lse", "sinks", "lengths", "starts")
+_MERGED = ("partial", "out", "lse", "sinks", "lengths", "starts")
 _MERGE_CONSTANTS = ("GROUP", "DV", "DV_WIDE", "DV_REST", "ROWS", "BATCH", "SINKS", "PDL")
 
 
 class Launch:
-    """A kernel and the numbers that it is given, called with tensors by name; their kinds are found once."""
+    """A kernel and the numbers that it is given, called with tensors: their kinds and places are found once."""
 
     def __init__(self, kernel: TritonKernel, numbers: dict[str, Any]) -> None:
         self.kernel = kernel
         self.numbers = numbers
         self._form: Form | None = None
+        self._asked: tuple[str, ...] = ()
+        self._constant: list[Any] = []
 
-    def __call__(self, **tensors: Any) -> None:
-        """Launch on tensors, which are None where they were at the first call."""
-        values = {**tensors, **self.numbers}
-        if self._form is None:
-            self._form = form_of(self.kernel, values)
-        self._form.run(values)
+    def __call__(self, tensors: dict[str, Any]) -> None:
+        """Launch on tensors by name, which are None where they were at the first call."""
+        form = self._form or self._found(tensors)
+        form.run_on([*map(tensors.__getitem__, self._asked), *self._constant])
+
+    def _found(self, tensors: dict[str, Any]) -> Form:
+        form = form_of(self.kernel, {**tensors, **self.numbers})
+        self._asked = tuple(name for name in form.names if name in tensors)
+        self._constant = list(self.numbers.values())
+        self._form = form
+        return form
 
 
 class Plan(NamedTuple):
@@ -51,12 +58,11 @@ class Plan(NamedTuple):
 
     def run(self, tensors: dict[str, Any]) -> None:
         """Launch on tensors by the names of the kernel's parameters."""
-        if self.merge is None:
-            self.decode(partial=tensors["lse"], **tensors)
-            return
-        partial = tensors["lse"].new_empty(self.partial)
-        self.decode(partial=partial, **tensors)
-        self.merge(partial=partial, **{name: tensors[name] for name in _MERGED})
+        lse = tensors["lse"]
+        tensors["partial"] = lse if self.merge is None else lse.new_empty(self.partial)
+        self.decode(tensors)
+        if self.merge is not None:
+            self.merge({name: tensors[name] for name in _MERGED})
 
 
 def plan(
@@ -109,8 +115,9 @@ def _kernel(warps: int, stages: int, constants: tuple[tuple[str, Any], ...]) -> 
         sizes, unused = {"batch": "q_size_0", "queries": "q_size_2", "keys": "k_size_2"}, {"pages": 0, "table_b": 0}
     for x in ("k", "v"):
         scaled = named[f"{x.upper()}_SCALED"]
-        bound = {f"{x}s_{d}": f"{x}_scale_stride_{n}" if scaled else 0 for n, d in enumerate("bth")}
-        (sizes if scaled else unused).update(bound)
+        names = {f"{x}s_{d}": f"{x}_scale_stride_{n}" for n, d in enumerate("bth")}
+        sizes |= names if scaled else {}
+        unused |= {} if scaled else dict.fromkeys(names, 0)
     bind = {**strides, **sizes}
     return triton_kernel(
         decode, grid=_programs, bind=bind, num_warps=warps, STAGES=stages, **named, **unused, **_early(named["PDL"])
@@ -126,10 +133,20 @@ def _merging(most: int, paged: bool, constants: tuple[tuple[str, Any], ...]) -> 
     named = dict(constants)
     warps = max(1, min(4, most * named["DV_WIDE"] // 4096))
     bind = {**strides, **sizes}
-    return triton_kernel(merge, grid=_programs, bind=bind, num_warps=warps, MOST=most, PAGED=paged, **named, **unused, **_early(named["PDL"]))
+    return triton_kernel(
+        merge,
+        grid=_programs,
+        bind=bind,
+        num_warps=warps,
+        MOST=most,
+        PAGED=paged,
+        **named,
+        **unused,
+        **_early(named["PDL"]),
+    )
 
 
-def _early(overlaps: bool) -> dict[str, bool]:
+def _early(overlaps: bool) -> dict[str, Any]:
     """The option by which a kernel may start before the one before it has ended; it waits where it must."""
     return {"launch_pdl": True} if overlaps else {}
 
@@ -138,7 +155,7 @@ def _programs(programs: int) -> int:
     return programs
 
 
-def _strides(tensors: tuple[str, ...], paged: bool) -> tuple[dict[str, str], dict[str, int]]:
+def _strides(tensors: tuple[str, ...], paged: bool) -> tuple[dict[str, str], dict[str, Any]]:
     """What the kernels' strides are those of, and those that are none: queries of all sequences have no batch."""
     bound: dict[str, str] = {}
     for x in tensors:

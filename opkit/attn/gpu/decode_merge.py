@@ -4,9 +4,10 @@ Merging by the last program of a tile to end, in the same launch, was slower: wh
 speed of one multiprocessor.
 """
 
+# ruff: noqa: ANN001, ANN201, ANN202
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownVariableType=false
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportIndexIssue=false
-# pyright: reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false
+# pyright: reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -31,9 +32,7 @@ def merge(
     WIDE: tl.constexpr = DV_WIDE + DV_REST
     tile, r = tl.program_id(0) // height, tl.program_id(0) % height
     head, slot = tile % kv_heads, tile // kv_heads
-    b, token, count, _, first = place_of(
-        starts, lengths, slot, slots, batch, queries, keys, GROUP, ROWS, BATCH, PAGED
-    )
+    b, token, count, _, first = place_of(starts, lengths, slot, slots, batch, queries, keys, GROUP, ROWS, BATCH, PAGED)
     if PDL:  # by each program: none may end before what the kernel depends on
         gdc_wait()
         gdc_launch_dependents()
@@ -66,7 +65,9 @@ def merge(
     else:
         _write(at_out, _summed(partial, r, base, splits, 0, DV_WIDE, WIDE, ROWS) * factor, 0, DV_WIDE, DV)
         if DV_REST > 0:
-            _write(at_out, _summed(partial, r, base, splits, DV_WIDE, DV_REST, WIDE, ROWS) * factor, DV_WIDE, DV_REST, DV)
+            _write(
+                at_out, _summed(partial, r, base, splits, DV_WIDE, DV_REST, WIDE, ROWS) * factor, DV_WIDE, DV_REST, DV
+            )
 
 
 @triton.jit
@@ -84,9 +85,7 @@ def _weighted(found, tops, weights):
 
 
 @triton.jit
-def _summed(
-    partial, r, base, splits, FIRST: tl.constexpr, PART: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr
-):
+def _summed(partial, r, base, splits, FIRST: tl.constexpr, PART: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
     """The same of all splits, some at a time."""
     EACH: tl.constexpr = 8192 // PART
     acc = tl.zeros((PART,), tl.float32)

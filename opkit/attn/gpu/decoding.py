@@ -105,7 +105,15 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
     def run(q: Tensor, k: Tensor, v: Tensor, _m: Any, _b: Any, sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
         q, k, v, out, lse = dense_rows(q), dense_rows(k), dense_rows(v), new[0](), new[1]()
-        tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "sinks": lse if sinks is None else sinks, **_NO_PAGES}
+        tensors = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "out": out,
+            "lse": lse,
+            "sinks": lse if sinks is None else sinks,
+            **_NO_PAGES,
+        }
         plans[len(plans) > 1 and k.data_ptr() == v.data_ptr()].run(tensors)
         return out, lse
 

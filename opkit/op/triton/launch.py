@@ -68,7 +68,10 @@ class Form:
 
     def run(self, values: Mapping[str, Any]) -> None:
         """Launch the kernel."""
-        given = [values[name] for name in self.names]
+        self.run_on([values[name] for name in self.names])
+
+    def run_on(self, given: list[Any]) -> None:
+        """Launch the kernel on values in the order of ``names``."""
         recorded = _recorded.get()
         if recorded is not None:
             recorded.append(Values(self.bound, given, ()))

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import decoding_kernels
 from attention_oracle import naive
@@ -122,7 +123,8 @@ def test_queries_that_see_nothing_give_zeros(run):
 
 
 @pytest.mark.parametrize(
-    "shape", [(0, 2, 2, 1, 5, 8, 8), (1, 0, 1, 1, 5, 8, 8), (1, 2, 1, 0, 5, 8, 8), (1, 2, 1, 1, 5, 8, 0), (1, 2, 1, 1, 5, 0, 8)]
+    "shape",
+    [(0, 2, 2, 1, 5, 8, 8), (1, 0, 1, 1, 5, 8, 8), (1, 2, 1, 0, 5, 8, 8), (1, 2, 1, 1, 5, 8, 0), (1, 2, 1, 1, 5, 0, 8)],
 )
 def test_empty_tensors(run, shape):
     check(run, *made(*shape))
@@ -260,7 +262,12 @@ def test_compiles_without_spills(name, target, monkeypatch):
 
 # ---- on a GPU alone --------------------------------------------------------------------------------------------------
 
-LARGE = [(1, 32, 8, 1, 8192, 128, 128), (3, 64, 8, 8, 5000, 128, 128), (2, 8, 1, 256, 9000, 128, 128), (2, 32, 1, 1, 4097, 576, 512)]
+LARGE = [
+    (1, 32, 8, 1, 8192, 128, 128),
+    (3, 64, 8, 8, 5000, 128, 128),
+    (2, 8, 1, 256, 9000, 128, 128),
+    (2, 32, 1, 1, 4097, 576, 512),
+]
 
 
 def exact_on_gpu(q, k, v, lower=-UNLIMITED, upper=UNLIMITED):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path[:0] = [str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parent))
 
 import decoding_kernels
 
@@ -116,7 +116,9 @@ def check(run, cache, q, starts, **options):
     exact, exact_lse = expected(cache, q, starts, **options)
     assert out.dtype == q.dtype
     assert lse.dtype == torch.float32
-    largest = max([1.0, *(x.abs().max().item() for b in range(len(cache.lengths)) for x in cache.dense(b)[1:] if len(x))])
+    largest = max(
+        [1.0, *(x.abs().max().item() for b in range(len(cache.lengths)) for x in cache.dense(b)[1:] if len(x))]
+    )
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=ROUNDING[q.dtype] * largest)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=2.0**-17, atol=2.0**-15)
     return out, lse
@@ -317,7 +319,10 @@ def test_long_sequences_on_a_gpu(kv):
 def test_a_cuda_graph_serves_other_lengths():
     cache = Cache([4000, 800], kv_heads=8, d=128, dtype=torch.bfloat16)
     cache.k.nan_to_num_(0), cache.v.nan_to_num_(0)
-    call = [x.cuda() if isinstance(x, torch.Tensor) else x for x in cache.call(cache.queries(2, 32, torch.bfloat16), [0, 1, 2])]
+    call = [
+        x.cuda() if isinstance(x, torch.Tensor) else x
+        for x in cache.call(cache.queries(2, 32, torch.bfloat16), [0, 1, 2])
+    ]
     op = decoding_kernels.paged_attention
     op(*call)
     graph = torch.cuda.CUDAGraph()
