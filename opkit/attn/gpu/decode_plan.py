@@ -8,6 +8,7 @@ enough that few are needed in flight.
 from __future__ import annotations
 
 import functools
+import os
 from typing import NamedTuple
 
 import torch
@@ -50,9 +51,10 @@ class Blocks(NamedTuple):
 
 @functools.cache
 def device_of(index: int) -> Device:
-    """The GPU of this number; for -1, where Triton interprets, a small one."""
-    if index < 0:
-        return Device(4, 232448, False, "ieee", True)
+    """The GPU of this number; a small one where Triton interprets, and one of 132 processors where there is none."""
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    if interprets or index < 0 or not torch.cuda.is_available():
+        return Device(4 if interprets else 132, 232448, False, "ieee", interprets)
     about = torch.cuda.get_device_properties(index)
     hip = torch.version.hip is not None
     shared = int(getattr(about, "shared_memory_per_block_optin", 0) or 65536)
@@ -72,7 +74,7 @@ class Shape(NamedTuple):
         stored: bytes of an element in memory.
         paged: whether keys lie in pages.
         shared: whether values are read as a part of the keys.
-        mixed: whether a tile may have queries that see different keys.
+        mixed: whether a tile of 64 rows may have queries that see different keys.
     """
 
     height: int
@@ -94,7 +96,7 @@ def blocks_of(shape: Shape, gpu: Device) -> Blocks:
     >>> blocks_of(Shape(4, 8, 8192, 128, 128, 2, 2), h200)
     Blocks(rows=16, block=64, stages=3, warps=4, splits=32)
     >>> blocks_of(Shape(128, 128, 8192, 128, 128, 2, 2), h200)
-    Blocks(rows=128, block=64, stages=4, warps=8, splits=1)
+    Blocks(rows=128, block=128, stages=3, warps=8, splits=1)
     """
     size = max(shape.d, shape.dv)
     tall = _rows(shape.height, _most_rows(shape, size))

@@ -99,8 +99,7 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     new = like(out), like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     if 0 in call.q.shape[:3]:
         return lambda *_: (new[0](), new[1]())
-    numbers = {"lower": max(int(lower), -FAR), "upper": min(int(upper), FAR)}
-    numbers |= {"scale": abs(call.scale) or TINY, "softcap": float(call.softcap)}
+    numbers = numbers_of(lower, upper, call.scale, call.softcap)
     plans = [_plan(call, numbers, shared) for shared in ((False, True) if may_share(call.k, call.v) else (False,))]
 
     def run(q: Tensor, k: Tensor, v: Tensor, _m: Any, _b: Any, sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
@@ -111,13 +110,19 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
             "v": v,
             "out": out,
             "lse": lse,
-            "sinks": lse if sinks is None else sinks,
+            "sinks": lse if sinks is None else sinks.contiguous(),
             **_NO_PAGES,
         }
         plans[len(plans) > 1 and k.data_ptr() == v.data_ptr()].run(tensors)
         return out, lse
 
     return run
+
+
+def numbers_of(lower: int, upper: int, scale: float, softcap: float) -> dict[str, Any]:
+    """What the kernel is given of a band and of logits."""
+    ends = {name: max(-FAR, min(int(end), FAR)) for name, end in (("lower", lower), ("upper", upper))}
+    return {**ends, "scale": abs(float(scale)) or TINY, "softcap": float(softcap)}
 
 
 def may_share(k: Tensor, v: Tensor) -> bool:
@@ -133,7 +138,9 @@ def _plan(call: Call, numbers: dict[str, Any], shared: bool) -> Plan:
     gpu, height, kv_heads = device_of(index_of(q)), group * q.shape[2], k.shape[1]
     banded = numbers["lower"] > -FAR or numbers["upper"] < FAR
     mixed = banded and q.shape[2] > 1
-    shape = Shape(height, q.shape[0] * kv_heads, k.shape[2], *sizes, item, item, shared=shared, mixed=mixed)
+    shape = Shape(
+        height, q.shape[0] * kv_heads, k.shape[2], *sizes, item, item, shared=shared, mixed=mixed and group % 64 > 0
+    )
     blocks = blocks_of(shape, gpu)
     constants = {
         **decode_launches.constants_of(blocks, group, sizes, q.dtype, gpu),

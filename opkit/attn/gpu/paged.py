@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, like
 from opkit.attn.gpu.decode_plan import Shape, blocks_of, device_of, power
-from opkit.attn.gpu.decoding import FAR, FLOATS, LARGEST_HEAD, NAME, TINY, index_of, may_share, where
+from opkit.attn.gpu.decoding import FAR, FLOATS, LARGEST_HEAD, NAME, index_of, may_share, numbers_of, where
 from opkit.attn.paged_cpu import PagedCall
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
@@ -64,8 +64,8 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         plans[len(plans) > 1 and k.data_ptr() == v.data_ptr()].run(
             {
                 "q": dense_rows(q), "k": bytes_of(k), "v": bytes_of(v), "out": out, "lse": lse,
-                "sinks": lse if sinks is None else sinks, "table": dense_rows(table), "lengths": lengths.contiguous(),
-                "starts": starts.contiguous(), "k_scale": k_scale, "v_scale": v_scale,
+                "sinks": lse if sinks is None else sinks.contiguous(), "table": dense_rows(table),
+                "lengths": lengths.contiguous(), "starts": starts.contiguous(), "k_scale": k_scale, "v_scale": v_scale,
             }
         )  # fmt: skip
         return out, lse
@@ -90,10 +90,12 @@ def _plan(call: PagedCall, shared: bool) -> Plan:
     (total, heads, d), (_, page, kv_heads, dv) = call.q.shape, call.v_pages.shape
     batch, group, keys = call.lengths.shape[0], heads // kv_heads, call.page_table.shape[1] * page
     gpu = device_of(index_of(call.q))
-    computed, lower, upper = _computed(call), max(call.lower, -FAR), min(call.upper, FAR)
-    mixed = total > 1 and (lower > -FAR or upper < FAR)
+    computed, numbers = _computed(call), numbers_of(call.lower, call.upper, call.scale, call.softcap)
+    mixed = total > 1 and (numbers["lower"] > -FAR or numbers["upper"] < FAR)
     height, stored = group * -(-total // batch), call.k_pages.itemsize
-    shape = Shape(height, batch * kv_heads, keys, d, dv, computed.itemsize, stored, True, shared, mixed and group < 64)
+    shape = Shape(
+        height, batch * kv_heads, keys, d, dv, computed.itemsize, stored, True, shared, mixed and group % 64 > 0
+    )
     blocks = blocks_of(shape, gpu)
     constants = {
         **decode_launches.constants_of(blocks, group, (d, dv), computed, gpu),
@@ -103,7 +105,6 @@ def _plan(call: PagedCall, shared: bool) -> Plan:
         "K_SCALED": call.k_scale is not None, "V_SCALED": call.v_scale is not None,
         "FP8": call.k_pages.dtype == torch.float8_e4m3fn,
     }  # fmt: skip
-    numbers = {"lower": lower, "upper": upper, "scale": abs(call.scale) or TINY, "softcap": float(call.softcap)}
     slots, tall = total * group // blocks.rows + batch, min(blocks.rows, total * group)
     return decode_launches.plan(blocks, constants, slots, kv_heads, tall, {**numbers, "keys": keys})
 

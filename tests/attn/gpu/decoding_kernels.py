@@ -25,5 +25,14 @@ def latent(q: Tensor, k: Tensor, columns: int) -> Tensor:
         return attention(*arguments)[0]
 
 
+@opkit.custom_op("decoding_tests::latent_pages", mutates_args=(), inline=False)
+def latent_pages(q: Tensor, pages: Tensor, columns: int, table: Tensor, lengths: Tensor, starts: Tensor) -> Tensor:
+    """Paged attention whose values are the first columns of the keys."""
+    rest = (table, lengths, starts, -(2**62), 0, 0.25, 0.0, None, None, None)
+    with opkit.use_kernel(paged_attention, decoding.NAME):
+        return paged_attention(q, pages, pages[..., :columns], *rest)[0]
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     latent.register_kernel("cpu", latent.reference, name="interpreted")
+    latent_pages.register_kernel("cpu", latent_pages.reference, name="interpreted")
