@@ -21,3 +21,4 @@ from opkit.op.triton.interpreter import Interpreter as Interpreter
 from opkit.op.triton.interpreter import interpret as interpret
 from opkit.op.triton.testing import CompileReport as CompileReport
 from opkit.op.triton.testing import compile_for as compile_for
+from opkit.op.triton.testing import compile_launches as compile_launches

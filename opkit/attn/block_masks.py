@@ -111,7 +111,10 @@ def _rows(block_mask: Any, first: int, last: int) -> Tensor:
         torch.arange(size, device=device).reshape([-1 if d == n else 1 for d in range(4)])
         for n, size in enumerate(sizes)
     ]
-    return block_mask.mask_mod(axes[0], axes[1], axes[2] + first, axes[3])
+    place = Place(axes[0], axes[1], axes[2] + first, axes[3])
+    function = block_mask.mask_mod
+    # torch 2.11's compiler asks of what is called whether it is true, which no mask answers
+    return function.at(place) if isinstance(function, Mask) else function(*place[:4])
 
 
 def dense(block_mask: Any) -> Tensor:

@@ -42,3 +42,5 @@ class GradientCall(NamedTuple):
     scale: float
     softcap: float
     heads_inside: bool
+    seed: Tensor | None = None
+    dropout_p: float = 0.0

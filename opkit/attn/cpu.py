@@ -18,8 +18,9 @@ from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-FEW = 16  #: rows of a head of keys
-MANY = 256  #: keys; with fewer it is the call that takes time
+FEW = ((16, 256),)  #: rows of a head of keys, at most, and how many keys there are at least: these calls are decoded
+MORE = {"avx2": ((32, 256),), **dict.fromkeys(("avx512", "avx512_bf16"), ((32, 256), (64, 4096)))}
+"""The same where tiles have an instruction set with which both kernels were measured."""
 _BIAS_NAMES = {**NAMES, torch.float64: "float64"}
 Run = Callable[..., Any]
 
@@ -76,7 +77,7 @@ def backward(*given: Any) -> Run:
     from opkit import _core
 
     call = GradientCall(*given)
-    _see_to(takes_gradients(*call[:11]), "tiles", call)
+    _see_to(takes_gradients(*call[:11], call.dropout_p), "tiles", call)
     results = [rows(each, each.shape[3], call.heads_inside) for each in (call.q, call.k, call.v)]
     new = [like(each) for each in (*results, call.q.new_empty(call.q.shape[:3], dtype=torch.float32))]
     if 0 in (call.q.numel(), call.k.numel(), call.v.numel()):
@@ -138,9 +139,10 @@ def takes_gradients(
     bias_tensors: list[Tensor],
     mask: list[int],
     bias: list[int],
+    dropout_p: float = 0.0,
 ) -> bool:
     """Whether :func:`backward` takes a call."""
-    if not _all_there(q, k, v, mask_tensors, bias_tensors, mask, bias):
+    if dropout_p != 0 or not _all_there(q, k, v, mask_tensors, bias_tensors, mask, bias):
         return False
     results = all(each.shape == (*q.shape[:3], v.shape[3]) and each.dtype == q.dtype for each in (out, gradient))
     sums = [lse] if of_lse is None else [lse, of_lse]
@@ -167,9 +169,17 @@ def takes_few(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: list[int], bias: list[int], dropout_p: float
 ) -> bool:
     """Whether a call is for :func:`decode`: so few rows to a head of keys that reading these is what takes time."""
-    if k.shape[2] < MANY or not _decodes(q, k, v, sinks, mask, bias, dropout_p):
+    if not _decodes(q, k, v, sinks, mask, bias, dropout_p):
         return False
-    return q.shape[2] * q.shape[1] // max(k.shape[1], 1) <= FEW
+    rows, keys = q.shape[2] * q.shape[1] // max(k.shape[1], 1), k.shape[2]
+    return any(rows <= most and keys >= least for most, least in _few(q.dtype))
+
+
+def _few(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+    from opkit import _core
+
+    tiles = _core.isa_table()["attention_bf16" if dtype == torch.bfloat16 else "attention_f32"]
+    return MORE.get(tiles, FEW)
 
 
 def _decodes(

@@ -39,28 +39,30 @@ def attention_backward(
     scale: float,
     softcap: float,
     heads_inside: bool,
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of ``q``, ``k`` and ``v``, in their dtypes, and each row's delta, in the dtype of ``lse``.
 
     Args:
         gradient: that of ``out``, of its shape.
         of_lse: that of ``lse``, or None.
-        q: and what follows: the arguments and results of :func:`opkit.attn.reference.attention`, without dropout.
+        q: and what follows: the arguments and results of :func:`opkit.attn.reference.attention`.
         heads_inside: lay the gradients out as (batch, sequence, heads, head size) in memory.
     """
     call = GradientCall(
-        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside
-    )
-    found, _, delta = formula(call, None, 0.0)
+        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside, seed, dropout_p
+    )  # fmt: skip
+    found, _, delta = formula(call)
     laid = [reference.laid_out(each, heads_inside) for each in found]
     return laid[0], laid[1], laid[2], delta
 
 
-def formula(
-    call: GradientCall, seed: Tensor | None, dropout_p: float
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+def formula(call: GradientCall) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
     """The gradients of ``q``, ``k`` and ``v``; that of the logits before the mask, in the dtype of ``lse``; and delta."""
-    gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, _ = call
+    gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, _, seed, dropout_p = (
+        call
+    )
     dtype, heads, grid = lse.dtype, q.shape[1], Grid(q.shape[2], k.shape[2], q.device)
     keys, values = (reference.spread(x.to(dtype), heads) for x in (k, v))
     gradient, queries = gradient.to(dtype), q.to(dtype)
@@ -117,7 +119,7 @@ def setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]
 
 def backward(ctx: Any, gradient: Tensor | None, of_lse: Tensor | None) -> tuple[Any, ...]:
     """The gradients of the operator's arguments: by ``opkit::attention_backward``, or by its formula where biases have
-    gradients, which are as large as the logits, or probabilities were dropped."""
+    gradients, which are as large as the logits."""
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     masks, biases = ctx.counts
     mask_tensors, bias_tensors, optional = tensors[:masks], tensors[masks : masks + biases], tensors[masks + biases :]
@@ -126,13 +128,13 @@ def backward(ctx: Any, gradient: Tensor | None, of_lse: Tensor | None) -> tuple[
     seed = optional[-1] if ctx.present[1] else None
     mask, bias, scale, softcap, dropout_p, heads_inside = ctx.rest
     call = GradientCall(
-        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside
-    )
+        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside, seed, dropout_p
+    )  # fmt: skip
     of_biases: list[Tensor | None] = [None] * biases
-    if dropout_p == 0 and not any(ctx.needs_input_grad[4] or ()):
+    if not any(ctx.needs_input_grad[4] or ()):
         *found, delta = backward_operator()(*call)
     else:
-        found, of_logits, delta = formula(call, seed, dropout_p)
+        found, of_logits, delta = formula(call)
         of_biases = program.bias_gradients(of_logits, bias, bias_tensors)
     of_sinks = None if sinks is None else _of_sinks(sinks, lse, delta)
     return (*found, [None] * masks, of_biases, of_sinks, None, *[None] * 6)

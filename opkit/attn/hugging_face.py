@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from opkit.attn.api import attention
+from opkit.attn.diagonals import Causal
 from opkit.attn.hugging_face_masks import Prepared, fitted, mask_interface
-from opkit.attn.masks import Causal, Dense, Mask
+from opkit.attn.masks import Dense, Mask
 from opkit.errors import ArgumentError
 
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkit.attn.masks import Align, And, Causal, Dense, KeyPadding, Mask, Or, Segments, SlidingWindow
+from opkit.attn.diagonals import Align, Causal, SlidingWindow
+from opkit.attn.masks import And, Dense, KeyPadding, Mask, Or, Segments
 from opkit.attn.probabilities import spelled_out
 
 

@@ -21,7 +21,7 @@ from opkit.op.rules import vmap
 
 NAME = "opkit::attention"
 
-KERNELS: tuple[str, ...] = ("opkit.attn.cpu", "opkit.attn.batch_invariant")
+KERNELS: tuple[str, ...] = ("opkit.attn.cpu", "opkit.attn.batch_invariant", "opkit.attn.gpu.kernels")
 """Modules with kernels, in the order of registration: of those that take a call, the last is chosen."""
 
 # What has a batch size first, which a mapped dimension can be folded into; the sinks and the seed have none.

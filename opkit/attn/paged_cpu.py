@@ -60,8 +60,8 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Attention of few queries to contiguous keys.
 
-    Query ``i`` sees key ``j`` iff ``lower <= j - i <= upper``. What limits it is reading ``k`` and ``v``, up to about 16
-    queries of all query heads of a KV head; with more, a kernel that packs keys is faster.
+    Query ``i`` sees key ``j`` iff ``lower <= j - i <= upper``. What limits one query is reading ``k`` and ``v``; with more than
+    32 to 64 rows (queries times the heads that share keys), a kernel that packs keys is faster.
 
     Args:
         q: ``(batch, heads, queries, d)``, float32, bfloat16 or float16.

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from opkit.attn.api import attention
-from opkit.attn.masks import Causal, Dense, Mask
+from opkit.attn.diagonals import Causal
+from opkit.attn.masks import Dense, Mask
 from opkit.errors import ArgumentError, ShapeError
 
 _TORCHS = F.scaled_dot_product_attention

@@ -63,6 +63,7 @@ class Property:
         least: how many cases are tried at least, whatever ``max_examples`` is.
         first: a fixed list of cases that are tried before the search; see ``sweep``.
         forked: it may be asked in a forked process, beside others; see ``lanes``.
+        backward: it runs autograd's backward, which not every forked process can; see ``child.runs_backward``.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Property:
     least: int = 1
     first: Callable[[Subject], Sweep] | None = None
     forked: bool = False
+    backward: bool = False
 
     @property
     def group(self) -> str:

@@ -159,7 +159,7 @@ def _found(
     asked: Sequence[Property], asking: _Asking, survives: bool, tell: Callable[[Property], None]
 ) -> Generator[tuple[Property, Found]]:
     """Ask some in processes beside this one, where the operator is known to survive, and the others here meanwhile."""
-    beside = [prop for prop in asked if prop.forked and survives]
+    beside = lanes.askable([prop for prop in asked if prop.forked and survives])
     here = [prop for prop in asked if prop not in beside]
     shared = lanes.Lanes(beside, asking.ask)
     for number, prop in enumerate(here):

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opkit.attn.api import attention
-from opkit.attn.masks import And, Causal, Dense, Mask
+from opkit.attn.diagonals import Causal
+from opkit.attn.masks import And, Dense, Mask
 from opkit.attn.probabilities import spelled_out, with_probabilities
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 

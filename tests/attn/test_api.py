@@ -1,31 +1,21 @@
-"""opkit.attention: layouts, mistakes, kernels by name, transforms, compilers, and the operator's contract."""
+"""opkit.attention: layouts, mistakes, and what importing opkit leaves for later."""
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import opkit
-from opkit.attn import api, program
+from opkit.attn import api
 from opkit.attn.operator import attention_operator
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, KernelError, ShapeError
-from opkit.masks import ALiBi, Causal, KeyPadding, Not, RelativePosition, Segments, SlidingWindow, VarLen
-from opkit.testing import contract, tensor
+from opkit.masks import ALiBi, Causal, KeyPadding, RelativePosition, VarLen
 
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def inputs(batch=2, heads=4, shared=2, queries=5, keys=6, d=8, d_v=3, **options):
-    return (
-        randn(batch, heads, queries, d, **options),
-        randn(batch, shared, keys, d, **options, seed=1),
-        randn(batch, shared, keys, d_v, **options, seed=2),
-    )
-
+sys.path.insert(0, str(Path(__file__).parent))
+from attention_inputs import inputs, randn
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
@@ -175,198 +165,7 @@ def test_alibi_beside_documents_at_the_same_places_counts_within_them():
     torch.testing.assert_close(out[2:], alone)
 
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def doubling():
-    """The operator with a kernel for float32 on the CPU whose results are twice the reference's, and the kernel's calls."""
-    op, calls = attention_operator(), []
-    before = list(op._operator.kernels.kernels)
-
-    def kernel(*args):
-        calls.append(args)
-        out, lse = op.reference(*args)
-        return 2 * out, lse
-
-    op.register_kernel(
-        "cpu", kernel, name="doubling", dtypes=[torch.float32], when=lambda q: q.shape[-1] % 8 == 0, priority=9
-    )
-    yield op, calls
-    op._operator.kernels.kernels = before
-    op._backend_fns.pop("cpu", None) if not before else None
-    op._renew()
-
-
-def test_a_kernel_is_selected_forced_and_explained(doubling):
-    q, k, v = inputs()
-    assert api.select(q, k, v).kernel == "doubling"
-    refused = str(api.select(q.double(), k.double(), v.double(), mask=Causal()))
-    assert "not doubling: the arguments have torch.float64; it takes torch.float32" in refused
-    plain = opkit.attention(q, k, v, kernel="reference")
-    torch.testing.assert_close(opkit.attention(q, k, v), 2 * plain)
-    torch.testing.assert_close(opkit.attention(q, k, v, kernel="doubling"), 2 * plain)
-    torch.testing.assert_close(
-        opkit.attention(q[..., :7], k[..., :7], v), opkit.attention(q[..., :7], k[..., :7], v, kernel="reference")
-    )
-    with opkit.use_kernel(doubling[0], "reference"):
-        torch.testing.assert_close(opkit.attention(q, k, v), plain)
-
-
-@pytest.mark.parametrize("kernel", ["tiles", "decode"])
-def test_a_kernel_has_the_reference_s_gradients(kernel):
-    args = [randn(1, 4, 3, 8), randn(1, 2, 300, 8, seed=1), randn(1, 2, 300, 8, seed=2)]
-    args = [x.requires_grad_() for x in args]
-    mask, weights = Causal("bottom-right"), randn(1, 4, 3, 8, seed=3)
-    out = opkit.attention(*args, mask=mask, kernel=kernel)
-    exact = opkit.attention(*(x.double() for x in args), mask=mask)
-    grads = [torch.autograd.grad((x * weights).sum(), args) for x in (out, exact)]
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
-
-
-def test_kernels_are_chosen_by_shapes():
-    q, k = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 300, 8)
-    assert api.select(q, k, k).kernel == "decode"
-    assert api.select(q, k, k, mask=Causal("bottom-right")).kernel == "decode"
-    assert api.select(q, k[:, :, :200], k[:, :, :200]).kernel == "tiles"
-    assert api.select(q, k, k, mask=KeyPadding(torch.tensor([2, 6]))).kernel == "tiles"
-    long = [torch.zeros(1, 2, 64, 8)] * 3
-    assert api.select(*long, mask=Causal()).kernel == "tiles"
-    assert api.select(*(x.double() for x in long)).kernel == "reference"
-    assert api.select(*long, dropout_p=0.1).kernel == "reference"
-
-
-def test_a_kernel_is_called_once_for_a_mapped_call(doubling):
-    q, k, v = (torch.stack((x, x + 1)) for x in inputs())
-    out = torch.vmap(lambda *x: opkit.attention(*x, mask=Causal()))(q, k, v)
-    assert [args[0].shape for args in doubling[1]] == [(4, 4, 5, 8)]
-    for n in range(2):
-        torch.testing.assert_close(out[n], 2 * opkit.attention(q[n], k[n], v[n], mask=Causal(), kernel="reference"))
-
-
-def test_compiled_gradients_of_all_lengths_are_the_reference_s():
-    torch.compiler.reset()
-
-    def function(q, k, v):
-        return opkit.attention(q, k, v, mask=Causal("bottom-right"))
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    for queries, keys in ((5, 6), (3, 9)):
-        args = [x.requires_grad_() for x in inputs(queries=queries, keys=keys)]
-        out = opkit.attention(*args, mask=Causal("bottom-right"), kernel="reference")
-        found = compiled(*args)
-        torch.testing.assert_close(found, out)
-        weight = randn(*out.shape, seed=5)
-        pairs = [torch.autograd.grad(x, args, weight) for x in (found, out)]
-        torch.testing.assert_close(*pairs, rtol=1e-4, atol=1e-5)
-
-
-def test_the_reference_is_selected_for_what_no_kernel_takes():
-    q = torch.zeros(1, 1, 2, 4, device="meta")
-    assert opkit.attention(q, q, q).shape == (1, 1, 2, 4)
-    assert api.select(*inputs(dtype=torch.float64)).operator == "opkit::attention"
-
-
-# ---- compilers -------------------------------------------------------------------------------------------------------
-
-
-class Attention(torch.nn.Module):
-    """A mask made within the traced function, of tensors that are arguments."""
-
-    def forward(self, q, k, v, lengths, slopes):
-        mask = (Causal("bottom-right") & SlidingWindow(3)) | Not(KeyPadding(lengths))
-        bias = [ALiBi(slopes), slopes.sum().reshape(1, 1)]
-        return opkit.attention(q, k, v, mask=mask, bias=bias, sinks=slopes, softcap=5.0, return_lse=True)
-
-
-class Packed(torch.nn.Module):
-    """Packed sequences, with a mask made outside of what is traced."""
-
-    def __init__(self):
-        super().__init__()
-        self.mask = ~Segments(torch.arange(5) % 2, torch.arange(6) % 3)
-
-    def forward(self, q, k, v, starts, bias):
-        packed = [x[0].transpose(0, 1) for x in (q, k[:, :, :5], v[:, :, :5])]
-        return opkit.attention(*packed, mask=VarLen(starts) & Causal(), layout="thd"), opkit.attention(
-            q, k, v, mask=self.mask
-        )
-
-
-EXAMPLES = (
-    (Attention(), (*inputs(), torch.tensor([2, 6]), randn(4).abs())),
-    (Packed(), (*inputs(), torch.tensor([0, 2, 5]), randn(5, 6))),
-)
-each_example = pytest.mark.parametrize(("module", "args"), EXAMPLES, ids=["masks", "packed"])
-
-
-@each_example
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "opkit"])
-def test_compiled_without_a_graph_break_it_gives_the_same(module, args, backend):
-    torch.compiler.reset()
-    compiled = torch.compile(module, fullgraph=True, backend=backend)
-    torch.testing.assert_close(compiled(*args), module(*args))
-
-
-def test_compiled_gradients_are_the_eager_ones():
-    torch.compiler.reset()
-    module, args = EXAMPLES[0]
-    args = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in args]
-    wanted = [x for x in args if x.requires_grad]
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    found = [torch.autograd.grad(f(*args)[0].square().sum(), wanted) for f in (compiled, module)]
-    torch.testing.assert_close(*found)
-
-
-def test_one_graph_serves_all_lengths():
-    torch.compiler.reset()
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph
-
-    def function(q, k, v):
-        return opkit.attention(q, k, v, mask=Causal("bottom-right") & SlidingWindow(2))
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
-    for queries, keys in ((5, 6), (3, 9), (7, 7)):
-        args = inputs(queries=queries, keys=keys)
-        torch.testing.assert_close(compiled(*args), function(*args))
-    assert len(graphs) <= 2
-
-
-@each_example
-@pytest.mark.parametrize("strict", [False, True])
-def test_an_exported_program_keeps_the_operator(module, args, strict):
-    exported = torch.export.export(module, args, strict=strict)
-    assert "opkit.attention.default" in {str(node.target) for node in exported.graph.nodes}
-    torch.testing.assert_close(exported.module()(*args), module(*args))
-
-
-def test_an_exported_program_takes_other_lengths():
-    class Model(torch.nn.Module):
-        def forward(self, q, k, v):
-            return opkit.attention(q, k, v, mask=Causal("bottom-right"), layout="bshd")
-
-    queries, keys = torch.export.Dim("queries", min=2), torch.export.Dim("keys", min=2)
-    args = tuple(x.transpose(1, 2) for x in inputs())
-    exported = torch.export.export(Model(), args, dynamic_shapes=({1: queries}, {1: keys}, {1: keys}))
-    others = tuple(x.transpose(1, 2) for x in inputs(queries=3, keys=11))
-    torch.testing.assert_close(exported.module()(*others), Model()(*others))
-
-
-def test_the_reference_can_be_forced_where_a_compiler_sees_it():
-    torch.compiler.reset()
-    args = inputs()
-
-    def function(q, k, v):
-        return opkit.attention(q, k, v, mask=Causal(), kernel="reference")
-
-    torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="eager")(*args), function(*args))
-
-
-# ---- the operator ----------------------------------------------------------------------------------------------------
+# ---- attributes of opkit ---------------------------------------------------------------------------------------------
 
 
 def test_importing_opkit_leaves_attention_for_later(child_environment):
@@ -380,61 +179,6 @@ def test_importing_opkit_leaves_attention_for_later(child_environment):
     assert json.loads(run.stdout) == [[], True]
 
 
-def test_modules_with_kernels_register_them_when_the_operator_is_first_asked_for(child_environment):
-    source = """
-import sys, types, torch, opkit
-from opkit.attn import operator
-mine = types.ModuleType("mine")
-mine.register = lambda op: op.register_kernel("cpu", op.reference, name="mine", dtypes=[torch.float32])
-sys.modules["mine"], operator.KERNELS = mine, ("mine",)
-q = torch.zeros(1, 1, 2, 4)
-from opkit.attn.api import select
-print(select(q, q, q).kernel, select(q.double(), q.double(), q.double()).kernel)
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=True, env=child_environment
-    )
-    assert run.stdout.split() == ["mine", "reference"]
-
-
 def test_opkit_has_no_other_attributes():
     with pytest.raises(AttributeError, match="module 'opkit' has no attribute 'atention'"):
         opkit.atention  # noqa: B018
-
-
-def test_all_rules_are_derived_or_given():
-    described = {rule.rule: rule.origin for rule in attention_operator().describe().rules}
-    assert set(described.values()) <= {"derived", "given"}
-
-
-DTYPES = (torch.float32, torch.bfloat16)
-KINDS = {
-    "plain": ((), (), None, (), ()),
-    "masked": (
-        [tensor("b", torch.int32, low=0, high=8), tensor("1 2*g s 1", torch.bool)],
-        [tensor("1 2*g", torch.float32), tensor("b 1 s t", DTYPES)],
-        tensor("2*g", DTYPES, optional=True),
-        (program.LENGTH, 0, program.DENSE, 1, program.OR, program.NOT, program.BAND, -2, 5, program.OR),
-        (program.BIAS_ALIBI, 0, program.BIAS_DENSE, 1),
-    ),
-}
-
-
-def arguments(kind):
-    mask_tensors, bias_tensors, sinks, mask, bias = KINDS[kind]
-    qkv = (tensor("b 2*g s d", DTYPES), tensor("b g t d", DTYPES), tensor("b g t e", DTYPES))
-    return (*qkv, mask_tensors, bias_tensors, sinks, None, mask, bias, 0.5, 2.0, 0.0, kind == "masked")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_operator_keeps_its_contract(kind):
-    """The kernels take delta from the result, which is rounded to the narrow dtype: gradients that cancel show it."""
-    exclude = ["compile", "gradients.dtypes"]
-    report = opkit.check(attention_operator(), args=arguments(kind), max_examples=4, exclude=exclude, database=False)
-    report.raise_for_failures()
-    assert len(report.passed) > 50
-
-
-test_it_is_exported = contract(
-    attention_operator(), args=arguments("masked"), max_examples=2, properties=["compile.export"]
-)

@@ -172,24 +172,32 @@ def test_mask_functions(place, padding):
         assert torch.equal(dense(found, queries, keys), dense(expected, queries, keys)), name
 
 
+def packed(masks, inner, positions, sequences):
+    """What transformers makes of a mask function for packed sequences; older ones, such as 5.18, ask it of places alone."""
+    if positions_count(masks):
+        return masks.packed_sequence_compatibility_function(inner, positions, sequences)
+    return masks.and_masks(inner, masks.packed_sequence_mask_function(sequences))
+
+
+def positions_count(masks):
+    return hasattr(masks, "packed_sequence_compatibility_function")
+
+
 def test_packed_mask_functions():
     from transformers import masking_utils as masks
 
     sequences = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]] * BATCH)
     consecutive = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]] * BATCH)
-    for positions, known in ((consecutive, True), (consecutive * 2, False)):
-        for inner in (masks.causal_mask_function, masks.sliding_window_causal_mask_function(2)):
-            function = masks.packed_sequence_compatibility_function(inner, positions, sequences)
-            call = {"batch_size": BATCH, "q_length": 8, "kv_length": 8, "q_offset": 0, "kv_offset": 0}
-            call |= {"mask_function": function, "allow_is_causal_skip": False}
-            found = hugging_face_masks.mask_interface(**call)
-            assert isinstance(found, hugging_face_masks.Prepared) is known
-            assert torch.equal(dense(found, 8, 8), masks.sdpa_mask(**call))
     chunks = masks.chunked_causal_mask_function(2, torch.zeros(BATCH, dtype=torch.int64))
-    function = masks.packed_sequence_compatibility_function(chunks, consecutive, sequences)
-    assert not isinstance(
-        hugging_face_masks.mask_interface(**{**call, "mask_function": function}), hugging_face_masks.Prepared
-    )
+    of_distance = (masks.causal_mask_function, masks.sliding_window_causal_mask_function(2))
+    cases = [(inner, positions) for inner in (*of_distance, chunks) for positions in (consecutive, consecutive * 2)]
+    for inner, positions in cases:
+        call = {"batch_size": BATCH, "q_length": 8, "kv_length": 8, "q_offset": 0, "kv_offset": 0}
+        call |= {"mask_function": packed(masks, inner, positions, sequences), "allow_is_causal_skip": False}
+        found = hugging_face_masks.mask_interface(**call)
+        known = not positions_count(masks) or (positions is consecutive and inner is not chunks)
+        assert isinstance(found, hugging_face_masks.Prepared) is known
+        assert torch.equal(dense(found, 8, 8), masks.sdpa_mask(**call))
 
 
 def test_right_padding_is_a_length():

@@ -14,19 +14,11 @@ import torch
 
 import opkit
 from opkit import config, errors
-from opkit.compiler import backend, making
+from opkit.compiler import backend
 from opkit.compiler.backend import opkit_backend
-from opkit.compiler.run import library
 from opkit.compiler.run.assemble import Runner
 
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path_factory, monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "kernels"))
-    config.get.cache_clear()
-    yield
-    config.get.cache_clear()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def compiled(function, strict=True, **more):
@@ -233,83 +225,6 @@ assert os.waitpid(child, 0)[1] == 0
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Dynamo starts CUDA, which cannot be used in a forked child")
 def test_a_forked_child_and_another_number_of_threads(child_environment):
     subprocess.run([sys.executable, "-c", FORK], env={**child_environment, **os.environ}, check=True, timeout=120)
-
-
-# ---- failure ---------------------------------------------------------------------------------------------------------
-
-
-def failing(monkeypatch):
-    def wrong(graph, *rest):
-        for node in graph.nodes:
-            if node.target == "aten.exp.default":
-                raise ValueError("no exponentials")
-
-    monkeypatch.setattr(making, "lower", wrong)
-
-
-def test_a_failure_runs_in_eager_mode_and_leaves_a_script(monkeypatch, caplog, tmp_path):
-    failing(monkeypatch)
-    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path))
-    config.get.cache_clear()
-    x = torch.randn(4)
-    with caplog.at_level(logging.WARNING, "opkit.compiler"):
-        torch.testing.assert_close(compiled(lambda x: x.exp() + 1, strict=False)(x), x.exp() + 1)
-    assert "'lower'" in caplog.text
-    assert "at the node exp (aten.exp.default" in caplog.text
-    assert "no exponentials" in caplog.text
-    (script,) = (tmp_path / "failed-graphs").iterdir()
-    with pytest.raises(Exception, match="no exponentials"):
-        exec(compile(script.read_text(), script, "exec"), {})
-
-
-def test_a_failure_under_strict_raises(monkeypatch):
-    failing(monkeypatch)
-    with pytest.raises(Exception, match=r"failed on inference .* in the stage 'lower'") as caught:
-        compiled(lambda x: x.exp() + 1)(torch.randn(4))
-    assert isinstance(caught.value.inner_exception, errors.CompileError)
-
-
-def test_no_compiler(monkeypatch):
-    def missing(*_):
-        raise errors.ToolchainError("No C compiler was found.")
-
-    monkeypatch.setattr(library, "build", missing)
-    backend._warn_no_compiler.cache_clear()
-    x = torch.randn(4)
-    with pytest.warns(errors.NoCompilerWarning, match="No C compiler"):
-        torch.testing.assert_close(compiled(lambda x: x.exp() + 1, strict=False)(x), x.exp() + 1)
-
-
-def test_a_compiler_that_hangs(monkeypatch, tmp_path, caplog):
-    """It is stopped, and the graphs run in eager mode: a training goes on."""
-    hanging = tmp_path / "gcc"
-    hanging.write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
-    hanging.chmod(0o755)
-    for name, value in (("CACHE_DIR", tmp_path / "cache"), ("CC", hanging), ("BUILD_TIMEOUT", 0.3)):
-        monkeypatch.setenv(f"OPKIT_{name}", str(value))
-    config.get.cache_clear()
-    x = torch.randn(4, requires_grad=True)
-    with caplog.at_level(logging.WARNING, "opkit.compiler"):
-        compiled(lambda x: x.sin().sum(), strict=False)(x).backward()
-    torch.testing.assert_close(x.grad, x.detach().cos())
-    assert "was stopped" in caplog.text
-
-
-def test_what_is_not_for_the_compiler_runs_in_eager_mode(caplog):
-    x = torch.randn(4).to(torch.float8_e4m3fn)
-    with caplog.at_level(logging.WARNING, "opkit.compiler"):
-        assert torch.equal(compiled(lambda x: x.float() + 1)(x), x.float() + 1)
-    assert "runs in eager mode: " in caplog.text
-    assert "float8_e4m3fn" in caplog.text
-
-
-def test_an_index_out_of_range():
-    fast = compiled(lambda x, i: x[i] + 1)
-    torch.testing.assert_close(fast(torch.arange(4.0), torch.tensor([1, -1])), torch.tensor([2.0, 4.0]))
-    for _ in range(2):
-        with pytest.raises(IndexError, match=r"out of (range|bounds)"):
-            fast(torch.arange(4.0), torch.tensor([1, 9]))
-    torch.testing.assert_close(fast(torch.arange(4.0), torch.tensor([1, 0])), torch.tensor([2.0, 1.0]))
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

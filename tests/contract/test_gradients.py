@@ -204,6 +204,22 @@ def test_a_tensor_that_is_not_saved_properly(fails, save):
     assert "save_for_backward" in failure.message
 
 
+def keep_sums(ctx, inputs, output):
+    ctx.saved, ctx.sums = inputs, [float(t.detach().sum()) for t in inputs]
+
+
+def surprised(ctx, g):
+    if [float(t.detach().sum()) for t in ctx.saved] != ctx.sums:
+        raise LookupError("these sums are unknown")
+    return stale(ctx, g)
+
+
+def test_a_backward_that_stumbles_over_a_tensor_that_is_not_saved_properly(fails):
+    message = fails("gradients.saved", mul_op(surprised, keep_sums), args=TWO).message
+    assert "tensor argument 0 was modified in place" in message
+    assert "the backward raises LookupError: these sums are unknown. Save tensors with ctx.save_for_backward" in message
+
+
 def in_training_only(x):
     return x * 2 if x.requires_grad and torch.is_grad_enabled() else x * 2.5
 

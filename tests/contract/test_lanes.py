@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -63,6 +64,46 @@ def test_what_may_be_forked_is_asked_elsewhere_and_the_rest_here(monkeypatch):
     passed = named(report.passed)
     assert passed["b.here"].remarks == (str(HERE),)
     assert passed["a.there"].remarks != (str(HERE),)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_backward_is_asked_for_where_it_runs(monkeypatch, runs):
+    monkeypatch.setattr(child, "runs_backward", lambda: runs)
+    passed = named(check(monkeypatch, forked("a.there", pids), forked("a.backward", pids, backward=True)).passed)
+    assert passed["a.there"].remarks != (str(HERE),)
+    assert (passed["a.backward"].remarks != (str(HERE),)) is runs
+
+
+def test_a_forked_process_runs_a_backward_where_autograd_has_no_threads():
+    assert child.runs_backward() is (torch.accelerator.device_count() == 0)
+
+
+WITH_A_DEVICE = """
+import torch, opkit
+from torch.utils import backend_registration as registration
+from opkit.testing import tensor
+
+class Guard(registration._DummyDeviceGuard):
+    def deviceCount(self):
+        return 1
+
+registration._setup_privateuseone_for_python_backend(device_guard=Guard())
+torch.ones((), requires_grad=True).backward()
+groups = ["memory.crash", "gradients", "transforms"]
+report = opkit.check(torch.sin, args=(tensor("n"),), properties=groups, max_examples=4, database=False)
+print(report)
+passed = {each.property for each in report.passed}
+assert {"gradients.pure", "gradients.saved", "transforms.functional", "transforms.checkpoint"} <= passed
+"""
+
+
+def test_gradients_are_asked_for_on_a_machine_with_a_device(child_environment):
+    """Another device, of which torch is told in Python, for which autograd starts a thread in its first backward."""
+    run = subprocess.run(
+        [sys.executable, "-c", WITH_A_DEVICE], capture_output=True, text=True, check=False, env=child_environment
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "fork" not in run.stdout
 
 
 def test_the_report_keeps_the_order_in_which_properties_are_asked(monkeypatch):

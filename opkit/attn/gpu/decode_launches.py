@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
+from torch import Tensor
 
 from opkit.attn.gpu.decode import decode
 from opkit.attn.gpu.decode_merge import merge
 from opkit.attn.gpu.decode_plan import Blocks, Device, parts, power
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
-from opkit.op.triton.launch import Form, form_of
+from opkit.op.triton.launch import PreparedLaunch
+
+Pages = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+NO_PAGES: Pages = (None, None, None, None, None)
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_DECODED = ("q", "k", "v", "out", "lse", "sinks", "partial", "table", "lengths", "starts", "k_scale", "v_scale")
 _MERGED = ("partial", "out", "lse", "sinks", "lengths", "starts")
 _MERGE_CONSTANTS = ("GROUP", "DV", "DV_WIDE", "DV_REST", "ROWS", "BATCH", "SINKS", "PDL")
-
-
-class Launch:
-    """A kernel and the numbers that it is given, called with tensors: their kinds and places are found once."""
-
-    def __init__(self, kernel: TritonKernel, numbers: dict[str, Any]) -> None:
-        self.kernel = kernel
-        self.numbers = numbers
-        self._form: Form | None = None
-        self._asked: tuple[str, ...] = ()
-        self._constant: list[Any] = []
-
-    def __call__(self, tensors: dict[str, Any]) -> None:
-        """Launch on tensors by name, which are None where they were at the first call."""
-        form = self._form or self._found(tensors)
-        form.run_on([*map(tensors.__getitem__, self._asked), *self._constant])
-
-    def _found(self, tensors: dict[str, Any]) -> Form:
-        form = form_of(self.kernel, {**tensors, **self.numbers})
-        self._asked = tuple(name for name in form.names if name in tensors)
-        self._constant = list(self.numbers.values())
-        self._form = form
-        return form
 
 
 class Plan(NamedTuple):
@@ -52,17 +35,19 @@ class Plan(NamedTuple):
         partial: elements of what is merged.
     """
 
-    decode: Launch
-    merge: Launch | None
+    decode: PreparedLaunch
+    merge: PreparedLaunch | None
     partial: int
 
-    def run(self, tensors: dict[str, Any]) -> None:
-        """Launch on tensors by the names of the kernel's parameters."""
-        lse = tensors["lse"]
-        tensors["partial"] = lse if self.merge is None else lse.new_empty(self.partial)
-        self.decode(tensors)
+    def run(
+        self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES
+    ) -> None:
+        """Launch on what is written, sinks, ``read`` (queries, keys, values), and of pages: table, lengths, starts, scales."""
+        partial = lse if self.merge is None else lse.new_empty(self.partial)
+        given = lse if sinks is None else sinks.contiguous()
+        self.decode(*read, out, lse, given, partial, *pages)
         if self.merge is not None:
-            self.merge({name: tensors[name] for name in _MERGED})
+            self.merge(partial, out, lse, given, pages[1], pages[2])
 
 
 def plan(
@@ -84,11 +69,11 @@ def plan(
     kernel = _kernel(blocks.warps, blocks.stages, tuple(constants.items()))
     given = {**numbers, **shared, "programs": tiles * blocks.splits}
     if blocks.splits == 1:
-        return Plan(Launch(kernel, given), None, 0)
+        return Plan(PreparedLaunch(kernel, _DECODED, given), None, 0)
     merging = _merging(power(blocks.splits), constants["PAGE"] > 0, tuple((n, constants[n]) for n in _MERGE_CONSTANTS))
     width = constants["DV_WIDE"] + constants["DV_REST"] + 2
-    merged = Launch(merging, {**shared, "height": height, "programs": tiles * height})
-    return Plan(Launch(kernel, given), merged, tiles * blocks.splits * blocks.rows * width)
+    merged = PreparedLaunch(merging, _MERGED, {**shared, "height": height, "programs": tiles * height})
+    return Plan(PreparedLaunch(kernel, _DECODED, given), merged, tiles * blocks.splits * blocks.rows * width)
 
 
 def constants_of(

@@ -29,7 +29,6 @@ LARGEST_HEAD = 576
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FAR = 2**30  #: a limit of bands that no distance reaches
 TINY = 1e-30  #: stands for a scale of 0, times which minus infinity would be NaN
-_NO_PAGES = dict.fromkeys(("table", "lengths", "starts", "k_scale", "v_scale"))
 
 
 def register(op: CustomOp[Any, Any]) -> None:
@@ -103,17 +102,9 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     plans = [_plan(call, numbers, shared) for shared in ((False, True) if may_share(call.k, call.v) else (False,))]
 
     def run(q: Tensor, k: Tensor, v: Tensor, _m: Any, _b: Any, sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, out, lse = dense_rows(q), dense_rows(k), dense_rows(v), new[0](), new[1]()
-        tensors = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "out": out,
-            "lse": lse,
-            "sinks": lse if sinks is None else sinks.contiguous(),
-            **_NO_PAGES,
-        }
-        plans[len(plans) > 1 and k.data_ptr() == v.data_ptr()].run(tensors)
+        out, lse = new[0](), new[1]()
+        plan = plans[len(plans) > 1 and k.data_ptr() == v.data_ptr()]
+        plan.run(out, lse, sinks, (dense_rows(q), dense_rows(k), dense_rows(v)))
         return out, lse
 
     return run

@@ -61,13 +61,9 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     def run(*given: Any) -> tuple[Tensor, Tensor]:
         q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = given
         out, lse = new_out(), new_lse()
-        plans[len(plans) > 1 and k.data_ptr() == v.data_ptr()].run(
-            {
-                "q": dense_rows(q), "k": bytes_of(k), "v": bytes_of(v), "out": out, "lse": lse,
-                "sinks": lse if sinks is None else sinks.contiguous(), "table": dense_rows(table),
-                "lengths": lengths.contiguous(), "starts": starts.contiguous(), "k_scale": k_scale, "v_scale": v_scale,
-            }
-        )  # fmt: skip
+        pages = dense_rows(table), lengths.contiguous(), starts.contiguous(), k_scale, v_scale
+        plan = plans[len(plans) > 1 and k.data_ptr() == v.data_ptr()]
+        plan.run(out, lse, sinks, (dense_rows(q), bytes_of(k), bytes_of(v)), pages)
         return out, lse
 
     return run

@@ -1,8 +1,8 @@
 """Calls in a forked child process: one that crashes, aborts, exits or hangs ends the child, and is told as what it is.
 
 The child has everything that the parent has, so an operator of a notebook or of a test function needs no import. Pools of
-OpenMP threads, torch's or a kernel's own, do not live through fork: the child computes on one thread. Autograd's backward
-does not work there.
+OpenMP threads, torch's or a kernel's own, do not live through fork: the child computes on one thread. Nor do autograd's, of
+which there is one for each GPU: where there are any, no backward runs there.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import glob
 import json
@@ -60,6 +61,22 @@ class Ended(Exception):
 def available() -> bool:
     """Whether processes can be forked here."""
     return sys.platform == "linux"  # elsewhere, libraries that torch uses do not live through fork
+
+
+@functools.cache
+def runs_backward() -> bool:
+    """Whether autograd's backward runs in forked processes. The first one here starts a thread for each GPU, or there is none."""
+    _backward()
+    try:
+        in_child(_backward)
+    except (Ended, RuntimeError):
+        return False
+    return True
+
+
+def _backward() -> None:
+    with torch.enable_grad():
+        torch.ones((), requires_grad=True).backward()
 
 
 class Worker:

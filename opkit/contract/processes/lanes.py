@@ -38,6 +38,13 @@ _DONE = "done"
 _HEAD = struct.Struct("qqq")  # how many cases were asked, of which property the latest is, how long its text
 
 
+def askable(properties: Sequence[Property]) -> list[Property]:
+    """Those that forked processes can be asked: where none runs a backward, those that run none."""
+    if not any(prop.backward for prop in properties) or child.runs_backward():
+        return [*properties]
+    return [prop for prop in properties if not prop.backward]
+
+
 class Lanes:
     """Forked processes that share out properties; one that ends is forked anew.
 

@@ -24,10 +24,11 @@ _THREADED = {  # these need threads, which a forked process has not
     "behaviour.streams",
     "behaviour.second_device",
 }
+_BACKWARD = {"gradients", "transforms"}
 
 
 PROPERTIES: tuple[Property, ...] = tuple(
-    dataclasses.replace(prop, forked=not {prop.group, prop.name} & _THREADED)
+    dataclasses.replace(prop, forked=not {prop.group, prop.name} & _THREADED, backward=prop.group in _BACKWARD)
     for group in (schema, memory, numbers, layout, fake, gradients, transforms, compiled, behaviour)
     for prop in group.PROPERTIES
 )

@@ -252,17 +252,25 @@ def _saved(subject: Subject, case: Case) -> None:
                 _overwrite(tensor)
         except RuntimeError:
             continue  # memory that several elements share cannot be written to
-        try:
-            got = changed.vjp(grads)
-        except Exception:
-            continue  # torch found out, as it should
         where = f"where {name} was modified in place between forward and backward"
         try:
-            _equal(subject, case, numbers, got, plain, grads, where, "what was passed")
+            got = _unless_found_out(changed, grads, where)
+            if got is not None:
+                _equal(subject, case, numbers, got, plain, grads, where, "what was passed")
         except Violation as violation:
             raise Violation(
                 f"{violation}. Save tensors with ctx.save_for_backward: it raises in such a case."
             ) from None
+
+
+def _unless_found_out(graph: Graph, grads: Sequence[torch.Tensor], where: str) -> Gradients | None:
+    """The gradients, or None where torch raises, as it should, since a tensor that was saved has been modified."""
+    try:
+        return graph.vjp(grads)
+    except RuntimeError:
+        return None
+    except Exception as error:
+        raise Violation(f"{where}, the backward raises {type(error).__name__}: {error}") from error
 
 
 def _changeable(graph: Graph) -> list[tuple[str, int]]:

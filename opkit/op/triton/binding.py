@@ -15,7 +15,7 @@ from opkit.errors import DeclarationError, KernelError
 from opkit.kernels.facts import Facts
 from opkit.op.triton.evaluation import EVERYTHING, Formula, formula, ordered
 from opkit.op.triton.kernel import Descriptor, TritonKernel
-from opkit.op.triton.names import Names, Source
+from opkit.op.triton.names import Names, Source, measured
 from opkit.op.triton.parameters import Parameter
 
 _LISTS = dict.fromkeys(("ints", "floats", "bools"), "ints")
@@ -183,6 +183,8 @@ class _Binder:
         source = self.names.find(name)
         if source is None and parameter.has_default:
             constants[parameter.name] = parameter.default
+        elif source is None and measured(name) in self.absent:
+            constants[parameter.name] = 0
         elif source is None:
             raise self._unknown(parameter, name)
         elif parameter.constexpr and source.kind == "tensor":

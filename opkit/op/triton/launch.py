@@ -13,7 +13,7 @@ import contextvars
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,6 @@ class Form:
         self.bound = bind(kernel, Facts(kernel.name, self.schema, arguments, ()), absent=absent)
         self.names = tuple(argument.name for argument in arguments)
         self._check_used()
-        self._by_python = kernel.interpreted or kernel.hooked
         self._overloads: dict[str, Callable[..., Any]] = {}
         self._kept: list[Any] = []
 
@@ -68,21 +67,19 @@ class Form:
 
     def run(self, values: Mapping[str, Any]) -> None:
         """Launch the kernel."""
-        self.run_on([values[name] for name in self.names])
-
-    def run_on(self, given: list[Any]) -> None:
-        """Launch the kernel on values in the order of ``names``."""
+        given = [values[name] for name in self.names]
         recorded = _recorded.get()
         if recorded is not None:
             recorded.append(Values(self.bound, given, ()))
-        elif self._by_python:
+        elif self.bound.kernel.interpreted or self.bound.kernel.hooked:
             launched_by_triton(Values(self.bound, given, ()))
         elif private.dispatch_modes():
             wrapped(Values(self.bound, given, ()))
         else:
-            self._overload(_device(self.bound.kernel, given))(*given)
+            self.overload(_device(self.bound.kernel, given))(*given)
 
-    def _overload(self, device: str) -> Callable[..., Any]:
+    def overload(self, device: str) -> Callable[..., Any]:
+        """What launches the kernel on a device, given the values of :attr:`names`."""
         found = self._overloads.get(device)
         if found is None:
             with _lock:
@@ -138,20 +135,54 @@ def launch(kernel: TritonKernel, values: Mapping[str, Any]) -> None:
         ArgumentTypeError: a value is no tensor, number or None.
         DeclarationError: a parameter is left without a value, or nothing asks for one of ``values``.
     """
-    form_of(kernel, values).run(values)
-
-
-def form_of(kernel: TritonKernel, values: Mapping[str, Any]) -> Form:
-    """The form for values of these kinds, for callers that launch it more than once.
-
-    Raises:
-        ArgumentTypeError, DeclarationError: as :func:`launch`.
-    """
     kinds = tuple((name, _kind(kernel, name, value)) for name, value in values.items())
     form = kernel.forms.get(kinds)
     if form is None:
         form = kernel.forms[kinds] = Form(kernel, dict(kinds))
-    return form
+    form.run(values)
+
+
+class PreparedLaunch:
+    """Launches of a kernel by hand with the same numbers each time: what they have in common is worked out once.
+
+    Args:
+        kernel: what :func:`opkit.triton_kernel` gave.
+        names: of the tensors that are given with each launch, in the order in which they will be.
+        numbers: all other values, by name.
+
+    >>> # add = PreparedLaunch(kernel, ("x", "y", "out"), {"n": 1024})
+    >>> # add(x, y, out)      # as kernel(x=x, y=y, out=out, n=1024)
+    """
+
+    def __init__(self, kernel: TritonKernel, names: Sequence[str], numbers: Mapping[str, Any]) -> None:
+        self.kernel, self.names, self.numbers = kernel, tuple(names), dict(numbers)
+        self._launches: dict[tuple[bool, ...], _Launch] = {}
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        """Launch the kernel on these tensors, some of which may be None."""
+        if self.kernel.interpreted or self.kernel.hooked or _recorded.get() is not None or private.dispatch_modes():
+            launch(self.kernel, {**dict(zip(self.names, tensors, strict=True)), **self.numbers})
+            return
+        there = tuple([tensor is not None for tensor in tensors])
+        found = self._launches.get(there)
+        if found is None:
+            found = self._launches[there] = _Launch(self, tensors)
+        found(tensors)
+
+
+class _Launch:
+    """The launches of some tensors that are there and others that are None, on the device of the first."""
+
+    def __init__(self, prepared: PreparedLaunch, tensors: Sequence[torch.Tensor | None]) -> None:
+        kernel, values = prepared.kernel, {**dict(zip(prepared.names, tensors, strict=True)), **prepared.numbers}
+        kinds = tuple((name, _kind(kernel, name, value)) for name, value in values.items())
+        form = kernel.forms.get(kinds) or kernel.forms.setdefault(kinds, Form(kernel, dict(kinds)))
+        self._run: Callable[..., Any] = form.overload(_device(kernel, list(values.values())))
+        self._places = [i for i, tensor in enumerate(tensors) if tensor is not None]
+        self._numbers = [value for value in prepared.numbers.values() if value is not None]
+
+    def __call__(self, tensors: Sequence[Any]) -> None:
+        self._run(*[tensors[i] for i in self._places], *self._numbers)
 
 
 def _kind(kernel: TritonKernel, name: str, value: Any) -> str:
@@ -166,4 +197,4 @@ def _kind(kernel: TritonKernel, name: str, value: Any) -> str:
     return kind
 
 
-__all__ = ["MACHINES", "Form", "form_of", "launch"]
+__all__ = ["MACHINES", "Form", "PreparedLaunch", "launch"]

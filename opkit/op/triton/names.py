@@ -14,6 +14,16 @@ _SCALARS = {"int": "SCALAR", "float": "SCALAR", "bool": "SCALAR", "dtype": "SCAL
 _LISTS = ("ints", "floats", "bools")
 
 
+def measured(name: str) -> str:
+    """The tensor of which a name is a measure, or "".
+
+    >>> measured("x_stride_0"), measured("x")
+    ('x', '')
+    """
+    match = _MEASURE.match(name)
+    return match["of"] if match else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """Where a value of a call comes from.

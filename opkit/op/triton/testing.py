@@ -5,15 +5,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from opkit.errors import ArgumentError, KernelError, OpkitError
 from opkit.kernels.triton import compiling, resources, targets
 from opkit.op.core import Operator
 from opkit.op.example_arguments import CallSpec
+from opkit.op.triton.arguments import Values
 from opkit.op.triton.binding import Bound
-from opkit.op.triton.examples import calls_of, configs_of, request_of
+from opkit.op.triton.examples import calls_of, configs_of, request_for, request_of
+from opkit.op.triton.launch import recording
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,41 @@ def compile_for(
         for row in _rows(operator, bound, call, architectures)
     ]
     return CompileReport(tuple(rows))
+
+
+def compile_launches(function: Callable[[], object], architectures: Sequence[str]) -> CompileReport:
+    """Compile what ``function`` launches by hand, for architectures that need not be here; nothing is launched.
+
+    Args:
+        function: is called without arguments, and gives its kernels tensors on the device "meta".
+        architectures: such as "sm_80", "sm_90", "sm_100", "gfx942".
+
+    Raises:
+        ArgumentError: it launches nothing, or there is no such architecture.
+
+    >>> # import torch; from my_ops import sums      # a triton_kernel
+    >>> # print(compile_launches(lambda: sums(x=torch.empty(4096, device="meta"), out=torch.empty(4, device="meta")), ["sm_90"]))
+    """
+    for architecture in architectures:
+        targets.parse(architecture)
+    with recording() as launches:
+        function()
+    if not launches:
+        raise ArgumentError("compile_launches: the function launches no Triton kernel by hand.")
+    return CompileReport(
+        tuple(_launched(values, number, target) for target in architectures for number, values in enumerate(launches))
+    )
+
+
+def _launched(values: Values, number: int, target: str) -> Compiled:
+    row = Compiled("launch", values.bound.kernel.name, target, f"launch {number}", "")
+    try:
+        found = resources.of(compiling.build(request_for(values, None, target)))
+    except OpkitError as error:
+        return dataclasses.replace(row, error=str(error))
+    return dataclasses.replace(
+        row, registers=found.registers, shared=found.shared, spills=found.spills, threads=found.threads
+    )
 
 
 def _names(operator: Operator) -> str:

@@ -1,0 +1,309 @@
+"""How fast is ``opkit.attention`` on a GPU, beside torch's flash kernel, cuDNN, FlexAttention and FlashAttention-4?
+
+All are called in turn on the same inputs, round by round, in one process; a figure is the median of the rounds, a ratio the
+median of the rounds' own, to the fastest other. The time of a round is that of the GPU for enough calls to fill 20 ms, by events.
+FlashAttention-4 takes part where its package is installed; FlexAttention is compiled by Inductor (``--flex``)::
+
+    python benchmarks/attention_gpu.py [--what forward,backward,masks,host,numerics] [--rounds 5] [--kernel NAME] [--flex]
+        [--quick] [--markdown FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import opkit
+from opkit.masks import Causal, Segments, SlidingWindow
+
+Call = Callable[[], Any]
+SIZES = [  # batch, heads, sequence, head, causal
+    (8, 16, 2048, 128, True), (2, 16, 8192, 128, True), (1, 16, 16384, 128, True), (8, 16, 2048, 128, False),
+    (2, 16, 8192, 128, False), (16, 16, 1024, 64, True), (1, 16, 16384, 64, True), (2, 8, 8192, 256, True),
+    (16, 16, 512, 128, True),
+]  # fmt: skip
+QUICK = [(1, 2, 256, 64, True)]
+PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+_FILL = 0.02  # seconds of calls in a round
+
+
+def seconds(call: Call) -> float:
+    """The GPU's time of a call, over enough of them."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    count = max(1, min(200, int(_FILL / max(time.perf_counter() - begin, 1e-6))))
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / count
+
+
+def interleaved(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call, round by round; a call that cannot be made is left out."""
+    able = {name: call for name, call in calls.items() if _runs(name, call)}
+    times: dict[str, list[float]] = {name: [] for name in able}
+    for number in range(rounds):
+        for name in list(able) if number % 2 == 0 else list(able)[::-1]:
+            times[name].append(seconds(able[name]))
+    return times
+
+
+def _runs(name: str, call: Call) -> bool:
+    try:
+        call()
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:150]}", file=sys.stderr)
+        return False
+    return True
+
+
+def row(label: str, times: dict[str, list[float]], flops: float) -> dict[str, Any]:
+    """TFLOP/s of each, and the ratio to the fastest other."""
+    rates = {name: round(flops / statistics.median(found) / 1e12) for name, found in times.items()}
+    others = [name for name in times if name != "opkit"]
+    if not others:
+        return {"case": label, **rates}
+    best = max(others, key=lambda name: rates[name])
+    ratio = statistics.median(theirs / mine for mine, theirs in zip(times["opkit"], times[best], strict=True))
+    return {"case": label, **rates, f"{'opkit'} / best": f"{ratio:.2f} ({best})"}
+
+
+def tensors(batch: int, heads: int, length: int, head: int, count: int = 3) -> list[Tensor]:
+    """Normal ones in bfloat16, (batch, heads, length, head)."""
+    return [torch.randn(batch, heads, length, head, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+
+
+def torch_forward(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """torch's SDPA by one of its backends."""
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+@functools.cache
+def flash_attention_4() -> Callable[..., Any] | None:
+    """FlashAttention-4's function, where the package is there."""
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError:
+        return None
+    return flash_attn_func
+
+
+def forwards(q: Tensor, k: Tensor, v: Tensor, causal: bool, options: argparse.Namespace) -> dict[str, Call]:
+    """The calls of a forward, by name, each of its result."""
+    mask = Causal() if causal else None
+    found: dict[str, Call] = {"opkit": lambda: opkit.attention(q, k, v, mask=mask, kernel=options.kernel)}
+    for name, backend in PEERS.items():
+        found[name] = functools.partial(torch_forward, backend, q, k, v, causal)
+    if options.flex:
+        found["Flex"] = flex(q, k, v, causal)
+    if (fa4 := flash_attention_4()) is not None:
+        inside = [x.transpose(1, 2).contiguous().detach().requires_grad_(x.requires_grad) for x in (q, k, v)]
+        found["FA4"] = lambda: _first(fa4(*inside, causal=causal))
+    return found
+
+
+def _first(x: Any) -> Tensor:
+    return x[0] if isinstance(x, tuple) else x
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+    """FlexAttention, compiled."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    mask = create_block_mask(Causal(), None, None, q.shape[2], k.shape[2], device="cuda") if causal else None
+    return lambda: compiled(q, k, v, block_mask=mask)
+
+
+def forward(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """TFLOP/s of the forward."""
+    for *size, causal in QUICK if options.quick else SIZES:
+        batch, heads, length, head = size
+        q, k, v = tensors(*size)
+        flops = 4 * batch * heads * length * length * head * (0.5 if causal else 1)
+        with torch.no_grad():
+            yield row(label(size, causal), interleaved(forwards(q, k, v, causal, options), options.rounds), flops)
+
+
+def backward(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """TFLOP/s of the backward, by the five products that it needs at least."""
+    for *size, causal in QUICK if options.quick else SIZES:
+        batch, heads, length, head = size
+        q, k, v, gradient = tensors(*size, count=4)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        calls: dict[str, Call] = {}
+        for name, call in forwards(q, k, v, causal, options).items():
+            if _runs(name, call):
+                calls[name] = _backward(call(), (q, k, v), gradient)
+        flops = 10 * batch * heads * length * length * head * (0.5 if causal else 1)
+        yield row(label(size, causal), interleaved(calls, options.rounds), flops)
+
+
+def _backward(out: Tensor, inputs: tuple[Tensor, ...], gradient: Tensor) -> Call:
+    if out.shape != gradient.shape or out.grad_fn is None:
+        gradient = gradient.transpose(1, 2).contiguous()
+    inputs = tuple(_leaves(out)) or inputs
+    return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+
+def _leaves(out: Tensor) -> list[Tensor]:
+    """The tensors that a result was computed of."""
+    found: list[Tensor] = []
+    pending = [out.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and hasattr(node, "variable"):
+            found.append(node.variable)
+        pending += [] if node is None else [each for each, _ in node.next_functions]
+    return found
+
+
+def label(size: list[int], causal: bool) -> str:
+    """A case's name."""
+    return f"{'x'.join(map(str, size))}{' causal' if causal else ''}"
+
+
+def masks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a window and of documents, forward and backward, beside causal attention's time."""
+    size = (1, 2, 1024, 128) if options.quick else (2, 16, 16384, 128)
+    length = size[2]
+    q, k, v, gradient = tensors(*size, count=4)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    documents = (torch.arange(length, device="cuda") // (length // 8)).int()
+    cases: dict[str, Any] = {
+        "causal": Causal(),
+        f"window {length // 16}": Causal() & SlidingWindow(length // 16, 0),
+        "8 causal documents": Causal() & Segments(documents, documents),
+        "8 documents": Segments(documents, documents),
+        "none": None,
+    }
+    for name, mask in cases.items():
+        out = opkit.attention(q, k, v, mask=mask, kernel=options.kernel)
+        ahead = interleaved({"opkit": _detached(q, k, v, mask, options)}, options.rounds)["opkit"]
+        back = interleaved({"opkit": _backward(out, (q, k, v), gradient)}, options.rounds)["opkit"]
+        milliseconds = {"forward ms": ahead, "backward ms": back}
+        yield {"case": name, **{what: round(statistics.median(found) * 1e3, 3) for what, found in milliseconds.items()}}
+
+
+def _detached(q: Tensor, k: Tensor, v: Tensor, mask: Any, options: argparse.Namespace) -> Call:
+    q, k, v = (x.detach() for x in (q, k, v))
+    return lambda: opkit.attention(q, k, v, mask=mask, kernel=options.kernel)
+
+
+def host(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Microseconds of the processor for a call, of a shape so small that the GPU does not matter."""
+    q, k, v = tensors(1, 2, 64, 64)
+    for name, grad in (("forward", False), ("forward that records a gradient", True)):
+        q, k, v = (x.detach().requires_grad_(grad) for x in (q, k, v))
+        calls: dict[str, Call] = {
+            "opkit": lambda q=q, k=k, v=v: opkit.attention(q, k, v, mask=Causal(), kernel=options.kernel),
+            "SDPA": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        }
+        found = {name: statistics.median(_host(call) for _ in range(options.rounds)) for name, call in calls.items()}
+        microseconds = {name: round(value * 1e6, 1) for name, value in found.items()}
+        yield {"case": name, **microseconds, "opkit / SDPA": round(found["opkit"] / found["SDPA"], 2)}
+
+
+def _host(call: Call, count: int = 200) -> float:
+    for _ in range(20):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    found = (time.perf_counter() - start) / count
+    torch.cuda.synchronize()
+    return found
+
+
+def numerics(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Greatest errors beside float64, of the result and of the gradients, and those of torch's kernels."""
+    for head in (64,) if options.quick else (64, 128, 256):
+        for length, causal in ((512, False), (512, True), (2048, True)):
+            q, k, v, gradient = tensors(1, 4, length, head, count=4)
+            exact = _gradients(
+                functools.partial(_exact, causal=causal), [x.double() for x in (q, k, v)], gradient.double()
+            )
+            ways: dict[str, Callable[..., Tensor]] = {
+                "opkit": lambda *x, causal=causal: opkit.attention(
+                    *x, mask=Causal() if causal else None, kernel=options.kernel
+                )
+            }
+            for name, backend in PEERS.items():
+                ways[name] = lambda *x, backend=backend, causal=causal: torch_forward(backend, *x, causal)
+            found = {name: _errors(_gradients(way, [q, k, v], gradient), exact) for name, way in ways.items()}
+            yield {"case": label([1, 4, length, head], causal), **found}
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    logits = q @ k.mT / math.sqrt(q.shape[-1])
+    if causal:
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+    return logits.softmax(-1) @ v
+
+
+def _gradients(way: Callable[..., Tensor], inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = way(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+
+
+def _errors(found: list[Tensor], exact: list[Tensor]) -> str:
+    pairs = zip(found, exact, strict=True)
+    return " ".join(f"{(a.double() - b).abs().max().item() / b.abs().max().item():.1e}" for a, b in pairs)
+
+
+TABLES = {"forward": forward, "backward": backward, "masks": masks, "host": host, "numerics": numerics}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    names = list(dict.fromkeys(name for each in rows for name in each))
+    lines = ["| " + " | ".join(names) + " |", "| " + " | ".join("---" for _ in names) + " |"]
+    return "\n".join([*lines, *("| " + " | ".join(str(each.get(name, "")) for name in names) + " |" for each in rows)])
+
+
+def main() -> None:
+    """Print the tables, and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", default="forward,backward,masks,host,numerics")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kernel", default=None)
+    parser.add_argument("--flex", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/attention_gpu.py measures a GPU, and torch finds none.")
+    torch.manual_seed(0)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for what in options.what.split(","):
+        found[what] = list(TABLES[what](options))
+        print(f"\n## {what}\n\n{table(found[what])}", flush=True)
+    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tables": found}))
+    if options.markdown:
+        options.markdown.write_text("\n\n".join(f"## {what}\n\n{table(rows)}" for what, rows in found.items()) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""How large the tiles of the portable kernels are: tables, from the largest tiles to the smallest, and which row is taken."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+class Blocks(NamedTuple):
+    """Rows of queries and of keys in a tile, and the compiler's options."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Rule(NamedTuple):
+    """``blocks`` are for heads of at most ``head`` elements of at most ``size`` bytes."""
+
+    head: int
+    size: int
+    blocks: Blocks
+
+
+FORWARD = (
+    Rule(64, 2, Blocks(128, 128, 8, 3)),
+    Rule(64, 2, Blocks(128, 64, 4, 2)),
+    Rule(128, 2, Blocks(128, 64, 8, 4)),
+    Rule(128, 2, Blocks(128, 64, 8, 2)),
+    Rule(128, 2, Blocks(64, 64, 4, 2)),
+    Rule(256, 2, Blocks(64, 64, 8, 2)),
+    Rule(256, 2, Blocks(64, 32, 4, 2)),
+    Rule(1024, 2, Blocks(64, 32, 8, 2)),
+    Rule(1024, 2, Blocks(32, 16, 4, 1)),
+    Rule(64, 4, Blocks(64, 64, 4, 2)),
+    Rule(128, 4, Blocks(64, 32, 4, 2)),
+    Rule(256, 4, Blocks(32, 32, 4, 2)),
+    Rule(1024, 4, Blocks(32, 16, 4, 1)),
+)
+OF_KEYS = (
+    Rule(64, 2, Blocks(64, 64, 4, 2)),
+    Rule(128, 2, Blocks(64, 64, 4, 2)),
+    Rule(128, 2, Blocks(32, 64, 4, 2)),
+    Rule(256, 2, Blocks(64, 64, 8, 2)),
+    Rule(256, 2, Blocks(32, 64, 8, 1)),
+    Rule(256, 2, Blocks(16, 32, 4, 1)),
+    Rule(1024, 2, Blocks(16, 32, 8, 1)),
+    Rule(64, 4, Blocks(32, 32, 4, 1)),
+    Rule(128, 4, Blocks(32, 32, 4, 1)),
+    Rule(256, 4, Blocks(16, 32, 4, 1)),
+    Rule(1024, 4, Blocks(16, 16, 4, 1)),
+)
+OF_QUERIES = (
+    Rule(64, 2, Blocks(64, 64, 4, 3)),
+    Rule(64, 2, Blocks(64, 64, 4, 2)),
+    Rule(128, 2, Blocks(64, 64, 4, 2)),
+    Rule(128, 2, Blocks(64, 32, 4, 2)),
+    Rule(256, 2, Blocks(128, 64, 8, 1)),
+    Rule(256, 2, Blocks(64, 32, 8, 1)),
+    Rule(256, 2, Blocks(32, 16, 4, 1)),
+    Rule(1024, 2, Blocks(32, 16, 8, 1)),
+    Rule(64, 4, Blocks(32, 32, 4, 1)),
+    Rule(128, 4, Blocks(32, 32, 4, 1)),
+    Rule(256, 4, Blocks(32, 16, 4, 1)),
+    Rule(1024, 4, Blocks(16, 16, 4, 1)),
+)
+"""Forward; the gradients of keys and values, by tiles of keys; the gradient of queries, by tiles of queries."""
+
+_SMALLEST, _WHOLE, _LEAST_REST = 16, 512, 64
+
+
+def choose(
+    rules: tuple[Rule, ...], head: int, size: int, queries: int, memory: int, tensors: int, pair: int = 0
+) -> Blocks:
+    """The first row that is for such heads and whose tiles have room in ``memory`` bytes of shared memory.
+
+    Args:
+        rules: a table from above.
+        head: the greater of the head sizes of keys and values.
+        size: bytes of an element.
+        queries: fewer than a tile has rows make it smaller.
+        memory: of a block, in bytes.
+        tensors: how many tiles of queries' rows are kept beside those of keys and values.
+        pair: bytes that are read for each pair of a query and a key, of masks and biases.
+
+    >>> choose(FORWARD, 128, 2, 4096, 232448, 1)
+    Blocks(rows=128, keys=64, warps=8, stages=4)
+    """
+    fitting = [rule.blocks for rule in rules if head <= rule.head and size <= rule.size]
+    roomy = [each for each in fitting if _bytes(each, head, size, tensors, pair) <= memory]
+    found = (roomy or fitting[-1:])[0]
+    while found.rows > _SMALLEST and found.rows >= 2 * queries:
+        found = found._replace(rows=found.rows // 2, warps=max(4, found.warps // 2))
+    return found
+
+
+def _bytes(blocks: Blocks, head: int, size: int, tensors: int, pair: int) -> int:
+    padded = sum(parts(head)) * size
+    pairs = blocks.rows * blocks.keys * pair * (blocks.stages + 1)
+    return padded * (tensors * blocks.rows + 2 * blocks.stages * blocks.keys) + pairs
+
+
+def parts(size: int) -> tuple[int, int]:
+    """A power of two that holds a head size, and 0; of more than 512 that, and a power of two for the rest.
+
+    Smaller heads are padded rather than read in two parts, of which the second gave wrong results in bfloat16 on Hopper (Triton
+    3.6) where it was the narrower one of values.
+
+    >>> parts(128), parts(96), parts(7), parts(576)
+    ((128, 0), (128, 0), (16, 0), (512, 64))
+    """
+    above = 1 << (max(size, _SMALLEST) - 1).bit_length()
+    if above <= _WHOLE:
+        return above, 0
+    return above // 2, max(_LEAST_REST, 1 << (size - above // 2 - 1).bit_length())
+
+
+def tiles_in(count: int, size: int) -> int:
+    """How many tiles of a size there are in a count, the last perhaps not whole."""
+    return -(-count // size)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """The bytes of shared memory that a block may have; of a CPU, where Triton interprets, those of an H200."""
+    if device.type != "cuda":
+        return 232448
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 65536))

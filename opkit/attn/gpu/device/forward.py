@@ -1,0 +1,180 @@
+"""The forward kernel in plain Triton: any GPU, dtype, head size, mask, bias.
+
+A program has one tile of queries of one head and goes over the tiles of keys that it sees, first over those that it sees wholly,
+for which no mask is evaluated, then over the others (Dao, "FlashAttention-2", 2023, https://arxiv.org/abs/2307.08691). Logits
+are in base 2, the softmax is online, a query that sees nothing gives zeros.
+
+FLOPs: ``2 * (d + d_v)`` for each pair of a query and a key of a live tile; bytes: the queries and results once, keys and values
+once for each tile of queries, from L2 where those of one head fit there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from opkit.attn.gpu.device.programs import LOG2E, kept
+from opkit.attn.gpu.device.tile import columns_of, logits, rows_of, seen, store_rows, tiles_of_keys
+
+LN2 = tl.constexpr(0.6931471805599453)
+RUN_TIME = (
+    *("programs", "heads", "group", "queries", "keys", "lower", "upper", "threshold"),
+    *("lse_stride_0", "lse_stride_1", "lengths_stride_0"),
+    *(f"{of}_stride_{k}" for of in ("tiles", "counts") for k in range(3)),
+    *(f"n{i}" for i in range(8)),
+    *(f"t{i}_stride_{k}" for i in range(6) for k in range(3)),
+)  # fmt: skip
+"""Numbers whose values are not compiled in: they change with the batch and with sequences."""
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def attention_forward(
+    q, k, v, out, lse, sinks, seed, lengths, tiles, counts,
+    q_stride_0, q_stride_1, q_stride_2, k_stride_0, k_stride_1, k_stride_2, v_stride_0, v_stride_1, v_stride_2,
+    out_stride_0, out_stride_1, out_stride_2, lse_stride_0, lse_stride_1, lengths_stride_0,
+    tiles_stride_0, tiles_stride_1, tiles_stride_2, counts_stride_0, counts_stride_1, counts_stride_2,
+    t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3, t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3,
+    t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3, t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3,
+    t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3, t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3,
+    n0, n1, n2, n3, n4, n5, n6, n7,
+    programs, heads, group, queries, keys, lower, upper, scale, softcap, threshold, rescale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr,
+    FOLDED: tl.constexpr, DROPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Queries ``ROWS * program_id(0)`` and those after them, of head ``program_id(1)``; of bands the last tiles come first."""
+    slots = (
+        (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
+        (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
+        (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
+    )  # fmt: skip
+    numbers = (n0, n1, n2, n3, n4, n5, n6, n7)
+    tile = tl.program_id(0)
+    if BANDED:
+        tile = tl.num_programs(0) - 1 - tile
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    first = tile * ROWS
+    i = first + tl.arange(0, ROWS)
+    q += b.to(tl.int64) * q_stride_0 + h.to(tl.int64) * q_stride_1
+    k += b.to(tl.int64) * k_stride_0 + (h // group).to(tl.int64) * k_stride_1
+    v += b.to(tl.int64) * v_stride_0 + (h // group).to(tl.int64) * v_stride_1
+    q0 = rows_of(q, q_stride_2, i, queries, 0, D0, D, True)
+    q1 = q0
+    if D1 > 0:
+        q1 = rows_of(q, q_stride_2, i, queries, D0, D1, D, True)
+
+    limit = keys
+    if lengths is not None:
+        limit = tl.minimum(tl.maximum(tl.load(lengths + b * lengths_stride_0), 0), keys)
+    if LISTED:
+        tiles += b * tiles_stride_0 + h * tiles_stride_1 + tile * tiles_stride_2
+        counts += b * counts_stride_0 + h * counts_stride_1 + tile * counts_stride_2
+        full, total = tl.load(counts), tl.load(counts + 1)
+        begin = full * 0
+        partial = begin
+        last = tl.cdiv(keys, KEYS) - 1
+    else:
+        low, high = lower, upper
+        if not BANDED:
+            low, high = -keys - queries, keys + queries
+        rows_end = tl.minimum(first + ROWS, queries) - 1
+        start, begin, end, stop = tiles_of_keys(first, rows_end, low, high, limit, KEYS)
+        if len(MASK) > 0:  # without lists of tiles each one that the bands leave is asked
+            begin, end = start, start
+        full, partial = end - begin, begin - start
+        total, last = stop - start, start
+
+    m, l = _started(sinks, h, ROWS)
+    acc0 = tl.zeros([ROWS, E0], tl.float32)
+    acc1 = tl.zeros([ROWS, E1 if E1 > 0 else 16], tl.float32)
+    row = b * heads + h
+    shift = keys - queries
+    for t in tl.range(0, full):
+        if LISTED:
+            n = tl.load(tiles + t)
+        else:
+            n = begin + t
+        m, l, acc0, acc1 = _step(
+            n, m, l, acc0, acc1, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit, shift,
+            lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, E1, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED,
+            KEYS, PRECISION, False,
+        )  # fmt: skip
+    for t in tl.range(0, total - full):
+        if LISTED:
+            n = tl.load(tiles + last - t)
+        else:
+            n = tl.where(t < partial, start + t, end + t - partial)
+        m, l, acc0, acc1 = _step(
+            n, m, l, acc0, acc1, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit, shift,
+            lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, E1, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED,
+            KEYS, PRECISION, True,
+        )  # fmt: skip
+
+    factor = 1.0 / tl.where(l == 0, 1.0, l)
+    out += b.to(tl.int64) * out_stride_0 + h.to(tl.int64) * out_stride_1
+    store_rows(out, out_stride_2, i, queries, acc0 * factor[:, None], 0, E0, E)
+    if E1 > 0:
+        store_rows(out, out_stride_2, i, queries, acc1 * factor[:, None], E0, E1, E)
+    lse += b.to(tl.int64) * lse_stride_0 + h * lse_stride_1
+    tl.store(lse + i, (m + tl.log2(l)) * LN2, mask=i < queries)
+
+
+@triton.jit
+def _started(sinks, h, ROWS: tl.constexpr):
+    """The greatest logit and the sum of a row that has seen nothing but its head's sink."""
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    if sinks is not None:
+        m = tl.zeros([ROWS], tl.float32) + tl.load(sinks + h).to(tl.float32) * LOG2E
+    return m, tl.where(m == float("-inf"), 0.0, 1.0)
+
+
+@triton.jit
+def _step(
+    n, m, l, acc0, acc1, q0, q1, k, v, k_row, v_row, seed, slots, numbers, b, h, row, i, queries, limit, shift,
+    lower, upper, scale, softcap, threshold, rescale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
+    DROPPED: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: the greatest logits, the sums and the results so far."""
+    j = n * KEYS + tl.arange(0, KEYS)
+    s = tl.dot(q0, columns_of(k, k_row, j, limit, 0, D0, D, PARTIAL), input_precision=PRECISION)
+    if D1 > 0:
+        s = tl.dot(q1, columns_of(k, k_row, j, limit, D0, D1, D, PARTIAL), s, input_precision=PRECISION)
+    if not FOLDED:
+        s, _ = logits(
+            s, scale, softcap, slots, numbers, b, h, i[:, None], j[None, :], queries, limit, shift, BIAS, CAPPED
+        )
+    if PARTIAL:
+        shown = seen(slots, numbers, b, h, i[:, None], j[None, :], queries, limit, lower, upper, MASK, BANDED)
+        s = tl.where(shown, s, float("-inf"))
+    fold = scale * LOG2E if FOLDED else 1.0
+    top = tl.maximum(m, tl.max(s, 1) * fold)
+    base = top
+    if PARTIAL or len(BIAS) > 0:
+        base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
+    p = tl.exp2(s * fold - base[:, None])
+    decay = tl.exp2(m - base)
+    l = l * decay + tl.sum(p, 1)
+    if DROPPED:
+        p = tl.where(kept(seed, threshold, row, i, n * KEYS + 4 * tl.arange(0, KEYS // 4)), p * rescale, 0.0)
+    v0 = rows_of(v, v_row, j, limit, 0, E0, E, PARTIAL)
+    acc0 = _weighed(acc0 * decay[:, None], p, v0, shown if PARTIAL else s, PRECISION, PARTIAL)
+    if E1 > 0:
+        v1 = rows_of(v, v_row, j, limit, E0, E1, E, PARTIAL)
+        acc1 = _weighed(acc1 * decay[:, None], p, v1, shown if PARTIAL else s, PRECISION, PARTIAL)
+    return top, l, acc0, acc1
+
+
+@triton.jit
+def _weighed(acc, p, v, shown, PRECISION: tl.constexpr, PARTIAL: tl.constexpr):
+    """``acc + p @ v``. What is not finite in a partly visible tile reaches the queries that see it, as NaN, and no others."""
+    if PARTIAL:
+        odd = ~(tl.abs(v.to(tl.float32)) < float("inf"))
+        v = tl.where(odd, 0.0, v).to(v.dtype)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        if tl.max(odd.to(tl.int32)) > 0:
+            met = tl.dot(shown.to(tl.float16), odd.to(tl.float16))
+            acc = tl.where(met > 0, float("nan"), acc)
+        return acc
+    return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)

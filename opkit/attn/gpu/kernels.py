@@ -1,0 +1,123 @@
+"""The kernels of ``opkit::attention`` for GPUs: which calls they take, and their registration. Triton is imported by a call."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkit import config
+from opkit.attn import gradients
+from opkit.attn.calls import Call, GradientCall
+from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit
+from opkit.errors import KernelError
+from opkit.op.operator import CustomOp
+from opkit.op.prepared import PreparedKernel
+
+NAME = "triton"
+LARGEST_HEAD, LARGEST_VALUES = 576, 512
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_BIASES = (*_DTYPES, torch.float64)
+
+
+def device() -> str:
+    """The device that the kernels are for: in a process in which Triton interprets, the processor."""
+    return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+def register(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::attention`` and ``opkit::attention_backward`` their kernels for GPUs."""
+    op.register_kernel(device(), forward, when=takes, name=NAME)
+    gradients.backward_operator().register_kernel(device(), backward, when=takes_gradients, name=NAME)
+
+
+def takes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    sinks: Tensor | None,
+    mask: list[int],
+    bias: list[int],
+) -> bool:
+    """Whether :func:`forward` takes a call: no float64, heads of at most 576, values' of at most 512, all tensors there."""
+    if q.dtype not in _DTYPES or not shapes_fit(q, k, v) or q.shape[3] > LARGEST_HEAD:
+        return False
+    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if v.shape[3] > LARGEST_VALUES or (sinks is not None and tuple(sinks.shape) != (q.shape[1],)):
+        return False
+    added = all(each.dtype in _BIASES for each in bias_tensors) and bias_fits(bias, bias_tensors, sizes)
+    return q.shape[3] > 0 and added and mask_fits(mask, mask_tensors, sizes)
+
+
+def takes_gradients(
+    gradient: Tensor,
+    of_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    mask: list[int],
+    bias: list[int],
+) -> bool:
+    """Whether :func:`backward` takes a call."""
+    if not takes(q, k, v, mask_tensors, bias_tensors, None, mask, bias):
+        return False
+    results = all(each.shape == (*q.shape[:3], v.shape[3]) and each.dtype == q.dtype for each in (out, gradient))
+    sums = [lse] if of_lse is None else [lse, of_lse]
+    return results and all(each.shape == q.shape[:3] and each.dtype == torch.float32 for each in sums)
+
+
+@PreparedKernel
+def forward(*given: Any) -> Any:
+    """The operator's result and log-sum-exp, of its own arguments.
+
+    Raises:
+        KernelError: it does not take the call, or batch invariance is asked for.
+    """
+    call = Call(*given)
+    _see_to(takes(*call[:6], call.mask, call.bias), call)
+    _refuse_batch_invariance()
+    from opkit.attn.gpu import portable
+
+    return portable.forward(call)
+
+
+@PreparedKernel
+def backward(*given: Any) -> Any:
+    """The gradients of q, k and v, and delta; its arguments are a :class:`~opkit.attn.calls.GradientCall`.
+
+    Raises:
+        KernelError: it does not take the call.
+    """
+    call = GradientCall(*given)
+    _see_to(takes_gradients(*call[:11]), call)
+    from opkit.attn.gpu import portable_backward
+
+    return portable_backward.backward(call)
+
+
+def _refuse_batch_invariance() -> None:
+    if config.get().batch_invariant:
+        raise KernelError(
+            "opkit::attention: OPKIT_BATCH_INVARIANT is set, and no kernel for GPUs promises results that do not depend on what "
+            "is computed beside them. Unset it, move the call to the CPU, or force kernel='reference'."
+        )
+
+
+def _see_to(fits: bool, call: Call | GradientCall) -> None:
+    """A kernel that is forced is not asked whether it takes the call."""
+    if not fits:
+        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in (call.q, call.k, call.v))
+        raise KernelError(
+            f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}. It "
+            f"takes bfloat16, float16 and float32, heads of at most {LARGEST_HEAD} (of values {LARGEST_VALUES}), and tensors "
+            "as opkit.attention makes them. Leave the choice to opkit, which opkit.attn.api.select explains, or force "
+            "kernel='reference'."
+        )

@@ -1,0 +1,102 @@
+"""The lists of live tiles of a call, built on the GPU and kept while the tensors of its mask stay what they are."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opkit.attn.gpu import plans
+from opkit.attn.gpu.blocks import Blocks, tiles_in
+from opkit.attn.gpu.device.tile_lists import tile_lists
+from opkit.attn.gpu.plans import Shape
+from opkit.op.triton.declare import triton_kernel
+from opkit.op.triton.kernel import TritonKernel
+
+_SOME = 32  # tiles that a program looks at together
+_MOST = 64  # lists that are kept
+FEW = 4  #: tiles; of fewer keys or queries each tile is asked in the kernel itself
+
+
+class Lists(NamedTuple):
+    """Tiles and counts as :func:`opkit.attn.gpu.device.tile_lists.tile_lists` writes them, with the call's batch and heads."""
+
+    tiles: Tensor
+    counts: Tensor
+
+
+class _Kept(NamedTuple):
+    lists: Lists
+    tensors: tuple[weakref.ref[Tensor], ...]
+
+
+_kept: collections.OrderedDict[Any, _Kept] = collections.OrderedDict()
+_lock = threading.Lock()
+
+
+def worth_it(shape: Shape, blocks: Blocks, queries: int, keys: int) -> bool:
+    """Whether lists are built: the mask says more than bands and lengths, and there are tiles enough to leave some out."""
+    return bool(shape.mask) and tiles_in(queries, blocks.rows) * tiles_in(keys, blocks.keys) > FEW
+
+
+def lists_of(call: Any, shape: Shape, blocks: Blocks, by_keys: bool) -> Lists:
+    """The lists of a call: of each tile of queries the tiles of keys, or ``by_keys`` the other way round."""
+    masks = list(call.mask_tensors)
+    sizes = (*call.q.shape[:3], call.k.shape[2])
+    if call.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _built(shape, masks, blocks, sizes, by_keys, call.q.device)
+    key = (shape, blocks[:2], sizes, by_keys, _stream(call.q.device), tuple((id(x), x._version) for x in masks))
+    with _lock:
+        found = _kept.get(key)
+        if found is not None and all(ref() is x for ref, x in zip(found.tensors, masks, strict=True)):
+            _kept.move_to_end(key)
+            return found.lists
+    lists = _built(shape, masks, blocks, sizes, by_keys, call.q.device)
+    with _lock:
+        _kept[key] = _Kept(lists, tuple(weakref.ref(x) for x in masks))
+        while len(_kept) > _MOST:
+            _kept.popitem(last=False)
+    return lists
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+@functools.cache
+def _kernel(constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
+    return triton_kernel(tile_lists, grid=lambda own, programs: (own, programs), num_warps=4, **dict(constants))
+
+
+def _built(
+    shape: Shape, masks: Sequence[Tensor], blocks: Blocks, sizes: Sequence[int], by_keys: bool, device: torch.device
+) -> Lists:
+    slots = plans.slots_of(shape, masks, [], sizes, of_biases=False)
+    batch, heads = _depends(slots, [masks[n] for n in shape.lengths], sizes)
+    counted = tiles_in(sizes[2], blocks.rows), tiles_in(sizes[3], blocks.keys)
+    own, others = counted[::-1] if by_keys else counted
+    tiles = torch.empty((batch, heads, own, others), dtype=torch.int32, device=device)
+    counts = torch.empty((batch, heads, own, 2), dtype=torch.int32, device=device)
+    constants = {
+        "MASK": shape.mask, "BANDED": shape.banded, "BY_KEYS": by_keys, "ROWS": blocks.rows, "KEYS": blocks.keys,
+        "SOME": min(_SOME, 1 << (others - 1).bit_length()),
+    }  # fmt: skip
+    tensors = dict(zip(plans.TENSORS, plans.tensors_of(shape, masks, slots, sizes[0]), strict=True))
+    _kernel(tuple(constants.items()))(
+        tiles=tiles, counts=counts, own=own, programs=batch * heads, heads=heads, queries=sizes[2], keys=sizes[3],
+        **tensors, **plans.numbers_of(shape),
+    )  # fmt: skip
+    return Lists(tiles.expand(*sizes[:2], -1, -1), counts.expand(*sizes[:2], -1, -1))
+
+
+def _depends(slots: Sequence[Tensor | None], lengths: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, int]:
+    """How many batches and heads have lists of their own."""
+    batches = any(x is not None and x.stride(0) for x in slots) or any(x.shape[0] > 1 for x in lengths)
+    heads = any(x is not None and x.stride(1) for x in slots)
+    return (sizes[0] if batches else 1), (sizes[1] if heads else 1)

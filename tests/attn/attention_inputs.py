@@ -1,0 +1,15 @@
+"""Queries, keys and values for tests of opkit.attention: in float32, of one seed each."""
+
+import torch
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(batch=2, heads=4, shared=2, queries=5, keys=6, d=8, d_v=3, **options):
+    return (
+        randn(batch, heads, queries, d, **options),
+        randn(batch, shared, keys, d, **options, seed=1),
+        randn(batch, shared, keys, d_v, **options, seed=2),
+    )

@@ -1,0 +1,51 @@
+"""Where kernels for GPUs run in tests: in Triton's interpreter, on CPU tensors, and on a GPU where there is one."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from opkit.attn import gradients
+from opkit.attn.operator import attention_operator
+from opkit.op.operator import use_kernel
+from opkit.testing import Interpreter
+
+
+class Interpreted:
+    """Operators in the interpreter, which computes no products of bfloat16."""
+
+    narrow = torch.float16
+
+    def __init__(self, process):
+        self.process = process
+
+    def __call__(self, op, *args, kernel="triton"):
+        return self.process(op, *args, kernel=kernel)
+
+
+class OnGpu:
+    """Operators on the GPU; their arguments and results are on the CPU."""
+
+    narrow = torch.bfloat16
+
+    def __call__(self, op, *args, kernel="triton"):
+        found = {"opkit::attention": attention_operator, "opkit::attention_backward": gradients.backward_operator}[op]()
+        there = pytree.tree_map_only(torch.Tensor, lambda x: x.cuda(), args)
+        with use_kernel(found, kernel):
+            return pytree.tree_map_only(torch.Tensor, lambda x: x.cpu(), found(*there))
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    with Interpreter("opkit.attn.api") as process:
+        yield process
+
+
+@pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
+def run(request):
+    """Calls an operator by name with a kernel by name."""
+    return OnGpu() if request.param == "gpu" else Interpreted(request.getfixturevalue("interpreter"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)

@@ -1,0 +1,63 @@
+"""opkit::attention as an operator: its rules, and the contract that it keeps."""
+
+import pytest
+import torch
+
+import opkit
+from opkit.attn import program
+from opkit.attn.operator import attention_operator
+from opkit.testing import contract, tensor
+
+
+def test_all_rules_are_derived_or_given():
+    described = {rule.rule: rule.origin for rule in attention_operator().describe().rules}
+    assert set(described.values()) <= {"derived", "given"}
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+KINDS = {
+    "plain": ((), (), None, (), ()),
+    "masked": (
+        [tensor("b", torch.int32, low=0, high=8), tensor("1 2*g s 1", torch.bool)],
+        [tensor("1 2*g", torch.float32), tensor("b 1 s t", DTYPES)],
+        tensor("2*g", DTYPES, optional=True),
+        (program.LENGTH, 0, program.DENSE, 1, program.OR, program.NOT, program.BAND, -2, 5, program.OR),
+        (program.BIAS_ALIBI, 0, program.BIAS_DENSE, 1),
+    ),
+}
+
+
+def arguments(kind):
+    mask_tensors, bias_tensors, sinks, mask, bias = KINDS[kind]
+    qkv = (tensor("b 2*g s d", DTYPES), tensor("b g t d", DTYPES), tensor("b g t e", DTYPES))
+    return (*qkv, mask_tensors, bias_tensors, sinks, None, mask, bias, 0.5, 2.0, 0.0, kind == "masked")
+
+
+ASKED = """
+behaviour.arguments behaviour.concurrent behaviour.deterministic behaviour.first behaviour.global_state behaviour.history
+behaviour.settings behaviour.threads behaviour.values
+fake.accepts fake.aliasing fake.dtype fake.effects fake.offset fake.requires_grad fake.shapes fake.strides fake.symbolic
+gradients.accepts gradients.forward gradients.incoming gradients.linear gradients.lost gradients.no_grad gradients.pure
+gradients.reference gradients.saved gradients.second gradients.subsets gradients.undefined
+layout.expanded layout.same_tensor layout.shared_storage layout.strides layout.views
+memory.allocations memory.crash memory.guard memory.leak memory.read_only memory.red_zone memory.uninitialized
+numbers.accepts numbers.dtypes numbers.empty numbers.extreme numbers.kernels numbers.reference
+schema.alias schema.defaults schema.kinds schema.mutation schema.returns
+transforms.autocast transforms.checkpoint transforms.functional transforms.functionalize transforms.modes transforms.vmap
+"""
+WITH_INTEGERS = {"plain": (), "masked": ("numbers.integers", "numbers.scalars")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_operator_keeps_its_contract(kind):
+    """The kernels take delta from the result, which is rounded to the narrow dtype: gradients that cancel show it."""
+    exclude = ["compile", "gradients.dtypes"]
+    report = opkit.check(attention_operator(), args=arguments(kind), max_examples=4, exclude=exclude, database=False)
+    report.raise_for_failures()
+    passed = {each.property for each in report.passed}
+    assert not {*ASKED.split(), *WITH_INTEGERS[kind]} - passed
+
+
+test_it_is_exported = contract(
+    attention_operator(), args=arguments("masked"), max_examples=2, properties=["compile.export"]
+)

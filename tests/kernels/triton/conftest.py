@@ -1,0 +1,77 @@
+"""Fixtures of tests of Triton kernels: settings for tuning, and packages that are built for a GPU that there is not."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from opkit import config
+from opkit.kernels.triton import compiling, packaged, tuning
+from opkit.op.triton import machine
+
+sys.path.insert(0, str(Path(__file__).parent))
+from packing import Gpu, Package, named
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """A cache of the test's own, in what looks like a new process; ``settings(tune=...)`` sets more."""
+
+    def choose(**values):
+        chosen = config.Config(**{"cache_dir": tmp_path / "cache", **values})
+        monkeypatch.setattr(config, "get", lambda: chosen)
+
+    choose()
+    tuning.forget()
+    yield choose
+    tuning.forget()
+
+
+@pytest.fixture
+def gpu(fake, monkeypatch):
+    made = Gpu()
+    build, opened = compiling.build, packaged._opened
+
+    def built(request):
+        made.compiled.append(request)
+        return named(build(request))
+
+    def found(folder, chosen):
+        made.found.append(chosen)
+        return opened(folder, chosen)
+
+    monkeypatch.setitem(machine.MACHINES, "cpu", made.machine(fake.driver))
+    monkeypatch.setattr(compiling, "build", built)
+    monkeypatch.setattr(packaged, "_opened", found)
+    return made
+
+
+@pytest.fixture(scope="module")
+def triton_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+@pytest.fixture
+def pack(tmp_path, gpu, monkeypatch):
+    settings = config.Config(cache_dir=tmp_path / "cache", verify=False, bridge=False)
+    monkeypatch.setattr(config, "get", lambda: settings)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    made = Package(tmp_path)
+    yield made
+    made.forget()
+
+
+@pytest.fixture
+def no_compiler(pack, monkeypatch):
+    """Call after building: nothing may be compiled any more."""
+
+    def forbid():
+        def refuse(*args, **options):
+            raise AssertionError("Triton compiles")
+
+        monkeypatch.setattr("triton.compiler.compiler.compile", refuse)
+        monkeypatch.setattr(compiling, "build", refuse)
+
+    return forbid

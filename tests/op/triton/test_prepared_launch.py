@@ -1,0 +1,98 @@
+"""Launches by hand whose numbers stay the same. The driver is a fake."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import opkit
+from opkit.errors import ArgumentError, DeclarationError
+from opkit.op.triton.launch import PreparedLaunch, recording
+from opkit.testing import compile_launches
+
+
+@triton.jit
+def biased(x, bias, out, bias_stride_0, n, scale, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, at < n) * scale
+    if bias is not None:
+        value += tl.load(bias + at * bias_stride_0, at < n)
+    tl.store(out + at, value, at < n)
+
+
+def kernel(**options):
+    return opkit.triton_kernel(biased, grid=lambda n, BLOCK: triton.cdiv(n, BLOCK), **{"BLOCK": 64, **options})
+
+
+def parameters(row):
+    return [int.from_bytes(bytes.fromhex(part), "little") for part in row[-1].split()]
+
+
+def test_tensors_come_in_order_and_numbers_are_known(device):
+    launch = PreparedLaunch(kernel(), ("x", "bias", "out"), {"n": 100, "scale": 0.5})
+    x, bias = torch.ones(100), torch.ones(200)[::2]
+    for _ in range(3):
+        out = torch.empty(100)
+        launch(x, bias, out)
+        assert parameters(device.launches[-1])[:5] == [x.data_ptr(), bias.data_ptr(), out.data_ptr(), 2, 100]
+    assert device.grids == ["2,1,1"] * 3
+    assert len(device.requests) == 1
+
+
+def test_a_tensor_that_is_none_is_compiled_without_and_its_strides_are_0(device):
+    launch = PreparedLaunch(kernel(), ("x", "bias", "out"), {"n": 100, "scale": 0.5})
+    x, out = torch.ones(100), torch.empty(100)
+    launch(x, None, out)
+    launch(x, x, out)
+    launch(x, None, out)
+    assert [request.signature["bias"] for request in device.requests] == ["constexpr", "*fp32"]
+    assert device.requests[0].constexprs["bias"] is None
+    assert parameters(device.launches[0])[2:4] == [0, 100]
+    assert parameters(device.launches[2])[2:4] == [0, 100]
+
+
+def test_what_a_launch_by_hand_would_refuse(device):
+    launch = PreparedLaunch(kernel(), ("x", "bias", "out", "more"), {"n": 100, "scale": 0.5})
+    with pytest.raises(DeclarationError, match="launched with more=, for which nothing asks"):
+        launch(torch.ones(100), None, torch.empty(100), torch.ones(1))
+
+
+def test_it_is_recorded_as_a_launch_by_hand_is():
+    launch = PreparedLaunch(kernel(), ("x", "bias", "out"), {"n": 100, "scale": 0.5})
+    with recording() as launches:
+        launch(torch.ones(100), None, torch.empty(100))
+        kernel()(x=torch.ones(100), bias=None, out=torch.empty(100), n=100, scale=0.5)
+    first, second = ({name: value for name, value in each.named().items() if name in "n scale"} for each in launches)
+    assert first == second == {"n": 100, "scale": 0.5}
+
+
+def test_launches_are_compiled_for_gpus_that_are_not_here():
+    def call():
+        x = torch.empty(100, device="meta")
+        PreparedLaunch(kernel(), ("x", "bias", "out"), {"n": 100, "scale": 0.5})(x, None, x)
+        kernel()(x=x, bias=x, out=x, n=100, scale=0.5)
+
+    report = compile_launches(call, ["sm_90", "gfx942"])
+    assert [(row.target, row.kernel, row.example) for row in report.rows] == [
+        (target, "biased", f"launch {number}") for target in ("sm_90", "gfx942") for number in (0, 1)
+    ]
+    assert all(row.registers > 0 for row in report.rows)
+    assert "biased" in str(report)
+
+
+@triton.jit
+def broken(x):
+    tl.store(x, undefined)
+
+
+def test_a_launch_that_does_not_compile_says_so():
+    report = compile_launches(lambda: opkit.triton_kernel(broken, grid=1)(x=torch.empty(1, device="meta")), ["sm_90"])
+    assert not report.ok
+    assert "undefined" in report.failures[0].error
+
+
+def test_nothing_to_compile():
+    with pytest.raises(ArgumentError, match="launches no Triton kernel by hand"):
+        compile_launches(lambda: None, ["sm_90"])
+    with pytest.raises(ArgumentError, match="no architecture"):
+        compile_launches(lambda: None, ["sm_1"])
