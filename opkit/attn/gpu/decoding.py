@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from opkit import config
 from opkit.attn import program
 from opkit.attn.allocation import dense_rows, like, rows
 from opkit.attn.calls import Call
@@ -78,6 +79,19 @@ def _see_to(call: Call) -> None:
     )
 
 
+def refuse_batch_invariance(operator: str) -> None:
+    """How a call is divided, and so the last bits of its results, depends on how many sequences it has.
+
+    Raises:
+        KernelError: ``OPKIT_BATCH_INVARIANT`` is set.
+    """
+    if config.get().batch_invariant:
+        raise KernelError(
+            f"{operator}: OPKIT_BATCH_INVARIANT is set, and kernel {NAME!r} divides a call by how many sequences it has. "
+            "Unset it, move the call to the CPU, or force kernel='reference'."
+        )
+
+
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
@@ -89,10 +103,11 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     from shapes and the GPU alone, and splits are merged in order: equal calls give equal bits. Nothing waits for the GPU.
 
     Raises:
-        KernelError: it was forced on a call that it does not compute.
+        KernelError: it was forced on a call that it does not compute, or batch invariance is asked for.
     """
     call = Call(*given)
     _see_to(call)
+    refuse_batch_invariance("opkit::attention")
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
     out = rows(call.q, call.v.shape[3], call.heads_inside)
     new = like(out), like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, like
 from opkit.attn.gpu.decode_plan import Shape, blocks_of, device_of, power
-from opkit.attn.gpu.decoding import FAR, FLOATS, LARGEST_HEAD, NAME, index_of, may_share, numbers_of, where
+from opkit.attn.gpu.decoding import (
+    FAR,
+    FLOATS,
+    LARGEST_HEAD,
+    NAME,
+    index_of,
+    may_share,
+    numbers_of,
+    refuse_batch_invariance,
+    where,
+)
 from opkit.attn.paged_cpu import PagedCall
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
@@ -45,12 +55,13 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     the results are not written.
 
     Raises:
-        KernelError: it was forced on a call that it does not compute.
+        KernelError: it was forced on a call that it does not compute, or batch invariance is asked for.
     """
     call = PagedCall(*given)
     if not takes_pages(call.q, call.k_pages, call.v_pages, call.lengths):
         told = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
         raise KernelError(f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {told}")
+    refuse_batch_invariance("opkit::paged_attention")
     new_out = like(call.q.new_empty((*call.q.shape[:2], call.v_pages.shape[-1])))
     new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
     if 0 in (*call.q.shape[:2], call.lengths.shape[0]):

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -192,6 +193,12 @@ def test_values_that_are_columns_of_keys(run):
     out = run(q, k, 64, op="decoding_tests::latent", kernel="interpreted")
     exact, _ = naive(q, k, k[..., :64], scale=0.1)
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
+
+
+def test_batch_invariance_is_refused(monkeypatch):
+    monkeypatch.setattr(decoding.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+    with pytest.raises(KernelError, match="OPKIT_BATCH_INVARIANT is set"):
+        decoding.decode(*arguments(*made(1, 8, 1, 1, 256, 8, 8)))
 
 
 def test_what_is_taken():

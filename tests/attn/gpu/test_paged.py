@@ -3,6 +3,7 @@
 import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import decoding_kernels
 
 import opkit
-from opkit.attn.gpu import decode_plan, paged
+from opkit.attn.gpu import decode_plan, decoding, paged
 from opkit.errors import KernelError
 from opkit.kernels.triton import compiling, resources
 from opkit.op.triton.examples import request_for
@@ -223,6 +224,13 @@ def test_no_queries_and_no_keys(run):
     cache = Cache([0, 0])
     assert run(*cache.call(cache.queries(0, 4), [0, 0, 0]))[0].shape == (0, 4, 32)
     check(run, cache, cache.queries(2, 4), [0, 1, 2], sinks=torch.arange(4.0))
+
+
+def test_batch_invariance_is_refused(monkeypatch):
+    monkeypatch.setattr(decoding.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+    cache = Cache([40])
+    with pytest.raises(KernelError, match="OPKIT_BATCH_INVARIANT is set"):
+        paged.paged(*cache.call(cache.queries(1, 4), [0, 1]))
 
 
 def test_what_is_taken():
