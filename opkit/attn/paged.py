@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from opkit.attn import batch_invariant, paged_cpu, paged_reference
+from opkit.attn.gpu.append import register_append
+from opkit.attn.gpu.paged import register_paged
 from opkit.errors import ArgumentError, DtypeError, ShapeError
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp, use_kernel
@@ -25,6 +27,7 @@ def paged_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     op.register_fake(_fake)
     op.register_kernel("cpu", paged_cpu.paged, when=paged_cpu.takes_pages, name="decode")
     batch_invariant.register_paged(op)
+    register_paged(op)
     return op
 
 
@@ -34,6 +37,7 @@ def append_kv_operator() -> CustomOp[Any, None]:
     written = ("k_pages", "v_pages", "k_scale", "v_scale")
     op = custom_op("opkit::append_kv", mutates_args=written, inline=False)(paged_reference.append_kv)
     op.register_fake(_nothing)
+    register_append(op)
     return op
 
 

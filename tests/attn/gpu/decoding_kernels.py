@@ -1,0 +1,38 @@
+"""The operators with the decoding kernels, for the interpreter's process: there they run on the CPU."""
+
+import os
+
+from torch import Tensor
+
+import opkit
+from opkit.attn.gpu import decoding
+from opkit.attn.operator import attention_operator
+from opkit.attn.paged import append_kv_operator, paged_attention_operator
+
+attention = attention_operator()
+paged_attention = paged_attention_operator()
+append_kv = append_kv_operator()
+
+if decoding.NAME not in {kernel.name for kernel in attention._operator.kernels.kernels}:
+    decoding.register(attention)
+
+
+@opkit.custom_op("decoding_tests::latent", mutates_args=(), inline=False)
+def latent(q: Tensor, k: Tensor, columns: int) -> Tensor:
+    """Attention whose values are the first columns of the keys."""
+    arguments = (q, k, k[..., :columns], [], [], None, None, [], [], 0.1, 0.0, 0.0, False)
+    with opkit.use_kernel(attention, decoding.NAME):
+        return attention(*arguments)[0]
+
+
+@opkit.custom_op("decoding_tests::latent_pages", mutates_args=(), inline=False)
+def latent_pages(q: Tensor, pages: Tensor, columns: int, table: Tensor, lengths: Tensor, starts: Tensor) -> Tensor:
+    """Paged attention whose values are the first columns of the keys."""
+    rest = (table, lengths, starts, -(2**62), 0, 0.25, 0.0, None, None, None)
+    with opkit.use_kernel(paged_attention, decoding.NAME):
+        return paged_attention(q, pages, pages[..., :columns], *rest)[0]
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    latent.register_kernel("cpu", latent.reference, name="interpreted")
+    latent_pages.register_kernel("cpu", latent_pages.reference, name="interpreted")

@@ -1,0 +1,359 @@
+"""Paged attention on GPUs: against float64, in Triton's interpreter and on a GPU; code for four architectures."""
+
+import itertools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import decoding_kernels
+
+import opkit
+from opkit.attn.gpu import decode_plan, decoding, paged
+from opkit.errors import KernelError
+from opkit.kernels.triton import compiling, resources
+from opkit.op.triton.examples import request_for
+from opkit.op.triton.launch import recording
+from opkit.testing import Interpreter
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+KV = (*FLOATS, torch.int8, torch.float8_e4m3fn)
+ROUNDING = {torch.float32: 2.0**-19, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+UNLIMITED = 2**62
+DEVICES = ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    with Interpreter("decoding_kernels", decoding_kernels.__file__) as run:
+        yield run
+
+
+@pytest.fixture(params=DEVICES)
+def run(request):
+    if request.param == "interpreter":
+        interpreted = request.getfixturevalue("interpreter")
+        return lambda *call: interpreted("opkit::paged_attention", *call, kernel="split")
+    return on_gpu
+
+
+def on_gpu(*call):
+    arguments = [x.cuda() if isinstance(x, torch.Tensor) else x for x in call]
+    with opkit.use_kernel(decoding_kernels.paged_attention, "split"):
+        return tuple(x.cpu() for x in decoding_kernels.paged_attention(*arguments))
+
+
+class Cache:
+    """Pages in a random order; those that are not used, and the ends of last pages, hold NaN."""
+
+    def __init__(self, lengths, page_size=16, kv_heads=2, d=32, dv=None, dtype=torch.float32, seed=0):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.lengths, self.page_size = torch.tensor(lengths), page_size
+        counts = [-(-length // page_size) for length in lengths]
+        order = torch.randperm(sum(counts) + 3, generator=self.generator).int()
+        shape = (len(order), page_size, kv_heads)
+        used = torch.zeros(shape[:2], dtype=torch.bool)
+        self.table = torch.full((len(lengths), max([1, *counts]) + 1), -7, dtype=torch.int32)
+        for b, count in enumerate(counts):
+            self.table[b, :count], order = order[:count], order[count:]
+            places = torch.arange(count * page_size).reshape(count, page_size) < lengths[b]
+            used[self.table[b, :count].long()] = places
+        self.k, self.k_scale, self.k_exact = self._pages((*shape, d), dtype, used)
+        self.v, self.v_scale, self.v_exact = self._pages((*shape, d if dv is None else dv), dtype, used)
+
+    def _pages(self, shape, dtype, used):
+        pages = torch.randn(shape, generator=self.generator)
+        scale = None
+        if dtype.itemsize == 1:
+            scale = torch.rand(shape[:3], generator=self.generator) / 20 + 0.01
+            pages = (pages * 30).round().clamp(-127, 127)
+        pages = pages.to(dtype)
+        exact = pages.double() if scale is None else pages.double() * scale.double()[..., None]
+        for x in (pages, scale):
+            if x is not None and x.dtype != torch.int8:
+                x.view(torch.uint8 if x.itemsize == 1 else x.dtype)[~used] = 0x7F if x.itemsize == 1 else torch.nan
+        return pages, scale, exact
+
+    def dense(self, b):
+        """``(length, kv_heads, size)`` of a sequence's keys and values."""
+        pages = self.table[b, : -(-int(self.lengths[b]) // self.page_size)].long()
+        return [x[pages].flatten(0, 1)[: int(self.lengths[b])] for x in (self.k_exact, self.v_exact)]
+
+    def queries(self, count, heads, dtype=torch.float32):
+        return torch.randn(count, heads, self.k.shape[-1], generator=self.generator).to(dtype)
+
+    def call(self, q, starts, lower=-UNLIMITED, upper=0, scale=0.25, softcap=0.0, sinks=None):
+        starts = torch.tensor(starts)
+        return (
+            q, self.k, self.v, self.table, self.lengths, starts, lower, upper, scale, softcap, sinks, self.k_scale, self.v_scale
+        )  # fmt: skip
+
+
+def expected(cache, q, starts, lower=-UNLIMITED, upper=0, scale=0.25, softcap=0.0, sinks=None):
+    """A sequence and a query at a time, of the keys that it sees."""
+    out = torch.zeros(*q.shape[:2], cache.v.shape[-1], dtype=torch.float64)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
+    for b, (first, last) in enumerate(itertools.pairwise(starts)):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in cache.dense(b))
+        for t in range(first, last):
+            position = len(k) - (last - t)
+            seen = slice(max(0, position + lower), max(0, position + upper + 1))
+            logits = torch.einsum("hd,khd->hk", q[t].double(), k[seen]) * scale
+            logits = torch.tanh(logits / softcap) * softcap if softcap else logits
+            sink = torch.full((q.shape[1],), -torch.inf) if sinks is None else sinks
+            lse[t] = torch.cat([logits, sink.double()[:, None]], 1).logsumexp(1)
+            weights = torch.exp(logits - lse[t].masked_fill(lse[t] == -torch.inf, 0)[:, None])
+            out[t] = torch.einsum("hk,khd->hd", weights, v[seen])
+    return out, lse
+
+
+def check(run, cache, q, starts, **options):
+    out, lse = run(*cache.call(q, starts, **options))
+    exact, exact_lse = expected(cache, q, starts, **options)
+    assert out.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    largest = max(
+        [1.0, *(x.abs().max().item() for b in range(len(cache.lengths)) for x in cache.dense(b)[1:] if len(x))]
+    )
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=ROUNDING[q.dtype] * largest)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=2.0**-17, atol=2.0**-15)
+    return out, lse
+
+
+RAGGED = ([130, 5, 0, 77, 300], [0, 1, 3, 4, 4, 9])
+
+
+PAIRS = [
+    *((dtype, dtype) for dtype in FLOATS), (torch.float32, torch.float8_e4m3fn), (torch.float16, torch.float8_e4m3fn),
+    (torch.bfloat16, torch.int8), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "kv"), PAIRS, ids=str)
+def test_ragged_queries(run, dtype, kv):
+    cache = Cache(RAGGED[0], dtype=kv)
+    check(run, cache, cache.queries(9, 6, dtype), RAGGED[1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lower": -49, "softcap": 4.0, "sinks": torch.arange(4.0) - 2},
+        {"lower": -3, "upper": 2},
+        {"upper": UNLIMITED},
+        {"scale": -0.5},
+        {"lower": -10, "upper": -12},
+    ],
+    ids=str,
+)
+def test_bands_caps_and_sinks(run, options):
+    cache = Cache(RAGGED[0], page_size=5, d=20, dv=40)
+    check(run, cache, cache.queries(9, 4), RAGGED[1], **options)
+
+
+def test_values_that_are_columns_of_keys(interpreter):
+    """As in multi-head latent attention: the kernel reads them once."""
+    cache = Cache([100, 40], kv_heads=1, d=96)
+    cache.k_exact, cache.v_exact = cache.k.double(), cache.k.double()[..., :64]
+    cache.v = cache.k[..., :64]
+    q, starts = cache.queries(3, 16), [0, 2, 3]
+    arguments = (q, cache.k, 64, cache.table, cache.lengths, torch.tensor(starts))
+    out = interpreter("decoding_tests::latent_pages", *arguments, kernel="interpreted")
+    torch.testing.assert_close(out.double(), expected(cache, q, starts)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 64, 200])
+def test_pages_of_any_size(run, page_size):
+    cache = Cache([130, 64, 1], page_size=page_size, kv_heads=1)
+    check(run, cache, cache.queries(3, 20), [0, 1, 2, 3])
+
+
+def test_all_queries_may_be_of_one_sequence(run):
+    """As many queries as sequences does not mean one each."""
+    cache = Cache([40, 50, 60, 3])
+    check(run, cache, cache.queries(4, 4), [0, 0, 4, 4, 4])
+
+
+def test_more_queries_than_keys_see_nothing(run):
+    cache = Cache([2])
+    out, lse = check(run, cache, cache.queries(5, 2), [0, 5])
+    assert not out[:3].any()
+    assert (lse[:3] == -torch.inf).all()
+
+
+def test_a_visible_nan_is_seen_by_the_queries_that_see_it(run):
+    for dtype in (torch.float32, torch.float8_e4m3fn):
+        cache = Cache([100, 60], dtype=dtype)
+        page, place = int(cache.table[0, 98 // 16]), 98 % 16
+        cache.v.view(torch.uint8 if dtype.itemsize == 1 else dtype)[page, place, 1, 3] = (
+            0x7F if dtype.itemsize == 1 else torch.nan
+        )
+        out, _ = run(*cache.call(cache.queries(4, 4), [0, 3, 4]))
+        assert out[1:3, 2:, 3].isnan().all()
+        out[1:3, 2:, 3] = 0
+        assert out.isfinite().all()
+
+
+def test_pages_of_any_strides(run):
+    cache = Cache([40, 50], dtype=torch.float16)
+    q = cache.queries(2, 4, torch.float16)
+    plain, _ = run(*cache.call(q, [0, 1, 2]))
+    cache.k = cache.k.transpose(1, 2).contiguous().transpose(1, 2)
+    cache.v = torch.stack([cache.v, cache.v], 1)[:, 1]
+    assert torch.equal(run(*cache.call(q, [0, 1, 2]))[0], plain)
+    cache.table, cache.lengths = cache.table.long(), cache.lengths.int()
+    assert torch.equal(run(*cache.call(q, [0, 1, 2]))[0], plain)
+
+
+def test_what_is_out_of_range_is_read_nowhere(run):
+    """The GPU cannot refuse: what is out of range is taken as the nearest that is not."""
+    cache = Cache([40, 50])
+    q = cache.queries(2, 4)
+    cache.table[1, 1], cache.lengths[0] = 10**6, 10**6
+    cache.k.nan_to_num_(0), cache.v.nan_to_num_(0)
+    out, _ = run(*cache.call(q, [0, 1, 2]))
+    assert out.isfinite().all()
+
+
+def test_no_queries_and_no_keys(run):
+    cache = Cache([0, 0])
+    assert run(*cache.call(cache.queries(0, 4), [0, 0, 0]))[0].shape == (0, 4, 32)
+    check(run, cache, cache.queries(2, 4), [0, 1, 2], sinks=torch.arange(4.0))
+
+
+def test_batch_invariance_is_refused(monkeypatch):
+    monkeypatch.setattr(decoding.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+    cache = Cache([40])
+    with pytest.raises(KernelError, match="OPKIT_BATCH_INVARIANT is set"):
+        paged.paged(*cache.call(cache.queries(1, 4), [0, 1]))
+
+
+def test_what_is_taken():
+    cache = Cache([40])
+    q = cache.queries(1, 4)
+    assert paged.takes_pages(q, cache.k, cache.v, cache.lengths)
+    assert not paged.takes_pages(q.double(), cache.k, cache.v, cache.lengths)
+    assert not paged.takes_pages(q, cache.k, cache.v.half(), cache.lengths)
+    assert not paged.takes_pages(q[:, :3], cache.k, cache.v, cache.lengths)
+    assert not paged.takes_pages(q, cache.k[:0], cache.v[:0], cache.lengths)
+    with pytest.raises(KernelError, match="does not take q, k_pages, v_pages"):
+        paged.paged(*cache.call(q.double(), [0, 1]))
+
+
+# ---- appending -------------------------------------------------------------------------------------------------------
+
+STORED = [
+    (torch.float32, None), (torch.bfloat16, None), (torch.int8, torch.float32), (torch.int8, torch.float16),
+    (torch.float8_e4m3fn, torch.float32), (torch.float8_e4m3fn, None),
+]  # fmt: skip
+
+
+@pytest.fixture(params=DEVICES)
+def append(request):
+    """The kernel as a function of the operator's arguments; what it writes to is theirs."""
+    if request.param == "interpreter":
+        interpreted = request.getfixturevalue("interpreter")
+        return lambda *call: interpreted("opkit::append_kv", *call, kernel="split")
+    return append_on_gpu
+
+
+def append_on_gpu(*call):
+    arguments = [x.cuda() if isinstance(x, torch.Tensor) else x for x in call]
+    with opkit.use_kernel(decoding_kernels.append_kv, "split"):
+        decoding_kernels.append_kv(*arguments)
+    for mine, there in zip(call, arguments, strict=True):
+        if isinstance(mine, torch.Tensor):
+            mine.copy_(there)
+
+
+def pages_of(dtype, scale, sizes=(20, 33), count=12):
+    pages = [torch.zeros(count, 5, 2, d).to(dtype) for d in sizes]
+    return pages, [None if scale is None else torch.full((count, 5, 2), 7.0, dtype=scale) for _ in sizes]
+
+
+@pytest.mark.parametrize(("dtype", "scale"), STORED, ids=str)
+def test_what_is_appended_is_what_the_reference_appends(append, dtype, scale):
+    for given in FLOATS:
+        k, v = (torch.randn(9, 2, 20) * 7).to(given), (torch.randn(9, 2, 33) * torch.rand(9, 2, 1) * 50).to(given)
+        k[0, 0], v[1, 0, :3] = 0, torch.tensor([1e-3, -2e-2, 1.0625])
+        if dtype == torch.bfloat16:  # to which the interpreter does not round but cut
+            k, v = k.to(dtype).to(given), v.to(dtype).to(given)
+        table = torch.randperm(12).reshape(4, 3)
+        before, starts = torch.tensor([3, 0, 8, 1]), torch.tensor([0, 2, 2, 6, 9])
+        results = []
+        for run in (append, decoding_kernels.append_kv.reference):
+            pages, scales = pages_of(dtype, scale)
+            run(k, v, *pages, table, before, starts, *scales)
+            results.append([x.float() for x in (*pages, *scales) if x is not None])
+        for mine, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_tokens_without_a_page_are_written_nowhere(append):
+    pages, scales = pages_of(torch.float32, None)
+    x = torch.ones(3, 2, 20), torch.ones(3, 2, 33)
+    table = torch.tensor([[0, 1], [99, -1], [2, 3]])
+    append(*x, *pages, table, torch.tensor([10, 0, 9]), torch.tensor([0, 1, 2, 3]), *scales)
+    for written in pages:
+        assert written.flatten(0, 1).any(-1).any(-1).nonzero().flatten().tolist() == [3 * 5 + 4]
+
+
+# ---- code for GPUs that are not here ---------------------------------------------------------------------------------
+
+GPUS = {
+    "sm_80": decode_plan.Device(108, 166912, False, "tf32x3"),
+    "sm_90": decode_plan.Device(132, 232448, True, "tf32x3"),
+    "sm_100": decode_plan.Device(148, 232448, True, "tf32x3"),
+    "gfx942": decode_plan.Device(304, 65536, False, "ieee"),
+}
+
+
+@pytest.mark.parametrize("target", GPUS)
+@pytest.mark.parametrize("kv", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_compiles_without_spills(kv, target, monkeypatch):
+    monkeypatch.setattr(paged, "device_of", lambda index: GPUS[target])
+    count = 4 if kv.itemsize > 1 else 1  # what converts many queries' pages takes long to compile
+    cache = Cache([2048] * count, kv_heads=8, d=128, dtype=kv)
+    call = cache.call(cache.queries(count, 8 * 4, torch.bfloat16), list(range(count + 1)))
+    with recording() as found:
+        paged.paged(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in call))
+    for values in found:
+        made = resources.of(compiling.build(request_for(values, None, target)))
+        assert made.spills == 0, (values.bound.name, made)
+        assert made.shared <= GPUS[target].shared
+
+
+# ---- on a GPU alone --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", KV, ids=str)
+def test_long_sequences_on_a_gpu(kv):
+    cache = Cache([4000, 1, 777, 2049], kv_heads=2, d=128, dtype=kv)
+    q = cache.queries(7, 16, torch.bfloat16)
+    check(on_gpu, cache, q, [0, 1, 2, 3, 7])
+    check(on_gpu, cache, q[:4], [0, 1, 2, 3, 4], lower=-1000)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_serves_other_lengths():
+    cache = Cache([4000, 800], kv_heads=8, d=128, dtype=torch.bfloat16)
+    cache.k.nan_to_num_(0), cache.v.nan_to_num_(0)
+    call = [
+        x.cuda() if isinstance(x, torch.Tensor) else x
+        for x in cache.call(cache.queries(2, 32, torch.bfloat16), [0, 1, 2])
+    ]
+    op = decoding_kernels.paged_attention
+    op(*call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = op(*call)
+    for lengths in ([4000, 800], [1, 799], [3000, 16]):
+        call[4].copy_(torch.tensor(lengths))
+        graph.replay()
+        assert torch.equal(out, op(*call)[0])
