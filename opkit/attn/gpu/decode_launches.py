@@ -10,9 +10,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from opkit.attn.gpu.decode import decode
-from opkit.attn.gpu.decode_merge import merge
 from opkit.attn.gpu.decode_plan import Blocks, Device, parts, power
+from opkit.attn.gpu.device.decode import decode
+from opkit.attn.gpu.device.decode_merge import merge
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch
@@ -30,8 +30,8 @@ class Plan(NamedTuple):
     """The launches of calls of some shapes.
 
     Attributes:
-        decode: of the kernel in :mod:`opkit.attn.gpu.decode`.
-        merge: of that in :mod:`opkit.attn.gpu.decode_merge`; None where there is one split.
+        decode: of the kernel in :mod:`opkit.attn.gpu.device.decode`.
+        merge: of that in :mod:`opkit.attn.gpu.device.decode_merge`; None where there is one split.
         partial: elements of what is merged.
     """
 

@@ -40,7 +40,7 @@ class Device(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """How a call is divided; the parameters of :mod:`opkit.attn.gpu.decode` with these names."""
+    """How a call is divided; the parameters of :mod:`opkit.attn.gpu.device.decode` with these names."""
 
     rows: int
     block: int

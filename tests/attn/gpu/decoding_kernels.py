@@ -13,9 +13,6 @@ attention = attention_operator()
 paged_attention = paged_attention_operator()
 append_kv = append_kv_operator()
 
-if decoding.NAME not in {kernel.name for kernel in attention._operator.kernels.kernels}:
-    decoding.register(attention)
-
 
 @opkit.custom_op("decoding_tests::latent", mutates_args=(), inline=False)
 def latent(q: Tensor, k: Tensor, columns: int) -> Tensor:

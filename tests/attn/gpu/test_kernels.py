@@ -1,11 +1,13 @@
 """Which calls the kernels for GPUs take, and what they say to others: no GPU and no Triton."""
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from opkit import config
 from opkit.attn import gradients
 from opkit.attn.gpu import kernels
 from opkit.attn.operator import attention_operator
@@ -60,7 +62,8 @@ def test_gradients_of_another_dtype_are_not_taken():
 
 
 def test_batch_invariance_is_refused(monkeypatch):
-    monkeypatch.setenv("OPKIT_BATCH_INVARIANT", "1")
+    settings = dataclasses.replace(config.get(), batch_invariant=True)
+    monkeypatch.setattr(config, "get", lambda: settings)
     with pytest.raises(KernelError, match="no kernel for GPUs promises"):
         kernels.forward(*call(torch.ones(1, 4, 3, 8)))
 

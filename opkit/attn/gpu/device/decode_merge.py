@@ -1,13 +1,8 @@
-"""Merging the splits of :mod:`opkit.attn.gpu.decode`: a program for each row.
+"""Merging the splits of :mod:`opkit.attn.gpu.device.decode`: a program for each row.
 
 Merging by the last program of a tile to end, in the same launch, was slower: what one program merges alone is read at the
 speed of one multiprocessor.
 """
-
-# ruff: noqa: ANN001, ANN201, ANN202
-# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownVariableType=false
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportIndexIssue=false
-# pyright: reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from opkit.attn.gpu.decode import finished, natural, place_of
+from opkit.attn.gpu.device.decode import finished, natural, place_of
 
 
 @triton.jit

@@ -7,11 +7,6 @@ splits, so that results are the same each time (Dao et al., "Flash-Decoding for 
 online and in base 2. A head size is read in two parts: the largest power of two in it, and the rest, padded.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202
-# pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportUnknownVariableType=false
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportIndexIssue=false
-# pyright: reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import triton
