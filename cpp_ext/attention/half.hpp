@@ -12,9 +12,11 @@ constexpr float kF16Scale = 0x1p112f;  // the bits of a float16, shifted by 13, 
 
 inline float widen_half(uint16_t half) {
     const uint32_t sign = uint32_t{half & 0x8000u} << 16, rest = half & 0x7FFFu;
-    if (rest >= 0x7C00u) return isa::float_of(sign | 0x7F800000u | (rest & 0x3FFu) << 13);
     const float size = isa::float_of(rest << 13) * kF16Scale;  // exact, for subnormal values too
-    return sign ? -size : size;
+    uint32_t bits;
+    __builtin_memcpy(&bits, &size, sizeof bits);
+    const uint32_t special = rest >= 0x7C00u ? 0x7F800000u : 0u;  // without a branch, so that loops of it become vectors
+    return isa::float_of(sign | special | bits);
 }
 
 // To nearest, ties to even.

@@ -351,3 +351,11 @@ def test_a_forced_kernel_refuses_what_it_does_not_compute(kernel):
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(KernelError, match=f"kernel '{kernel}' does not take .*dropout_p=0.5"):
         opkit.attention(q, q, q, dropout_p=0.5, kernel=kernel)
+
+
+def test_every_float16_comes_through(isa):
+    """With one key a result is its value."""
+    v = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).reshape(1, 256, 1, 256)
+    q = torch.zeros(1, 256, 1, 8, dtype=torch.float16)
+    out, _ = run(q, q, v)
+    torch.testing.assert_close(out, v, rtol=0, atol=0, equal_nan=True)
