@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from opkit.attn.api import attention as attention
     from opkit.attn.hugging_face import register_transformers as register_transformers
     from opkit.attn.invariance import batch_invariant as batch_invariant
+    from opkit.attn.merging import merge_attention as merge_attention
     from opkit.attn.paged import append_kv as append_kv
     from opkit.attn.paged import paged_attention as paged_attention
     from opkit.attn.sdpa import sdpa_override as sdpa_override
@@ -43,6 +44,7 @@ _LATER = {
     "batch_invariant": ("opkit.attn.invariance", "batch_invariant"),
     "explain": ("opkit.compiler.explain", "explain"),
     "masks": ("opkit.masks", None),
+    "merge_attention": ("opkit.attn.merging", "merge_attention"),
     "paged_attention": ("opkit.attn.paged", "paged_attention"),
     "register_transformers": ("opkit.attn.hugging_face", "register_transformers"),
     "sdpa_override": ("opkit.attn.sdpa", "sdpa_override"),

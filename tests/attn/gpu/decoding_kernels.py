@@ -6,12 +6,14 @@ from torch import Tensor
 
 import opkit
 from opkit.attn.gpu import decoding
+from opkit.attn.merging import merge_attention_operator
 from opkit.attn.operator import attention_operator
 from opkit.attn.paged import append_kv_operator, paged_attention_operator
 
 attention = attention_operator()
 paged_attention = paged_attention_operator()
 append_kv = append_kv_operator()
+merge_attention = merge_attention_operator()
 
 
 @opkit.custom_op("decoding_tests::latent", mutates_args=(), inline=False)
