@@ -48,9 +48,9 @@ def blocks_of(rules: tuple[Rule, ...], call: AnyCall, shape: Shape, tensors: int
 def constants_of(call: AnyCall, shape: Shape, size: Blocks) -> Constants:
     """The constants of a kernel and its compiler's options."""
     head, columns = call.q.shape[3], call.v.shape[3]
-    (d0, d1), (e0, e1) = blocks.parts(head), blocks.parts(columns)
+    d0, d1 = blocks.parts(head)
     found = {
-        "D": head, "D0": d0, "D1": d1, "E": columns, "E0": e0, "E1": e1, "MASK": shape.mask, "BIAS": shape.bias,
+        "D": head, "D0": d0, "D1": d1, "E": columns, "E0": blocks.parts(columns)[0], "MASK": shape.mask, "BIAS": shape.bias,
         "BANDED": shape.banded, "LISTED": listed(call, shape, size), "CAPPED": call.softcap > 0,
         "FOLDED": call.softcap == 0 and not shape.bias and call.scale > 0, "DROPPED": call.dropout_p > 0,
         "ROWS": size.rows, "KEYS": size.keys,

@@ -27,11 +27,11 @@ _ELEMENTS = 4096  # of a tile of results
 @functools.cache
 def delta_kernel(columns: int) -> TritonKernel:
     """The kernel of delta for values of so many columns."""
-    first, rest = blocks.parts(columns)
+    wide, _ = blocks.parts(columns)
     return triton_kernel(
         attention_delta,
         grid=lambda queries, programs, ROWS: (blocks.tiles_in(queries, ROWS), programs),
-        E=columns, E0=first, E1=rest, ROWS=max(16, _ELEMENTS // first),
+        E=columns, E0=wide, ROWS=max(16, _ELEMENTS // wide),
     )  # fmt: skip
 
 

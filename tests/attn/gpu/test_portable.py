@@ -54,6 +54,7 @@ class Case:
 CASES = {
     "plain": Case((1, 2, 1, 37, 150, 16, 16)),
     "narrow, heads that are padded": Case((1, 4, 2, 130, 70, 96, 40), narrow=True),
+    "a head of two parts": Case((1, 2, 1, 20, 40, 520, 16), scale=0.05, narrow=True),
     "a head of 7 and 3": Case((1, 2, 2, 20, 70, 7, 3)),
     "heads inside": Case((2, 2, 1, 70, 30, 16, 24), inside=True),
     "causal": Case((2, 2, 1, 270, 270, 24, 16), mask=(BAND, -FAR, 0)),

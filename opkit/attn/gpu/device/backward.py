@@ -19,7 +19,7 @@ from opkit.attn.gpu.device.tile import logits, rows_of, seen, store_rows, tiles_
 def attention_delta(
     out, gradient, of_lse, delta, out_stride_0, out_stride_1, out_stride_2, gradient_stride_0, gradient_stride_1,
     gradient_stride_2, of_lse_stride_0, of_lse_stride_1, of_lse_stride_2, heads, queries,
-    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, ROWS: tl.constexpr,
+    E: tl.constexpr, E0: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Of each row the sum of result * gradient, less the gradient of its log-sum-exp. ``delta`` is contiguous."""
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -29,10 +29,6 @@ def attention_delta(
     x = rows_of(out, out_stride_2, i, queries, 0, E0, E, True).to(tl.float32)
     y = rows_of(gradient, gradient_stride_2, i, queries, 0, E0, E, True).to(tl.float32)
     found = tl.sum(x * y, 1)
-    if E1 > 0:
-        x = rows_of(out, out_stride_2, i, queries, E0, E1, E, True).to(tl.float32)
-        y = rows_of(gradient, gradient_stride_2, i, queries, E0, E1, E, True).to(tl.float32)
-        found += tl.sum(x * y, 1)
     if of_lse is not None:
         of_lse += b.to(tl.int64) * of_lse_stride_0 + h.to(tl.int64) * of_lse_stride_1
         found -= tl.load(of_lse + i * of_lse_stride_2, mask=i < queries, other=0.0)
@@ -102,7 +98,7 @@ def attention_of_keys(
     t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3, t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3,
     n0, n1, n2, n3, n4, n5, n6, n7,
     programs, kv_heads, group, queries, keys, lower, upper, scale, softcap, threshold, rescale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr,
     FOLDED: tl.constexpr, DROPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -118,14 +114,12 @@ def attention_of_keys(
     j = first + tl.arange(0, KEYS)
     k += b.to(tl.int64) * k_stride_0 + hk.to(tl.int64) * k_stride_1
     v += b.to(tl.int64) * v_stride_0 + hk.to(tl.int64) * v_stride_1
-    k0, v0 = rows_of(k, k_stride_2, j, keys, 0, D0, D, True), rows_of(v, v_stride_2, j, keys, 0, E0, E, True)
-    k1, v1 = k0, v0
+    k0, values = rows_of(k, k_stride_2, j, keys, 0, D0, D, True), rows_of(v, v_stride_2, j, keys, 0, E0, E, True)
+    k1 = k0
     if D1 > 0:
         k1 = rows_of(k, k_stride_2, j, keys, D0, D1, D, True)
-    if E1 > 0:
-        v1 = rows_of(v, v_stride_2, j, keys, E0, E1, E, True)
     dk0, dk1 = tl.zeros([KEYS, D0], tl.float32), tl.zeros([KEYS, D1 if D1 > 0 else 16], tl.float32)
-    dv0, dv1 = tl.zeros([KEYS, E0], tl.float32), tl.zeros([KEYS, E1 if E1 > 0 else 16], tl.float32)
+    dv = tl.zeros([KEYS, E0], tl.float32)
 
     limit = keys
     if lengths is not None:
@@ -157,37 +151,35 @@ def attention_of_keys(
                 n = tl.load(tiles_at + t)
             else:
                 n = begin + t
-            dk0, dk1, dv0, dv1 = _keys_step(
-                n, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_at, gradient_at, q_stride_2, gradient_stride_2, lse_at, delta_at, seed,
+            dk0, dk1, dv = _keys_step(
+                n, dk0, dk1, dv, k0, k1, values, q_at, gradient_at, q_stride_2, gradient_stride_2, lse_at, delta_at, seed,
                 slots, numbers, b, h, row, j, first, queries, limit, shift, lower, upper, scale, softcap, threshold, rescale,
-                D, D0, D1, E, E0, E1, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, ROWS, KEYS, PRECISION, False,
+                D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, ROWS, KEYS, PRECISION, False,
             )  # fmt: skip
         for t in tl.range(0, total - full):
             if LISTED:
                 n = tl.load(tiles_at + last - t)
             else:
                 n = tl.where(t < partial, start + t, end + t - partial)
-            dk0, dk1, dv0, dv1 = _keys_step(
-                n, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_at, gradient_at, q_stride_2, gradient_stride_2, lse_at, delta_at, seed,
+            dk0, dk1, dv = _keys_step(
+                n, dk0, dk1, dv, k0, k1, values, q_at, gradient_at, q_stride_2, gradient_stride_2, lse_at, delta_at, seed,
                 slots, numbers, b, h, row, j, first, queries, limit, shift, lower, upper, scale, softcap, threshold, rescale,
-                D, D0, D1, E, E0, E1, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, ROWS, KEYS, PRECISION, True,
+                D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, ROWS, KEYS, PRECISION, True,
             )  # fmt: skip
 
     of_k += b.to(tl.int64) * of_k_stride_0 + hk.to(tl.int64) * of_k_stride_1
     of_v += b.to(tl.int64) * of_v_stride_0 + hk.to(tl.int64) * of_v_stride_1
     store_rows(of_k, of_k_stride_2, j, keys, dk0 * scale, 0, D0, D)
-    store_rows(of_v, of_v_stride_2, j, keys, dv0, 0, E0, E)
+    store_rows(of_v, of_v_stride_2, j, keys, dv, 0, E0, E)
     if D1 > 0:
         store_rows(of_k, of_k_stride_2, j, keys, dk1 * scale, D0, D1, D)
-    if E1 > 0:
-        store_rows(of_v, of_v_stride_2, j, keys, dv1, E0, E1, E)
 
 
 @triton.jit
 def _keys_step(
-    n, dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, gradient, q_row, gradient_row, lse, delta, seed,
+    n, dk0, dk1, dv, k0, k1, values, q, gradient, q_row, gradient_row, lse, delta, seed,
     slots, numbers, b, h, row, j, first, queries, limit, shift, lower, upper, scale, softcap, threshold, rescale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
     DROPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
@@ -199,12 +191,8 @@ def _keys_step(
     if D1 > 0:
         q1 = rows_of(q, q_row, i, queries, D0, D1, D, PARTIAL)
         s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
-    g0 = rows_of(gradient, gradient_row, i, queries, 0, E0, E, PARTIAL)
-    g1 = g0
-    products = tl.dot(v0, tl.trans(g0), input_precision=PRECISION)
-    if E1 > 0:
-        g1 = rows_of(gradient, gradient_row, i, queries, E0, E1, E, PARTIAL)
-        products = tl.dot(v1, tl.trans(g1), products, input_precision=PRECISION)
+    upstream = rows_of(gradient, gradient_row, i, queries, 0, E0, E, PARTIAL)
+    products = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
     sums, deltas = _sums(lse, delta, i, queries, PARTIAL)
     drawn = sums
     if DROPPED:
@@ -213,14 +201,12 @@ def _keys_step(
         s, products, sums[None, :], deltas[None, :], drawn, slots, numbers, b, h, i[None, :], j[:, None], queries, limit, shift,
         lower, upper, scale, softcap, rescale, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, PARTIAL,
     )  # fmt: skip
-    p, slopes = p.to(g0.dtype), slopes.to(q0.dtype)
-    dv0 = tl.dot(p, g0, dv0, input_precision=PRECISION)
+    p, slopes = p.to(upstream.dtype), slopes.to(q0.dtype)
+    dv = tl.dot(p, upstream, dv, input_precision=PRECISION)
     dk0 = tl.dot(slopes, _clean(q0, PARTIAL), dk0, input_precision=PRECISION)
-    if E1 > 0:
-        dv1 = tl.dot(p, g1, dv1, input_precision=PRECISION)
     if D1 > 0:
         dk1 = tl.dot(slopes, _clean(q1, PARTIAL), dk1, input_precision=PRECISION)
-    return dk0, dk1, dv0, dv1
+    return dk0, dk1, dv
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
@@ -234,7 +220,7 @@ def attention_of_queries(
     t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3, t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3,
     n0, n1, n2, n3, n4, n5, n6, n7,
     programs, heads, group, queries, keys, lower, upper, scale, softcap, threshold, rescale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr,
     FOLDED: tl.constexpr, DROPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -256,12 +242,10 @@ def attention_of_queries(
     k += b.to(tl.int64) * k_stride_0 + (h // group).to(tl.int64) * k_stride_1
     v += b.to(tl.int64) * v_stride_0 + (h // group).to(tl.int64) * v_stride_1
     q0 = rows_of(q, q_stride_2, i, queries, 0, D0, D, True)
-    g0 = rows_of(gradient, gradient_stride_2, i, queries, 0, E0, E, True)
-    q1, g1 = q0, g0
+    upstream = rows_of(gradient, gradient_stride_2, i, queries, 0, E0, E, True)
+    q1 = q0
     if D1 > 0:
         q1 = rows_of(q, q_stride_2, i, queries, D0, D1, D, True)
-    if E1 > 0:
-        g1 = rows_of(gradient, gradient_stride_2, i, queries, E0, E1, E, True)
     sums, deltas = _sums(lse + row.to(tl.int64) * queries, delta + row.to(tl.int64) * queries, i, queries, True)
 
     limit = keys
@@ -289,8 +273,8 @@ def attention_of_queries(
         else:
             n = begin + t
         dq0, dq1 = _queries_step(
-            n, dq0, dq1, q0, q1, g0, g1, k, v, k_stride_2, v_stride_2, sums, deltas, seed, slots, numbers, b, h, row, i,
-            queries, limit, shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, E1, MASK, BIAS, BANDED,
+            n, dq0, dq1, q0, q1, upstream, k, v, k_stride_2, v_stride_2, sums, deltas, seed, slots, numbers, b, h, row, i,
+            queries, limit, shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED,
             CAPPED, FOLDED, DROPPED, KEYS, PRECISION, False,
         )  # fmt: skip
     for t in tl.range(0, total - full):
@@ -299,8 +283,8 @@ def attention_of_queries(
         else:
             n = tl.where(t < partial, start + t, end + t - partial)
         dq0, dq1 = _queries_step(
-            n, dq0, dq1, q0, q1, g0, g1, k, v, k_stride_2, v_stride_2, sums, deltas, seed, slots, numbers, b, h, row, i,
-            queries, limit, shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, E1, MASK, BIAS, BANDED,
+            n, dq0, dq1, q0, q1, upstream, k, v, k_stride_2, v_stride_2, sums, deltas, seed, slots, numbers, b, h, row, i,
+            queries, limit, shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED,
             CAPPED, FOLDED, DROPPED, KEYS, PRECISION, True,
         )  # fmt: skip
 
@@ -312,9 +296,9 @@ def attention_of_queries(
 
 @triton.jit
 def _queries_step(
-    n, dq0, dq1, q0, q1, g0, g1, k, v, k_row, v_row, sums, deltas, seed, slots, numbers, b, h, row, i,
+    n, dq0, dq1, q0, q1, upstream, k, v, k_row, v_row, sums, deltas, seed, slots, numbers, b, h, row, i,
     queries, limit, shift, lower, upper, scale, softcap, threshold, rescale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
     DROPPED: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
@@ -326,11 +310,8 @@ def _queries_step(
     if D1 > 0:
         k1 = rows_of(k, k_row, j, limit, D0, D1, D, PARTIAL)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
-    v0 = rows_of(v, v_row, j, limit, 0, E0, E, PARTIAL)
-    products = tl.dot(g0, tl.trans(v0), input_precision=PRECISION)
-    if E1 > 0:
-        v1 = rows_of(v, v_row, j, limit, E0, E1, E, PARTIAL)
-        products = tl.dot(g1, tl.trans(v1), products, input_precision=PRECISION)
+    values = rows_of(v, v_row, j, limit, 0, E0, E, PARTIAL)
+    products = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
     drawn = sums
     if DROPPED:
         drawn = kept(seed, threshold, row, i, n * KEYS + 4 * tl.arange(0, KEYS // 4))

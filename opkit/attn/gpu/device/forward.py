@@ -38,7 +38,7 @@ def attention_forward(
     t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3, t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3,
     n0, n1, n2, n3, n4, n5, n6, n7,
     programs, heads, group, queries, keys, lower, upper, scale, softcap, threshold, rescale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr,
     FOLDED: tl.constexpr, DROPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -85,8 +85,7 @@ def attention_forward(
         total, last = stop - start, start
 
     m, l = _started(sinks, h, ROWS)
-    acc0 = tl.zeros([ROWS, E0], tl.float32)
-    acc1 = tl.zeros([ROWS, E1 if E1 > 0 else 16], tl.float32)
+    acc = tl.zeros([ROWS, E0], tl.float32)
     row = b * heads + h
     shift = keys - queries
     for t in tl.range(0, full):
@@ -94,9 +93,9 @@ def attention_forward(
             n = tl.load(tiles + t)
         else:
             n = begin + t
-        m, l, acc0, acc1 = _step(
-            n, m, l, acc0, acc1, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit, shift,
-            lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, E1, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED,
+        m, l, acc = _step(
+            n, m, l, acc, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit, shift,
+            lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED,
             KEYS, PRECISION, False,
         )  # fmt: skip
     for t in tl.range(0, total - full):
@@ -104,17 +103,15 @@ def attention_forward(
             n = tl.load(tiles + last - t)
         else:
             n = tl.where(t < partial, start + t, end + t - partial)
-        m, l, acc0, acc1 = _step(
-            n, m, l, acc0, acc1, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit, shift,
-            lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, E1, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED,
+        m, l, acc = _step(
+            n, m, l, acc, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit, shift,
+            lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED,
             KEYS, PRECISION, True,
         )  # fmt: skip
 
     factor = 1.0 / tl.where(l == 0, 1.0, l)
     out += b.to(tl.int64) * out_stride_0 + h.to(tl.int64) * out_stride_1
-    store_rows(out, out_stride_2, i, queries, acc0 * factor[:, None], 0, E0, E)
-    if E1 > 0:
-        store_rows(out, out_stride_2, i, queries, acc1 * factor[:, None], E0, E1, E)
+    store_rows(out, out_stride_2, i, queries, acc * factor[:, None], 0, E0, E)
     lse += b.to(tl.int64) * lse_stride_0 + h * lse_stride_1
     tl.store(lse + i, (m + tl.log2(l)) * LN2, mask=i < queries)
 
@@ -130,13 +127,13 @@ def _started(sinks, h, ROWS: tl.constexpr):
 
 @triton.jit
 def _step(
-    n, m, l, acc0, acc1, q0, q1, k, v, k_row, v_row, seed, slots, numbers, b, h, row, i, queries, limit, shift,
+    n, m, l, acc, q0, q1, k, v, k_row, v_row, seed, slots, numbers, b, h, row, i, queries, limit, shift,
     lower, upper, scale, softcap, threshold, rescale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
     DROPPED: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: the greatest logits, the sums and the results so far."""
+    """One tile of keys: the greatest logits, the sums and the results so far, not yet divided by the sums."""
     j = n * KEYS + tl.arange(0, KEYS)
     s = tl.dot(q0, columns_of(k, k_row, j, limit, 0, D0, D, PARTIAL), input_precision=PRECISION)
     if D1 > 0:
@@ -158,12 +155,9 @@ def _step(
     l = l * decay + tl.sum(p, 1)
     if DROPPED:
         p = tl.where(kept(seed, threshold, row, i, n * KEYS + 4 * tl.arange(0, KEYS // 4)), p * rescale, 0.0)
-    v0 = rows_of(v, v_row, j, limit, 0, E0, E, PARTIAL)
-    acc0 = _weighed(acc0 * decay[:, None], p, v0, shown if PARTIAL else s, PRECISION, PARTIAL)
-    if E1 > 0:
-        v1 = rows_of(v, v_row, j, limit, E0, E1, E, PARTIAL)
-        acc1 = _weighed(acc1 * decay[:, None], p, v1, shown if PARTIAL else s, PRECISION, PARTIAL)
-    return top, l, acc0, acc1
+    values = rows_of(v, v_row, j, limit, 0, E0, E, PARTIAL)
+    acc = _weighed(acc * decay[:, None], p, values, shown if PARTIAL else s, PRECISION, PARTIAL)
+    return top, l, acc
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """What the forward and backward kernels have in common: the parts of a head size, loads of rows, logits, ranges of tiles.
 
-A head size is read in one part or two, each a power of two as Triton wants it: :func:`opkit.attn.gpu.blocks.parts` says which.
+The size ``D`` of a head of keys is read in one part or two, ``D0`` and ``D1``, each a power of two as Triton wants it, and that
+of values, ``E``, in one, ``E0``: :func:`opkit.attn.gpu.blocks.parts` says which.
 """
 
 from __future__ import annotations
