@@ -318,3 +318,20 @@ def test_a_cuda_graph_holds_a_call():
             graph.replay()
             for one, other in zip((out, lse), attention(*arguments(q, k, v)), strict=True):
                 assert torch.equal(one, other)
+
+
+def test_no_length_and_no_batch_is_compiled_in(monkeypatch):
+    """Calls of other batches and keys that are divided alike ask the compiler for the same binaries."""
+    blocks = decode_plan.Blocks(16, 64, 2, 4, 4)
+    monkeypatch.setattr(decoding, "blocks_of", lambda shape, gpu: blocks)
+
+    def forms(batch, keys):
+        q, k = (
+            torch.empty(batch, heads, n, 128, dtype=torch.bfloat16, device="meta") for heads, n in ((8, 1), (2, keys))
+        )
+        with recording() as launches:
+            decoding.decode(q, k, k, [], [], None, None, [], [], 0.1, 0.0, 0.0, False)
+        return [str(request_for(each, None, "sm_90")) for each in launches]
+
+    assert len(forms(2, 1000)) == 2
+    assert forms(2, 1000) == forms(3, 1001) == forms(16, 4095)

@@ -10,7 +10,7 @@ _ROUNDS = tl.constexpr(
 )  # 1.5 * 2**23: added and subtracted, it rounds to the nearest integer, halves to even
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("batch", "kv_heads", "pages", "width", "table_b"))
 def append(
     k, v, k_pages, v_pages, table, lengths, starts, k_scale, v_scale, k_t, k_h, v_t, v_h, kp_b, kp_t, kp_h,
     vp_b, vp_t, vp_h, table_b, ks_b, ks_t, ks_h, vs_b, vs_t, vs_h, batch, kv_heads, pages, width,

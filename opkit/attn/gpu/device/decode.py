@@ -18,7 +18,14 @@ LN2 = tl.constexpr(0.6931471805599453)
 FP8_SCALE = tl.constexpr(256.0)  # what decoded float8 elements are still to be multiplied by
 
 
-@triton.jit
+RUN_TIME = (
+    *("batch", "slots", "splits", "kv_heads", "queries", "keys", "pages", "lower", "upper"),
+    *("lse_b", "lse_h", "lse_t", "table_b"),
+)
+"""Numbers whose values are not compiled in: they change with the batch, with sequences and with pages."""
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
 def decode(
     q, k, v, out, lse, sinks, partial, table, lengths, starts, k_scale, v_scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t, lse_b, lse_h, lse_t,

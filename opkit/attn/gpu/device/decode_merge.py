@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from opkit.attn.gpu.device.decode import finished, natural, place_of
+from opkit.attn.gpu.device.decode import RUN_TIME, finished, natural, place_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*RUN_TIME, "height"))
 def merge(
     partial, out, lse, sinks, lengths, starts, out_b, out_h, out_t, lse_b, lse_h, lse_t,
     batch, slots, splits, kv_heads, height, queries, keys, GROUP: tl.constexpr, DV: tl.constexpr, DV_WIDE: tl.constexpr,
