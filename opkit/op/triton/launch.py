@@ -135,11 +135,16 @@ def launch(kernel: TritonKernel, values: Mapping[str, Any]) -> None:
         ArgumentTypeError: a value is no tensor, number or None.
         DeclarationError: a parameter is left without a value, or nothing asks for one of ``values``.
     """
+    _form(kernel, values).run(values)
+
+
+def _form(kernel: TritonKernel, values: Mapping[str, Any]) -> Form:
+    """The kernel for values of these kinds."""
     kinds = tuple((name, _kind(kernel, name, value)) for name, value in values.items())
-    form = kernel.forms.get(kinds)
-    if form is None:
-        form = kernel.forms[kinds] = Form(kernel, dict(kinds))
-    form.run(values)
+    found = kernel.forms.get(kinds)
+    if found is None:
+        found = kernel.forms[kinds] = Form(kernel, dict(kinds))
+    return found
 
 
 class PreparedLaunch:
@@ -175,9 +180,7 @@ class _Launch:
 
     def __init__(self, prepared: PreparedLaunch, tensors: Sequence[torch.Tensor | None]) -> None:
         kernel, values = prepared.kernel, {**dict(zip(prepared.names, tensors, strict=True)), **prepared.numbers}
-        kinds = tuple((name, _kind(kernel, name, value)) for name, value in values.items())
-        form = kernel.forms.get(kinds) or kernel.forms.setdefault(kinds, Form(kernel, dict(kinds)))
-        self._run: Callable[..., Any] = form.overload(_device(kernel, list(values.values())))
+        self._run: Callable[..., Any] = _form(kernel, values).overload(_device(kernel, list(values.values())))
         self._places = [i for i, tensor in enumerate(tensors) if tensor is not None]
         self._numbers = [value for value in prepared.numbers.values() if value is not None]
 
