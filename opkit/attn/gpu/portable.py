@@ -11,8 +11,8 @@ from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, like, rows
 from opkit.attn.calls import Call
-from opkit.attn.gpu import blocks, common, plans
-from opkit.attn.gpu.common import Run
+from opkit.attn.gpu import arguments, blocks, plans
+from opkit.attn.gpu.arguments import Run
 from opkit.attn.gpu.device.forward import attention_forward
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
@@ -21,7 +21,7 @@ _TENSORS = ("q", "k", "v", "out", "lse", "sinks", "seed", "tiles", "counts", *pl
 
 
 @functools.cache
-def kernel(constants: common.Constants) -> TritonKernel:
+def kernel(constants: arguments.Constants) -> TritonKernel:
     """The forward kernel with its constants settled."""
     return triton_kernel(
         attention_forward,
@@ -37,18 +37,18 @@ def forward(example: Call) -> Run:
     new_lse = like(q.new_empty(q.shape[:3], dtype=torch.float32))
     if 0 in (*q.shape[:3], v.shape[3]):
         return lambda *given: (new_out(), new_lse())
-    roomy = common.with_room(example)
-    fits, shape = roomy is example, common.shape_of(roomy)
-    size = common.blocks_of(blocks.FORWARD, roomy, shape, 1)
+    roomy = arguments.with_room(example)
+    fits, shape = roomy is example, arguments.shape_of(roomy)
+    size = arguments.blocks_of(blocks.FORWARD, roomy, shape, 1)
     numbers = {**_numbers(example), **plans.numbers_of(shape)}
-    launch = common.launcher(kernel, common.constants_of(example, shape, size), q.dtype, _TENSORS, numbers)
+    launch = arguments.launcher(kernel, arguments.constants_of(example, shape, size), q.dtype, _TENSORS, numbers)
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:
-        call = Call(*given) if fits else common.with_room(Call(*given))
+        call = Call(*given) if fits else arguments.with_room(Call(*given))
         out, lse = new_out(), new_lse()
         read = dense_rows(call.q), dense_rows(call.k), dense_rows(call.v)
-        lists = common.lists_of(call, shape, size, by_keys=False)
-        launch(*read, out, lse, call.sinks, call.seed, *lists, *common.tensors_of(call, shape))
+        lists = arguments.lists_of(call, shape, size, by_keys=False)
+        launch(*read, out, lse, call.sinks, call.seed, *lists, *arguments.tensors_of(call, shape))
         return out, lse
 
     return run
@@ -60,5 +60,5 @@ def _numbers(call: Call) -> dict[str, Any]:
     return {
         "programs": batch * heads, "heads": heads, "group": heads // max(kv_heads, 1), "queries": queries, "keys": keys,
         "scale": call.scale, "softcap": call.softcap, "threshold": math.ceil(call.dropout_p * 2**32),
-        "rescale": common.rescale(call.dropout_p),
+        "rescale": arguments.rescale(call.dropout_p),
     }  # fmt: skip

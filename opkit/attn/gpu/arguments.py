@@ -1,4 +1,4 @@
-"""What calls of the portable kernels have in common, forward and backward."""
+"""From a call to the arguments of the portable kernels: constants, the tensors of masks and biases, lists of tiles."""
 
 from __future__ import annotations
 
