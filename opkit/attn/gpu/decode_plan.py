@@ -112,7 +112,7 @@ def blocks_of(shape: Shape, gpu: Device) -> Blocks:
     stages = max(1, min(buffers, free // (block * elements * shape.stored)))
     stages += tall <= 32  # products of small tiles leave the tensor cores' operands in registers
     crowded = tall == 128 or size > 256 or (size > 128 and (tall == 64 or shape.item > 2))
-    splits = _splits(tiles, gpu.processors * (1 if alone else 2), -(-shape.keys // block))
+    splits = splits_of(tiles, gpu.processors * (1 if alone else 2), -(-shape.keys // block))
     return Blocks(tall, block, 2 * stages - 1 if shape.paged else stages, 8 if crowded else 4, splits)
 
 
@@ -135,7 +135,7 @@ def _block(room: int, read: int) -> int:
     return max(_LEAST, min(128, power(room // read + 1) // 2))
 
 
-def _splits(tiles: int, room: int, blocks: int) -> int:
+def splits_of(tiles: int, room: int, blocks: int) -> int:
     """Splits of a tile, so that programs fill the ``room`` there is; at least two blocks each, for what merging costs."""
     most = max(1, min(blocks // 2, MOST_SPLITS))
     wanted = _filling(tiles, room)

@@ -141,7 +141,7 @@ def _prepared(call: Call, tile: Tile) -> Run:
     new_out = like(rows(call.q, call.v.shape[3], call.heads_inside))
     new_lse = like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     values = _numbers(call)
-    described = [_describable(each) for each in call[:3]]
+    described = [describable(each) for each in call[:3]]
     counter = _counters(call.q.device, _marks(call, tile))
 
     def run(q: Tensor, k: Tensor, v: Tensor, _: Any, __: Any, sinks: Tensor | None, *___: Any) -> tuple[Tensor, Tensor]:
@@ -211,13 +211,13 @@ def _counters(device: torch.device, size: int) -> Callable[[], Tensor]:
 # ---- tensors for TMA -------------------------------------------------------------------------------------------------
 
 
-def _describable(x: Tensor) -> bool:
+def describable(x: Tensor) -> bool:
     """Whether TMA can follow the strides."""
     return x.stride(3) == 1 and all(0 < stride < 2**37 and stride % _ALIGNED == 0 for stride in x.stride()[:3])
 
 
 def _copied(x: Tensor) -> Tensor:
-    return x if _describable(x) and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    return x if describable(x) and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
