@@ -29,6 +29,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 VALUES, MOST = 512, 576  #: channels of values, and the most of keys
 FEWEST = 33  #: heads that share keys; with fewer more than half of a tile of 64 would be idle
 _ROWS, _STEP = 64, 128  # heads of a tile, keys of a step
+AHEAD = 1  #: pairs of blocks that are brought to the L2 cache before they are loaded
 _LOG2E = 1.4426950408889634
 _REGISTERS = (240, 24, 168)  # of a thread that multiplies, of the warp that loads, and of all before they are shared out
 Run = Callable[..., tuple[Tensor, Tensor]]
@@ -82,7 +83,7 @@ def fits(
         return False
     latent = VALUES == v.shape[3] < k.shape[3] <= MOST and k.stride() == v.stride() and describable(k)
     sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    tiled = q.shape[2] == 1 or (q.shape[1] // k.shape[1]) % _ROWS == 0
+    tiled = q.shape[2] == k.shape[1] == 1 or (q.shape[1] // k.shape[1]) % _ROWS == 0
     short = max(q.shape[2], k.shape[2]) < decoding.FAR
     plain = not bias and dropout_p == 0 and scale > 0 and (sinks is None or tuple(sinks.shape) == (q.shape[1],))
     return latent and tiled and short and plain and seen(mask) is not None and mask_fits(mask, mask_tensors, sizes)
@@ -113,7 +114,7 @@ def forward(*given: Any) -> Run:
     """The operator's result and log-sum-exp, of its own arguments.
 
     It takes bfloat16 and float16; keys of more than 512 and at most 576 channels, the first 512 of which are the values, as
-    TMA can follow them; one query, or heads that 64 divides to one of keys; no mask, one BAND, one LENGTH or both; a positive
+    TMA can follow them; one query and one head of keys, or heads that 64 divides to each of keys; no mask, one BAND, one LENGTH or both; a positive
     scale; a soft cap; sinks. Values that turn out to lie elsewhere than in the keys are left to the other kernels.
 
     Probabilities are rounded to q's dtype before they are multiplied with the values. Keys and values that are hidden do not
@@ -224,7 +225,7 @@ def _kernel(group: int, capped: bool, sinks: bool, split: bool, lengths: bool) -
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     loops, loads, all_threads = _REGISTERS
-    names = {f"{x}_{d}": f"{x}_stride_{n}" for x in ("q", "out", "lse") for n, d in enumerate("bht")}
+    names = {f"{x}_{d}": f"{x}_stride_{n}" for x in ("q", "k", "lse") for n, d in enumerate("bht")}
     return triton_kernel(
         mla,
         grid=lambda slots, kv_heads, splits: slots * kv_heads * splits,
@@ -232,11 +233,13 @@ def _kernel(group: int, capped: bool, sinks: bool, split: bool, lengths: bool) -
         q_desc=tensor_descriptor("q", block=(1, _ROWS, 1, 256), layout=layout),
         half_desc=tensor_descriptor("k", block=(1, 1, 64, 256), layout=layout),
         rest_desc=tensor_descriptor("k", block=(1, 1, 64, 64), layout=layout),
+        out_desc=tensor_descriptor("out", block=(1, _ROWS, 1, 256), layout=layout),
         GROUP=group,
         CAPPED=capped,
         SINKS=sinks,
         SPLIT=split,
         LENGTHS=lengths,
+        AHEAD=AHEAD,
         each_length=(lambda lengths: int(lengths.shape[0] > 1)) if lengths else 0,
         REGISTERS=loops,
         LOADER_REGISTERS=loads,

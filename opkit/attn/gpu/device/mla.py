@@ -67,11 +67,12 @@ class Work:
     CAPPED: gl.constexpr
     SINKS: gl.constexpr
     SPLIT: gl.constexpr
+    AHEAD: gl.constexpr  # pairs of blocks
     DTYPE: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, begin, stop, keys, halves, rests, queries, weights, tops, barriers, CAPPED, SINKS, SPLIT, DTYPE
+        self, begin, stop, keys, halves, rests, queries, weights, tops, barriers, CAPPED, SINKS, SPLIT, AHEAD, DTYPE
     ):  # fmt: skip
         self.begin = begin
         self.stop = stop
@@ -85,6 +86,7 @@ class Work:
         self.CAPPED = gl.constexpr(CAPPED)
         self.SINKS = gl.constexpr(SINKS)
         self.SPLIT = gl.constexpr(SPLIT)
+        self.AHEAD = gl.constexpr(AHEAD)
         self.DTYPE = gl.constexpr(DTYPE)
 
     @gluon.jit
@@ -110,8 +112,8 @@ class Work:
 
 
 @gluon.jit
-def _load(work, q_desc, half_desc, rest_desc, query_at, key_at):
-    """Queries once, then pairs of blocks, parts in the order in which they are freed."""
+def _load(work, q_desc, half_desc, rest_desc, query_at, key_at, ahead, SHARES: gl.constexpr):
+    """Queries once, then pairs of blocks, parts in the order in which they are freed; a pair is in the L2 cache before."""
     b, head, row = query_at
     mbarrier.expect(work.barriers.index(_QUERIES), 2 * q_desc.block_type.nbytes)
     for part in gl.static_range(2):
@@ -121,6 +123,8 @@ def _load(work, q_desc, half_desc, rest_desc, query_at, key_at):
     phase = gl.to_tensor(1)
     for n in range(work.pairs()):
         first = work.begin + 2 * n * KEYS
+        if work.AHEAD > 0:
+            _fetch(work, first + 2 * work.AHEAD * KEYS, ahead, SHARES)
         _load_part(work, rest_desc, key_at, first, 0, 2, phase)
         _load_part(work, half_desc, key_at, first, 0, 0, phase)
         _load_part(work, half_desc, key_at, first, 0, 1, phase)
@@ -130,6 +134,19 @@ def _load(work, q_desc, half_desc, rest_desc, query_at, key_at):
         _load_part(work, half_desc, key_at, second, 1, 1, phase)
         _load_part(work, half_desc, key_at, second, 1, 0, phase)
         phase ^= 1
+
+
+@gluon.jit
+def _fetch(work, at, ahead, SHARES: gl.constexpr):
+    """Ask for a pair of blocks, or for one where another program asks for the other, to be brought to the L2 cache."""
+    k, stride, size, share = ahead
+    ROWS_EACH: gl.constexpr = 2 * KEYS // SHARES
+    rows = at + share * ROWS_EACH + gl.arange(0, ROWS_EACH, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    if at < work.stop:
+        offsets = gl.minimum(rows, work.stop - 1).to(gl.int64) * stride
+        text: gl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;"
+        sizes = gl.full([ROWS_EACH], 0, gl.int32, layout=rows.type.layout) + size
+        gl.inline_asm_elementwise(text, "=r,l,r", [k + offsets, sizes], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -236,10 +253,10 @@ def _first(work, rest, results, inner, factor):
         _hand(0, work, p, top, phase)
         acc = rescaled(acc, by)
         acc = warpgroup_mma(gl.convert_layout(p, of_p), work.half(0, 0), acc, is_async=True)
-        top, by = _handed(1, work, top, factor, phase)
-        total = _times(total, by)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         work.arrive(_EMPTY + 0)
+        top, by = _handed(1, work, top, factor, phase)
+        total = _times(total, by)
         acc = rescaled(acc, by)
         acc = warpgroup_mma(work.weights.index(1 + _zero()), work.half(1, 0), acc, is_async=True)
         phase ^= 1
@@ -315,7 +332,7 @@ def _rest_of_queries(rest, work, of_logits: gl.constexpr):
 @gluon.jit
 def _finish(ME: gl.constexpr, work, results, acc, top, total, factor, phase):
     """Store half of the columns of the results: normalised, or as the split's that they are."""
-    out, out_stride, lse, lse_stride, partial, sinks, there = results
+    out_desc, out_at, lse, lse_stride, partial, sinks, there = results
     of_rows: gl.constexpr = top.type.layout
     mine = gl.convert_layout(gl.sum(total, 1), of_rows)
     work.wait(_EMPTY_P + ME, phase ^ 1)
@@ -335,22 +352,27 @@ def _finish(ME: gl.constexpr, work, results, acc, top, total, factor, phase):
     else:
         by, powers = normal(top * factor, total, sinks, gl.minimum(rows, there - 1), work.SINKS)
         acc = acc * gl.convert_layout(by, gl.SliceLayout(1, of_out))[:, None]
-        gl.store(out + at * out_stride + columns, acc.to(work.DTYPE), mask=at < there)
+        b, head, row = out_at
+        mine = work.queries.index(ME)  # no product reads it any more
+        mine.reshape([ROWS, HALF]).store(acc.to(work.DTYPE))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [b, head, row, ME * HALF], mine)
         if ME == 0:
             gl.store(lse + rows * lse_stride, powers * _LN2, mask=rows < there)
+        tma.store_wait(0)
 
 
 RUN_TIME = ("batch", "slots", "splits", "kv_heads", "queries", "keys", "lower", "upper", "channels", "each_length")
-_STRIDES = ("q_b", "q_h", "q_t", "out_b", "out_h", "out_t", "lse_b", "lse_h", "lse_t")
+_STRIDES = ("q_b", "q_h", "q_t", "k_b", "k_h", "k_t", "lse_b", "lse_h", "lse_t")
 
 
 @gluon.jit(do_not_specialize=(*RUN_TIME, *_STRIDES))
 def mla(
-    q_desc, half_desc, rest_desc, q, out, lse, sinks, partial, lengths,
-    q_b, q_h, q_t, out_b, out_h, out_t, lse_b, lse_h, lse_t,
+    q_desc, half_desc, rest_desc, out_desc, q, k, lse, sinks, partial, lengths,
+    q_b, q_h, q_t, k_b, k_h, k_t, lse_b, lse_h, lse_t,
     batch, slots, splits, kv_heads, queries, keys, lower, upper, channels, each_length, factor, inner,
     GROUP: gl.constexpr, CAPPED: gl.constexpr, SINKS: gl.constexpr, SPLIT: gl.constexpr, LENGTHS: gl.constexpr,
-    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    AHEAD: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One split of 64 heads of one query. Query ``i`` sees key ``j`` if ``lower <= j - i <= upper`` and ``j`` is within the length."""
     TILES: gl.constexpr = (GROUP + ROWS - 1) // ROWS
@@ -384,19 +406,21 @@ def mla(
         mbarrier.init(barriers.index(n), count=1)
     fence_async_shared()
     work = Work(
-        begin, stop, keys, halves, rests, heads, handed, tops, barriers, CAPPED, SINKS, SPLIT, q_desc.dtype
+        begin, stop, keys, halves, rests, heads, handed, tops, barriers, CAPPED, SINKS, SPLIT, AHEAD, q_desc.dtype
     )  # fmt: skip
     q_at = b.to(gl.int64) * q_b + i * q_t + first * q_h
-    out_at = b.to(gl.int64) * out_b + i.to(gl.int64) * out_t + first * out_h
     lse_at = b.to(gl.int64) * lse_b + i * lse_t + first * lse_h
     partial += (tile * splits + split).to(gl.int64) * (ROWS * (VALUES + 2))
-    results = (out + out_at, out_h, lse + lse_at, lse_h, partial, sinks + first, there)
+    results = (out_desc, (b, first, i), lse + lse_at, lse_h, partial, sinks + first, there)
     rest = (q + q_at, q_h, there, channels)
+    SHARES: gl.constexpr = 2 - TILES % 2
+    k += b.to(gl.int64) * k_b + head.to(gl.int64) * k_h
+    ahead = (k, k_t, (channels + 7) // 8 * 16, slot % SHARES)
     gl.warp_specialize(
         [
             (_first, (work, rest, results, inner, factor)),
             (_second, (work, rest, results, inner, factor)),
-            (_load, (work, q_desc, half_desc, rest_desc, (b, first, i), (b, head))),
+            (_load, (work, q_desc, half_desc, rest_desc, (b, first, i), (b, head), ahead, SHARES)),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
