@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opkit import config
 from opkit.attn import program
 from opkit.attn.allocation import like, rows
 from opkit.attn.calls import Call
 from opkit.attn.memory_safety import shapes_fit
 from opkit.errors import KernelError
+from opkit.op import torch_private as private
 from opkit.op.prepared import PreparedKernel
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
+from opkit.op.triton.launch import PreparedLaunch
 
 DTYPES = (torch.bfloat16, torch.float16)
 _FAR = 2**30  #: further than any two positions are apart
@@ -27,6 +30,7 @@ _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _MOST = 256  #: channels
 _ROWS = 64  #: queries of a warpgroup
 _OWNERS = 4  #: marks of a program beside those of its tiles
+_TENSORS = ("q", "k", "v", "out", "lse", "sinks", "counter")
 Run = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -61,10 +65,13 @@ TILES = {
 """By the size of the larger head, rounded up."""
 
 LONG = Tile(3, 128, 2, 2, True, (160, 24, 128), turns=False)
-"""For heads of 64, many queries and no mask: three warpgroups, since exponentials take most of the time there.
+"""For heads of 64 and many queries that see many keys: three warpgroups, since exponentials take most of the time there."""
 
-On an H200, 2 x 16 heads of 8192 took 1.21 ms where ``TILES[64]`` takes 1.33. No call gets it before its numbers were compared
-on a GPU, which ``tests/attn/gpu/test_hopper.py`` does.
+_LONG_FROM = {False: 2048, True: 8192}
+"""From how many queries and keys that each sees LONG is faster, without and with a band.
+
+On an H200, TFLOP/s of ``TILES[64]`` and LONG: 8 x 16 heads of 2048 403 and 441, 2 x 16 of 8192 419 and 472; causal, 2 x 16 of
+8192 438 and 451, 16 of 16384 444 and 474; but 16 x 16 of 1024 385 and 378, causal 306 and 232.
 """
 
 
@@ -78,8 +85,11 @@ def takes(
     scale: float,
     dropout_p: float,
 ) -> bool:
-    """Whether :func:`forward` takes a call: what it says there, on a GPU of compute capability 9.0."""
-    if not _fits(q, k, v, sinks, mask, bias, scale, dropout_p):
+    """Whether a call is for :func:`forward`: what it says there, on a GPU of compute capability 9.0.
+
+    Not where batch invariance is asked for.
+    """
+    if config.get().batch_invariant or not _fits(q, k, v, sinks, mask, bias, scale, dropout_p):
         return False
     return q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) == (9, 0)
 
@@ -133,14 +143,22 @@ def forward(*given: Any) -> Run:
 
 def tile_of(call: Call) -> Tile:
     """The layout that a call gets."""
-    return TILES[_padded(max(call.q.shape[3], call.v.shape[3]))]
+    size = _padded(max(call.q.shape[3], call.v.shape[3]))
+    lower, upper = _band(call)
+    seen = min(call.k.shape[2], upper - lower)
+    return LONG if size == 64 and min(call.q.shape[2], seen) >= _LONG_FROM[bool(call.mask)] else TILES[size]
+
+
+def _band(call: Call) -> tuple[int, int]:
+    """How far before and after a query's place its keys lie."""
+    lower, upper = call.mask[1:] or (-_FAR, _FAR)
+    return max(min(lower, _FAR), -_FAR), max(min(upper, _FAR), -_FAR)
 
 
 def _prepared(call: Call, tile: Tile) -> Run:
-    kernel = _kernel(tile)
+    launch = PreparedLaunch(_kernel(tile), _TENSORS, _numbers(call))
     new_out = like(rows(call.q, call.v.shape[3], call.heads_inside))
     new_lse = like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
-    values = _numbers(call)
     described = [describable(each) for each in call[:3]]
     counter = _counters(call.q.device, _marks(call, tile))
 
@@ -149,7 +167,7 @@ def _prepared(call: Call, tile: Tile) -> Run:
             q, k, v = (_copied(each) for each in (q, k, v))
         out, lse = new_out(), new_lse()
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        kernel(q=q, k=k, v=v, out=out, lse=lse, sinks=sinks, counter=counter(), **values)
+        launch(q, k, v, out, lse, sinks, counter())
         return out, lse
 
     return run
@@ -157,11 +175,11 @@ def _prepared(call: Call, tile: Tile) -> Run:
 
 def _numbers(call: Call) -> dict[str, Any]:
     """What the kernel is told of a call beside its tensors. The exponents' base is 2."""
-    lower, upper = call.mask[1:] or (-_FAR, _FAR)
+    lower, upper = _band(call)
     capped = call.softcap > 0
     return {
-        "lower": max(min(lower, _FAR), -_FAR),
-        "upper": max(min(upper, _FAR), -_FAR),
+        "lower": lower,
+        "upper": upper,
         "BANDED": bool(call.mask),
         "CAPPED": capped,
         "factor": (call.softcap if capped else call.scale) * _LOG2E,
@@ -197,9 +215,9 @@ def _counters(device: torch.device, size: int) -> Callable[[], Tensor]:
         return new
 
     def counter() -> Tensor:
-        if torch.cuda.is_current_stream_capturing():
+        if private.capturing():
             return new()
-        key = device.index, torch.cuda.current_stream(device).cuda_stream
+        key = device.index, private.current_stream(device.index)
         found = _known_counters.get(key)
         if found is None or found.shape[0] < size:
             found = _known_counters[key] = new()
