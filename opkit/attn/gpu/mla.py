@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,23 +20,22 @@ from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
 if TYPE_CHECKING:
-    from opkit.op.triton.kernel import TritonKernel
-    from opkit.op.triton.launch import PreparedLaunch
+    from opkit.attn.gpu.mla_launches import Plan
 
 NAME = "mla"
 DTYPES = (torch.bfloat16, torch.float16)
 VALUES, MOST = 512, 576  #: channels of values, and the most of keys
 FEWEST = 33  #: heads that share keys; with fewer more than half of a tile of 64 would be idle
-_ROWS, _STEP = 64, 128  # heads of a tile, keys of a step
-AHEAD = 1  #: pairs of blocks that are brought to the L2 cache before they are loaded
+STEP = 128  #: keys of a pair of blocks
 _LOG2E = 1.4426950408889634
-_REGISTERS = (240, 24, 168)  # of a thread that multiplies, of the warp that loads, and of all before they are shared out
+_ROWS = 64  # heads of a tile
+_PRIORITY = 3  # above the kernel for few queries
 Run = Callable[..., tuple[Tensor, Tensor]]
 
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel for latent attention."""
-    op.register_kernel("cuda", forward, when=takes, name=NAME, priority=2)
+    op.register_kernel("cuda", forward, when=takes, name=NAME, priority=_PRIORITY)
 
 
 class Seen(NamedTuple):
@@ -64,6 +62,11 @@ def takes(
         return False
     if not fits(q, k, v, mask_tensors, sinks, mask, bias, scale, dropout_p):
         return False
+    return on_hopper(q)
+
+
+def on_hopper(q: Tensor) -> bool:
+    """Whether a tensor is on a GPU of compute capability 9.0."""
     return q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
@@ -136,17 +139,17 @@ def forward(*given: Any) -> Run:
     new_out = like(rows(call.q, VALUES, call.heads_inside))
     new_lse = like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     said = seen(call.mask) or Seen(0, 0, None)
-    plan, others = _plan(call, said), _Others()
+    queries, others = Queries(call.q, lambda: _plan(call, said)), _Others()
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:
         q, k, v, masks, _, sinks, *_ = given
         if k.data_ptr() != v.data_ptr() or k.data_ptr() % 16:
             return others(given)
         out, lse = new_out(), new_lse()
+        lengths = None if said.lengths is None else masks[said.lengths].contiguous()
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        q = q if describable(q) and q.data_ptr() % 16 == 0 else q.clone(memory_format=torch.contiguous_format)
-        lengths = None if said.lengths is None else masks[said.lengths]
-        plan.run(q, k, lengths, out, lse, sinks)
+        q, plan = queries(q)
+        plan.run(q, k, out, lse, sinks, None, lengths, None)
         return out, lse
 
     return run
@@ -168,82 +171,36 @@ class _Others:
         return self.run(*given)
 
 
-class Plan(NamedTuple):
-    """The launches of calls of some shapes: of the kernel, and of that which merges splits where there are some.
+class Queries:
+    """Queries as TMA can read them, and the launches for them: a copy's strides may be others, so it has its own."""
 
-    ``partial`` is the number of elements that are merged.
-    """
+    def __init__(self, q: Tensor, plan: Callable[[], Plan]) -> None:
+        self.plan, self.described = plan, describable(q)
+        self.plans: dict[bool, Plan] = {}
 
-    kernel: PreparedLaunch
-    merge: PreparedLaunch | None
-    partial: int
-
-    def run(self, q: Tensor, k: Tensor, lengths: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
-        """Launch on what is read and what is written."""
-        partial = lse if self.merge is None else lse.new_empty(self.partial)
-        given = lse if sinks is None else sinks
-        self.kernel(q, k, lengths, out, lse, given, partial)
-        if self.merge is not None:
-            self.merge(partial, out, lse, given, None, None)
-
-
-_TENSORS = ("q", "k", "lengths", "out", "lse", "sinks", "partial")
+    def __call__(self, q: Tensor) -> tuple[Tensor, Plan]:
+        copied = not self.described or q.data_ptr() % 16 > 0
+        found = self.plans.get(copied)
+        if found is None:
+            found = self.plans[copied] = self.plan()
+        return q.clone(memory_format=torch.contiguous_format) if copied else q, found
 
 
 def _plan(call: Call, said: Seen) -> Plan:
-    from opkit.attn.gpu.decode_launches import merged
-    from opkit.op.triton.launch import PreparedLaunch
+    from opkit.attn.gpu import mla_launches
 
     (batch, heads, queries, _), (_, kv_heads, keys, channels) = call.q.shape, call.k.shape
-    group, gpu, capped = heads // kv_heads, device_of(decoding.index_of(call.q)), call.softcap > 0
-    slots = batch * queries * -(-group // _ROWS)
-    splits = splits_of(slots * kv_heads, gpu.processors, -(-keys // _STEP))
-    numbers = {"slots": slots, "splits": splits, "kv_heads": kv_heads}
-    given = {
-        "lower": said.lower, "upper": said.upper, "channels": channels, "inner": call.scale / (call.softcap or 1.0),
-        "factor": (call.softcap if capped else call.scale) * _LOG2E, **numbers,
-    }  # fmt: skip
-    kernel = _kernel(group, capped, call.sinks is not None, splits > 1, said.lengths is not None)
-    launch = PreparedLaunch(kernel, _TENSORS, given)
-    if splits == 1:
-        return Plan(launch, None, 0)
-    constants = {
-        "GROUP": group, "DV": VALUES, "DV_WIDE": VALUES, "DV_REST": 0, "ROWS": _ROWS, "BATCH": 1, "PAGE": 0,
-        "SINKS": call.sinks is not None, "PDL": gpu.overlaps,
-    }  # fmt: skip
-    merge = merged(constants, {**numbers, "height": min(group, _ROWS)})
-    return Plan(launch, merge, slots * kv_heads * splits * _ROWS * (VALUES + 2))
+    group, gpu = heads // kv_heads, device_of(decoding.index_of(call.q))
+    slots = batch * queries * -(-group // mla_launches.ROWS)
+    splits = splits_of(slots * kv_heads, gpu.processors, -(-keys // STEP))
+    lengths = 0 if said.lengths is None else 1 + (call.mask_tensors[said.lengths].shape[0] > 1)
+    form = mla_launches.Form(group, call.softcap > 0, call.sinks is not None, lengths)
+    numbers = {"lower": said.lower, "upper": said.upper, "channels": channels, **factors(call.scale, call.softcap)}
+    return mla_launches.plan(form, splits, slots, kv_heads, gpu.overlaps, numbers)
 
 
-@functools.cache
-def _kernel(group: int, capped: bool, sinks: bool, split: bool, lengths: bool) -> TritonKernel:
-    from triton.experimental.gluon import language as gl
-
-    from opkit.attn.gpu.device.mla import mla
-    from opkit.op.triton.declare import triton_kernel
-    from opkit.op.triton.kernel import tensor_descriptor
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    loops, loads, all_threads = _REGISTERS
-    names = {f"{x}_{d}": f"{x}_stride_{n}" for x in ("q", "k", "lse") for n, d in enumerate("bht")}
-    return triton_kernel(
-        mla,
-        grid=lambda slots, kv_heads, splits: slots * kv_heads * splits,
-        bind={**names, "batch": "q_size_0", "queries": "q_size_2", "keys": "k_size_2"},
-        q_desc=tensor_descriptor("q", block=(1, _ROWS, 1, 256), layout=layout),
-        half_desc=tensor_descriptor("k", block=(1, 1, 64, 256), layout=layout),
-        rest_desc=tensor_descriptor("k", block=(1, 1, 64, 64), layout=layout),
-        out_desc=tensor_descriptor("out", block=(1, _ROWS, 1, 256), layout=layout),
-        GROUP=group,
-        CAPPED=capped,
-        SINKS=sinks,
-        SPLIT=split,
-        LENGTHS=lengths,
-        AHEAD=AHEAD,
-        each_length=(lambda lengths: int(lengths.shape[0] > 1)) if lengths else 0,
-        REGISTERS=loops,
-        LOADER_REGISTERS=loads,
-        num_warps=4,
-        maxnreg=all_threads,
-        targets=("sm_90",),
-    )
+def factors(scale: float, softcap: float) -> dict[str, float]:
+    """What logits are multiplied by, to be exponents of 2: before the cap, and after it."""
+    if softcap > 0:
+        return {"factor": softcap * _LOG2E, "inner": scale / softcap}
+    return {"factor": scale * _LOG2E, "inner": 1.0}

@@ -38,7 +38,7 @@ VALUES = gl.constexpr(512)
 _REST = gl.constexpr(64)  #: channels of queries and keys after the values'
 _LN2 = gl.constexpr(0.6931471805599453)
 _EMPTY = gl.constexpr(6)  # barriers of emptied buffers follow those of full ones
-_QUERIES, _FULL_P, _EMPTY_P = gl.constexpr(12), gl.constexpr(13), gl.constexpr(15)
+_QUERIES, _FULL_P, _EMPTY_P, _BARRIERS = gl.constexpr(12), gl.constexpr(13), gl.constexpr(15), gl.constexpr(17)
 
 
 @gluon.jit
@@ -57,7 +57,7 @@ class Work:
 
     begin: gl.tensor  # the first key
     stop: gl.tensor  # the key after the last one
-    keys: gl.tensor  # of the tensor
+    end: gl.tensor  # a key, or a page, that there is not
     halves: gl.shared_memory_descriptor
     rests: gl.shared_memory_descriptor
     queries: gl.shared_memory_descriptor  # a left and a right half
@@ -67,16 +67,16 @@ class Work:
     CAPPED: gl.constexpr
     SINKS: gl.constexpr
     SPLIT: gl.constexpr
-    AHEAD: gl.constexpr  # pairs of blocks
+    PAGE: gl.constexpr  # 0 where keys are contiguous
     DTYPE: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, begin, stop, keys, halves, rests, queries, weights, tops, barriers, CAPPED, SINKS, SPLIT, AHEAD, DTYPE
+        self, begin, stop, end, halves, rests, queries, weights, tops, barriers, CAPPED, SINKS, SPLIT, PAGE, DTYPE
     ):  # fmt: skip
         self.begin = begin
         self.stop = stop
-        self.keys = keys
+        self.end = end
         self.halves = halves
         self.rests = rests
         self.queries = queries
@@ -86,7 +86,7 @@ class Work:
         self.CAPPED = gl.constexpr(CAPPED)
         self.SINKS = gl.constexpr(SINKS)
         self.SPLIT = gl.constexpr(SPLIT)
-        self.AHEAD = gl.constexpr(AHEAD)
+        self.PAGE = gl.constexpr(PAGE)
         self.DTYPE = gl.constexpr(DTYPE)
 
     @gluon.jit
@@ -112,8 +112,8 @@ class Work:
 
 
 @gluon.jit
-def _load(work, q_desc, half_desc, rest_desc, query_at, key_at, ahead, SHARES: gl.constexpr):
-    """Queries once, then pairs of blocks, parts in the order in which they are freed; a pair is in the L2 cache before."""
+def _load(work, q_desc, half_desc, rest_desc, query_at, key_at):
+    """Queries once, then pairs of blocks, parts in the order in which they are freed."""
     b, head, row = query_at
     mbarrier.expect(work.barriers.index(_QUERIES), 2 * q_desc.block_type.nbytes)
     for part in gl.static_range(2):
@@ -121,37 +121,48 @@ def _load(work, q_desc, half_desc, rest_desc, query_at, key_at, ahead, SHARES: g
             q_desc, [b, head, row, part * HALF], work.barriers.index(_QUERIES), work.queries.index(part)
         )
     phase = gl.to_tensor(1)
+    first, second = _pages(work, key_at, work.begin)
     for n in range(work.pairs()):
-        first = work.begin + 2 * n * KEYS
-        if work.AHEAD > 0:
-            _fetch(work, first + 2 * work.AHEAD * KEYS, ahead, SHARES)
-        _load_part(work, rest_desc, key_at, first, 0, 2, phase)
-        _load_part(work, half_desc, key_at, first, 0, 0, phase)
-        _load_part(work, half_desc, key_at, first, 0, 1, phase)
-        second = first + KEYS
-        second = gl.where(second < work.stop, second, work.keys)  # past the end nothing is read
-        _load_part(work, rest_desc, key_at, second, 1, 2, phase)
-        _load_part(work, half_desc, key_at, second, 1, 1, phase)
-        _load_part(work, half_desc, key_at, second, 1, 0, phase)
+        at = work.begin + 2 * n * KEYS
+        next_first, next_second = _pages(work, key_at, at + 2 * KEYS)
+        place = _place(work, key_at, at, first)
+        _load_part(work, rest_desc, place, 0, 2, phase)
+        _load_part(work, half_desc, place, 0, 0, phase)
+        _load_part(work, half_desc, place, 0, 1, phase)
+        place = _place(work, key_at, at + KEYS, second)
+        _load_part(work, rest_desc, place, 1, 2, phase)
+        _load_part(work, half_desc, place, 1, 1, phase)
+        _load_part(work, half_desc, place, 1, 0, phase)
+        first, second = next_first, next_second
         phase ^= 1
 
 
 @gluon.jit
-def _fetch(work, at, ahead, SHARES: gl.constexpr):
-    """Ask for a pair of blocks, or for one where another program asks for the other, to be brought to the L2 cache."""
-    k, stride, size, share = ahead
-    ROWS_EACH: gl.constexpr = 2 * KEYS // SHARES
-    rows = at + share * ROWS_EACH + gl.arange(0, ROWS_EACH, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    if at < work.stop:
-        offsets = gl.minimum(rows, work.stop - 1).to(gl.int64) * stride
-        text: gl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;"
-        sizes = gl.full([ROWS_EACH], 0, gl.int32, layout=rows.type.layout) + size
-        gl.inline_asm_elementwise(text, "=r,l,r", [k + offsets, sizes], dtype=gl.int32, is_pure=False, pack=1)
+def _pages(work, key_at, at):
+    """Of a pair of blocks from ``at`` the pages; past the last page where there is none, of which nothing is read."""
+    _, _, table = key_at
+    first, second = work.end, work.end
+    if work.PAGE > 0:
+        if at < work.stop:
+            first = gl.minimum(gl.maximum(gl.load(table + at // work.PAGE).to(gl.int32), 0), work.end - 1)
+        at += KEYS
+        if at < work.stop:
+            second = gl.minimum(gl.maximum(gl.load(table + at // work.PAGE).to(gl.int32), 0), work.end - 1)
+    return first, second
 
 
 @gluon.jit
-def _load_part(work, desc, key_at, at, BLOCK: gl.constexpr, PART: gl.constexpr, phase):
-    b, head = key_at
+def _place(work, key_at, at, page):
+    """Where a block lies in the tensor of keys, in its first three dimensions."""
+    b, head, _ = key_at
+    if work.PAGE > 0:
+        return page, at % work.PAGE, head
+    else:
+        return b, head, gl.where(at < work.stop, at, work.end)
+
+
+@gluon.jit
+def _load_part(work, desc, place, BLOCK: gl.constexpr, PART: gl.constexpr, phase):
     full = work.barriers.index(3 * BLOCK + PART)
     work.wait(_EMPTY + 3 * BLOCK + PART, phase)
     mbarrier.expect(full, desc.block_type.nbytes)
@@ -159,7 +170,8 @@ def _load_part(work, desc, key_at, at, BLOCK: gl.constexpr, PART: gl.constexpr, 
         to = work.rests.index(BLOCK)
     else:
         to = work.halves.index(2 * BLOCK + PART)
-    tma.async_copy_global_to_shared(desc, [b, head, at, PART * HALF], full, to)
+    x, y, z = place
+    tma.async_copy_global_to_shared(desc, [x, y, z, PART * HALF], full, to)
 
 
 @gluon.jit
@@ -350,7 +362,7 @@ def _finish(ME: gl.constexpr, work, results, acc, top, total, factor, phase):
             gl.store(partial + ROWS * VALUES + rows, top * factor)
             gl.store(partial + ROWS * (VALUES + 1) + rows, total)
     else:
-        by, powers = normal(top * factor, total, sinks, gl.minimum(rows, there - 1), work.SINKS)
+        by, powers = normal(top * factor, total, sinks, gl.maximum(gl.minimum(rows, there - 1), 0), work.SINKS)
         acc = acc * gl.convert_layout(by, gl.SliceLayout(1, of_out))[:, None]
         b, head, row = out_at
         mine = work.queries.index(ME)  # no product reads it any more
@@ -362,66 +374,111 @@ def _finish(ME: gl.constexpr, work, results, acc, top, total, factor, phase):
         tma.store_wait(0)
 
 
-RUN_TIME = ("batch", "slots", "splits", "kv_heads", "queries", "keys", "lower", "upper", "channels", "each_length")
-_STRIDES = ("q_b", "q_h", "q_t", "k_b", "k_h", "k_t", "lse_b", "lse_h", "lse_t")
+RUN_TIME = (
+    *("batch", "slots", "splits", "kv_heads", "queries", "keys", "pages", "lower", "upper", "channels", "table_b"),
+    *("q_b", "q_h", "q_t", "lse_b", "lse_h", "lse_t"),
+)
 
 
-@gluon.jit(do_not_specialize=(*RUN_TIME, *_STRIDES))
+@gluon.jit(do_not_specialize=RUN_TIME)
 def mla(
-    q_desc, half_desc, rest_desc, out_desc, q, k, lse, sinks, partial, lengths,
-    q_b, q_h, q_t, k_b, k_h, k_t, lse_b, lse_h, lse_t,
-    batch, slots, splits, kv_heads, queries, keys, lower, upper, channels, each_length, factor, inner,
+    q_desc, half_desc, rest_desc, out_desc, q, lse, sinks, partial, table, lengths, starts,
+    q_b, q_h, q_t, lse_b, lse_h, lse_t, table_b,
+    batch, slots, splits, kv_heads, queries, keys, pages, lower, upper, channels, factor, inner,
     GROUP: gl.constexpr, CAPPED: gl.constexpr, SINKS: gl.constexpr, SPLIT: gl.constexpr, LENGTHS: gl.constexpr,
-    AHEAD: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    PAGE: gl.constexpr, BATCH: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One split of 64 heads of one query. Query ``i`` sees key ``j`` if ``lower <= j - i <= upper`` and ``j`` is within the length."""
-    TILES: gl.constexpr = (GROUP + ROWS - 1) // ROWS
+    """One split of 64 heads of one query.
+
+    Query ``i`` sees key ``j`` if ``lower <= j - i <= upper``, or with pages ``j - i - length + count``, and ``j`` is within the
+    length. Queries, results and log-sum-exps are (batch, heads, queries, channels); with pages those of all sequences are one
+    batch. ``LENGTHS`` is 0, 1 or 2: there are none, one for all, or one of each sequence.
+    """
     tile = gl.program_id(0) % (slots * kv_heads)
     split = gl.program_id(0) // (slots * kv_heads)
     head, slot = tile % kv_heads, tile // kv_heads
-    b = slot // (TILES * queries)
-    i = slot // TILES % queries
-    first = slot % TILES * ROWS
-    there = gl.minimum(GROUP - first, ROWS)
-    first += head * GROUP
-    if LENGTHS:
-        length = gl.minimum(gl.load(lengths + b * each_length), keys)
+    if PAGE > 0:
+        b, token, count, length, row = _sequence(starts, lengths, slot, batch, queries, keys, GROUP, BATCH)
     else:
+        TILES: gl.constexpr = (GROUP + ROWS - 1) // ROWS
+        b, token, count = slot // (TILES * queries), slot * 0, queries
+        row = slot // TILES % queries * GROUP + slot % TILES * ROWS
         length = keys
-    begin = gl.maximum(i + lower, 0)
-    blocks = (gl.maximum(gl.minimum(i + upper + 1, length) - begin, 0) + KEYS - 1) // KEYS
-    stop = begin + gl.maximum(gl.minimum(i + upper + 1, length) - begin, 0)
-    share = (blocks + splits - 1) // splits
-    begin = gl.minimum(begin + split * share * KEYS, stop)
-    stop = gl.minimum(begin + share * KEYS, stop)
+        if LENGTHS > 0:
+            length = gl.minimum(gl.maximum(gl.load(lengths + b * (LENGTHS - 1)), 0), keys).to(gl.int32)
+    valid = row < count * GROUP  # a slot may have no rows
+    i, first = row // GROUP, row % GROUP
+    there = gl.where(valid, gl.minimum(GROUP - first, ROWS), 0)
+    first += head * GROUP
+    position = i
+    if PAGE > 0:
+        position += length - count
+    begin = gl.maximum(position + lower, 0)
+    stop = gl.where(valid, gl.maximum(gl.minimum(position + upper + 1, length), begin), begin)
+    share = ((stop - begin + KEYS - 1) // KEYS + splits - 1) // splits * KEYS
+    begin = gl.minimum(begin + split * share, stop)
+    stop = gl.minimum(begin + share, stop)
+    if PAGE > 0:
+        key_at = (b, head, table + b.to(gl.int64) * table_b)
+        end = pages
+        q_batch = b * 0
+    else:
+        key_at = (b, head, table)
+        end = keys
+        q_batch = b
+    i = gl.where(valid, token + i, queries)
+    wide = i.to(gl.int64)
+    q_at = q_batch.to(gl.int64) * q_b + wide * q_t + first.to(gl.int64) * q_h
+    lse_at = q_batch.to(gl.int64) * lse_b + wide * lse_t + first.to(gl.int64) * lse_h
+    partial += (tile * splits + split).to(gl.int64) * (ROWS * (VALUES + 2))
 
-    halves = gl.allocate_shared_memory(half_desc.dtype, [4, 1, 1, KEYS, HALF], half_desc.layout)
-    rests = gl.allocate_shared_memory(half_desc.dtype, [2, 1, 1, KEYS, _REST], rest_desc.layout)
+    halves = gl.allocate_shared_memory(half_desc.dtype, _several(4, half_desc.block_type.shape), half_desc.layout)
+    rests = gl.allocate_shared_memory(half_desc.dtype, _several(2, rest_desc.block_type.shape), rest_desc.layout)
     heads = gl.allocate_shared_memory(q_desc.dtype, [2, 1, ROWS, 1, HALF], q_desc.layout)
     of_p: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     handed = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, KEYS], of_p)
     tops = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    barriers = gl.allocate_shared_memory(gl.int64, [17, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(17):
+    barriers = gl.allocate_shared_memory(gl.int64, [_BARRIERS, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(_BARRIERS):
         mbarrier.init(barriers.index(n), count=1)
     fence_async_shared()
     work = Work(
-        begin, stop, keys, halves, rests, heads, handed, tops, barriers, CAPPED, SINKS, SPLIT, AHEAD, q_desc.dtype
+        begin, stop, end, halves, rests, heads, handed, tops, barriers, CAPPED, SINKS, SPLIT, PAGE, q_desc.dtype
     )  # fmt: skip
-    q_at = b.to(gl.int64) * q_b + i * q_t + first * q_h
-    lse_at = b.to(gl.int64) * lse_b + i * lse_t + first * lse_h
-    partial += (tile * splits + split).to(gl.int64) * (ROWS * (VALUES + 2))
-    results = (out_desc, (b, first, i), lse + lse_at, lse_h, partial, sinks + first, there)
+    results = (out_desc, (q_batch, first, i), lse + lse_at, lse_h, partial, sinks + first, there)
     rest = (q + q_at, q_h, there, channels)
-    SHARES: gl.constexpr = 2 - TILES % 2
-    k += b.to(gl.int64) * k_b + head.to(gl.int64) * k_h
-    ahead = (k, k_t, (channels + 7) // 8 * 16, slot % SHARES)
     gl.warp_specialize(
         [
             (_first, (work, rest, results, inner, factor)),
             (_second, (work, rest, results, inner, factor)),
-            (_load, (work, q_desc, half_desc, rest_desc, (b, first, i), (b, head), ahead, SHARES)),
+            (_load, (work, q_desc, half_desc, rest_desc, (q_batch, first, i), key_at)),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
     )
+
+
+@gluon.constexpr_function
+def _several(count, shape):
+    return [count, *shape]
+
+
+@gluon.jit
+def _sequence(starts, lengths, slot, batch, tokens, keys, GROUP: gl.constexpr, BATCH: gl.constexpr):
+    """What :func:`opkit.attn.gpu.device.decode.place_of` says of a slot of pages: the same slots are merged."""
+    each = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    there = each < batch
+    first = _within(gl.load(starts + each, mask=there, other=0), tokens)
+    after = _within(gl.load(starts + each + 1, mask=there, other=0), tokens)
+    length = _within(gl.load(lengths + each, mask=there, other=0), keys)
+    base = first * GROUP // ROWS + each
+    b = gl.maximum(gl.sum((there & (base <= slot)).to(gl.int32), 0) - 1, 0)
+    mine = each == b
+    begin, end = gl.sum(gl.where(mine, first, 0), 0), gl.sum(gl.where(mine, after, 0), 0)
+    row = (slot - gl.sum(gl.where(mine, base, 0), 0)) * ROWS
+    return b, begin, gl.maximum(end - begin, 0), gl.sum(gl.where(mine, length, 0), 0), row
+
+
+@gluon.jit
+def _within(x, most):
+    return gl.minimum(gl.maximum(x, 0), most).to(gl.int32)
