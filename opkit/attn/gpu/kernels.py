@@ -11,7 +11,7 @@ from torch import Tensor
 from opkit import config
 from opkit.attn import gradients
 from opkit.attn.calls import Call, GradientCall
-from opkit.attn.gpu import decoding, hopper, mla
+from opkit.attn.gpu import decoding, hopper, mla, packed
 from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
@@ -32,12 +32,13 @@ def device() -> str:
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` and ``opkit::attention_backward`` their kernels for GPUs.
 
-    Few queries are decoded, those of latent attention on Hopper by a kernel of their own; other calls are for the kernel for
-    Hopper where it takes them, or for the portable one.
+    Few queries are decoded, on Hopper those of latent attention by a kernel of their own, and those that are many rows together
+    by the kernel for Hopper; other calls are for that where it takes them, or for the portable one.
     """
     op.register_kernel(device(), forward, when=takes, name=NAME)
     decoding.register(op)
     mla.register(op)
+    packed.register(op)
     op.register_kernel("cuda", hopper.forward, when=hopper.takes, name="hopper", priority=_HOPPER)
     gradients.backward_operator().register_kernel(device(), backward, when=takes_gradients, name=NAME)
 
