@@ -12,7 +12,7 @@ from opkit.attn.allocation import dense_rows, like
 from opkit.attn.gpu import decoding
 from opkit.attn.gpu.decode_plan import device_of, power, splits_of
 from opkit.attn.gpu.hopper import describable
-from opkit.attn.gpu.mla import DTYPES, MOST, NAME, STEP, VALUES, Queries, factors, on_hopper
+from opkit.attn.gpu.mla import DTYPES, MOST, NAME, STEP, VALUES, Queries, factors, on_hopper, plan
 from opkit.attn.gpu.paged import paged as split_paged
 from opkit.attn.paged_cpu import PagedCall
 from opkit.errors import KernelError
@@ -20,7 +20,7 @@ from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
 if TYPE_CHECKING:
-    from opkit.attn.gpu.mla_launches import Plan
+    from opkit.attn.gpu.hopper_launches import Plan
 
 MOST_SEQUENCES = 1024  #: each program finds its own among all of them at once
 _PLACES = 64  # of a page, or a multiple: what is loaded at once
@@ -101,8 +101,8 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
             return others(given)
         out, lse = new_out(), new_lse()
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        q, plan = queries(_one_batch(q))
-        plan.run(q, k, out, lse, sinks, dense_rows(table), lengths.contiguous(), starts.contiguous())
+        q, found = queries(_one_batch(q))
+        found.run((q, k), out, lse, sinks, dense_rows(table), lengths.contiguous(), starts.contiguous())
         return out, lse
 
     return run
@@ -125,18 +125,18 @@ def _one_batch(q: Tensor) -> Tensor:
 
 
 def _plan(call: PagedCall) -> Plan:
-    from opkit.attn.gpu import mla_launches
+    from opkit.attn.gpu.hopper_launches import ROWS, Division, Form
 
     (total, heads, channels), (_, page, kv_heads, _) = call.q.shape, call.k_pages.shape
     batch, keys, group = call.lengths.shape[0], call.page_table.shape[1] * page, heads // kv_heads
-    gpu, rows = device_of(decoding.index_of(call.q)), mla_launches.ROWS
-    form = mla_launches.Form(
+    gpu = device_of(decoding.index_of(call.q))
+    form = Form(
         group, call.softcap > 0, call.sinks is not None, page=page, batch=max(128, power(batch))
     )  # fmt: skip
-    tiles = batch * kv_heads * -(-group * -(-total // batch) // rows)
-    splits, slots = splits_of(tiles, gpu.processors, -(-keys // STEP)), total * group // rows + batch
+    tiles = batch * kv_heads * -(-group * -(-total // batch) // ROWS)
+    splits, slots = splits_of(tiles, gpu.processors, -(-keys // STEP)), total * group // ROWS + batch
     upper = max(-decoding.FAR, min(call.upper, decoding.FAR))
     numbers = {
         "lower": -decoding.FAR, "upper": upper, "channels": channels, "keys": keys, **factors(call.scale, call.softcap)
     }  # fmt: skip
-    return mla_launches.plan(form, splits, slots, kv_heads, gpu.overlaps, numbers)
+    return plan(form, Division(slots, splits, kv_heads, VALUES, VALUES), gpu, numbers)

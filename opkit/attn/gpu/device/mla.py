@@ -157,8 +157,7 @@ def _place(work, key_at, at, page):
     b, head, _ = key_at
     if work.PAGE > 0:
         return page, at % work.PAGE, head
-    else:
-        return b, head, gl.where(at < work.stop, at, work.end)
+    return b, head, gl.where(at < work.stop, at, work.end)
 
 
 @gluon.jit
