@@ -43,7 +43,7 @@ def takes(
     """Whether a call is for :func:`forward`: one tile of rows to each head of keys, and enough of these for the GPU."""
     if not fits(q, k, v, sinks, mask, heads_inside) or not FEWEST <= _height(q, k) <= decoding.FEW:
         return False
-    if not hopper.takes(_packed(q, k), k, v, None, mask, bias, scale, dropout_p):
+    if not hopper.takes(_packed(q, k), k, v, [], None, mask, bias, scale, dropout_p):
         return False
     tiles, processors = q.shape[0] * k.shape[1], device_of(decoding.index_of(q)).processors
     return k.shape[2] >= decoding.MANY and splits_of(tiles, processors, -(-k.shape[2] // _STEP)) == 1

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_hopper import SHARED, assembled, compared, on_hopper, requested
+from hopper_calls import SHARED, assembled, compared, on_hopper
 from test_paged import Cache, expected
 
 import opkit
@@ -21,6 +21,8 @@ from opkit.attn.gpu import decode_plan, decoding, mla, mla_paged, portable
 from opkit.attn.gpu.paged import paged as split_paged
 from opkit.attn.operator import attention_operator
 from opkit.errors import KernelError
+from opkit.op.triton.examples import request_for
+from opkit.op.triton.launch import recording
 from opkit.testing import compile_launches
 
 FAR = program.UNLIMITED
@@ -47,7 +49,9 @@ def arguments(
 def pages(batch=64, queries=64, heads=128, page=64, most=128, d=576, dtype=BF16):
     """The arguments of ``opkit::paged_attention``, without numbers."""
     k = torch.empty(1000, page, 1, d, dtype=dtype, device="meta")
-    table, lengths, starts = (torch.empty(n, dtype=torch.int32, device="meta") for n in ((batch, most), batch, batch + 1))
+    table, lengths, starts = (
+        torch.empty(n, dtype=torch.int32, device="meta") for n in ((batch, most), batch, batch + 1)
+    )
     q = torch.empty(queries, heads, d, dtype=dtype, device="meta")
     return q, k, k[..., :512], table, lengths, starts, -FAR, 0, d**-0.5, 0.0, None, None, None
 
@@ -66,6 +70,8 @@ COMPILED = {  # a call, and how many kernels it launches
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiles_without_spills(case, tmp_path, record_property):
     run, launches = COMPILED[case]
+    with recording() as found:
+        run()
     report = compile_launches(run, ["sm_90"])
     report.raise_for_failures()
     row = report.rows[0]
@@ -73,7 +79,7 @@ def test_compiles_without_spills(case, tmp_path, record_property):
     assert len(report.rows) == launches
     assert (row.kernel, row.registers, row.spills) == ("mla", 168, 0)
     assert row.shared <= SHARED
-    said = assembled(requested((), run), tmp_path)
+    said = assembled(request_for(found[0], None, "sm_90"), tmp_path)
     assert re.findall(r"\((C75\d\d)\)", said) == [], said  # a product that waits for the one before it
     assert "0 bytes spill stores, 0 bytes spill loads" in said
 
@@ -87,7 +93,12 @@ def test_masks():
     assert mla.seen([program.BAND, -5, 2]) == (-5, 2, None)
     assert mla.seen([program.LENGTH, 1]) == (-far, far, 1)
     assert mla.seen(list(BOTH)) == mla.seen([*LENGTH, program.BAND, -FAR, 600, program.AND]) == (-far, 600, 0)
-    for other in ([program.BAND, 0, 1, program.NOT], [*LENGTH, *LENGTH, program.AND], [program.DENSE, 0], [program.BAND, 0]):
+    for other in (
+        [program.BAND, 0, 1, program.NOT],
+        [*LENGTH, *LENGTH, program.AND],
+        [program.DENSE, 0],
+        [program.BAND, 0],
+    ):
         assert mla.seen(other) is None
     assert mla.seen([program.BAND, 0, 1, program.BAND, 0, 1, program.AND]) is None
     assert mla.seen([program.BAND, 0, 1, program.LENGTH, 0, program.OR]) is None

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_hopper import CAUSAL, arguments, compared, on_hopper, shaped
+from hopper_calls import CAUSAL, arguments, compared, on_hopper, shaped
 
 from opkit.attn import reference
 from opkit.attn.calls import Call
