@@ -185,6 +185,7 @@ def _kernel(form: Form, tile: Tile, split: bool, padded: tuple[int, ...], overla
         REGISTERS=_LOADER_REGISTERS,
         PDL=overlaps,
         num_warps=4,
+        maxnreg=255 // tile.at_once // 8 * 8,
         targets=("sm_90",),
         **({"launch_pdl": True} if overlaps else {}),
     )
