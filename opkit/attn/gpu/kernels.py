@@ -11,7 +11,7 @@ from torch import Tensor
 from opkit import config
 from opkit.attn import gradients
 from opkit.attn.calls import Call, GradientCall
-from opkit.attn.gpu import decoding, hopper, hopper_decoding, mla, packed
+from opkit.attn.gpu import decoding, hopper, mla, packed
 from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
@@ -39,7 +39,6 @@ def register(op: CustomOp[Any, Any]) -> None:
     decoding.register(op)
     mla.register(op)
     packed.register(op)
-    hopper_decoding.register(op)
     op.register_kernel("cuda", hopper.forward, when=hopper.takes, name="hopper", priority=_HOPPER)
     gradients.backward_operator().register_kernel(device(), backward, when=takes_gradients, name=NAME)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +12,7 @@ from opkit.attn import program
 from opkit.attn.allocation import like, rows
 from opkit.attn.calls import Call
 from opkit.attn.gpu import decoding
-from opkit.attn.gpu.decode_plan import Device, device_of, splits_of
+from opkit.attn.gpu.decode_plan import device_of, splits_of
 from opkit.attn.gpu.hopper import describable
 from opkit.attn.memory_safety import mask_fits, shapes_fit
 from opkit.errors import KernelError
@@ -21,8 +20,7 @@ from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
 if TYPE_CHECKING:
-    from opkit.attn.gpu.hopper_launches import Division, Form, Plan
-    from opkit.op.triton.kernel import TritonKernel
+    from opkit.attn.gpu.mla_launches import Plan
 
 NAME = "mla"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -30,7 +28,6 @@ VALUES, MOST = 512, 576  #: channels of values, and the most of keys
 FEWEST = 33  #: heads that share keys; with fewer more than half of a tile of 64 would be idle
 STEP = 128  #: keys of a pair of blocks
 _LOG2E = 1.4426950408889634
-_REGISTERS, _LOADER_REGISTERS, _ALL_REGISTERS = 240, 24, 168  # the last of each thread before they are shared out
 _ROWS = 64  # heads of a tile
 _PRIORITY = 3  # above the kernel for few queries
 Run = Callable[..., tuple[Tensor, Tensor]]
@@ -153,7 +150,7 @@ def forward(*given: Any) -> Run:
         lengths = None if said.lengths is None else masks[said.lengths].contiguous()
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         q, found = queries(q)
-        found.run((q, k), out, lse, sinks, None, lengths, None)
+        found.run(q, k, out, lse, sinks, None, lengths, None)
         return out, lse
 
     return run
@@ -191,7 +188,7 @@ class Queries:
 
 
 def _plan(call: Call, said: Seen) -> Plan:
-    from opkit.attn.gpu.hopper_launches import Division, Form
+    from opkit.attn.gpu.mla_launches import Division, Form, plan
 
     (batch, heads, queries, _), (_, kv_heads, keys, channels) = call.q.shape, call.k.shape
     group, gpu = heads // kv_heads, device_of(decoding.index_of(call.q))
@@ -200,15 +197,7 @@ def _plan(call: Call, said: Seen) -> Plan:
     lengths = 0 if said.lengths is None else 1 + (call.mask_tensors[said.lengths].shape[0] > 1)
     form = Form(group, call.softcap > 0, call.sinks is not None, lengths)
     numbers = {"lower": said.lower, "upper": said.upper, "channels": channels, **factors(call.scale, call.softcap)}
-    return plan(form, Division(slots, splits, kv_heads, VALUES, VALUES), gpu, numbers)
-
-
-def plan(form: Form, division: Division, gpu: Device, numbers: dict[str, Any]) -> Plan:
-    """The launches of a division of a call, of contiguous keys or of pages."""
-    from opkit.attn.gpu import hopper_launches
-
-    kernel = _kernel(form, division.splits > 1)
-    return hopper_launches.plan(kernel, ("q", "k"), form, division, gpu.overlaps, numbers)
+    return plan(form, Division(slots, splits, kv_heads), gpu, numbers)
 
 
 def factors(scale: float, softcap: float) -> dict[str, float]:
@@ -216,40 +205,3 @@ def factors(scale: float, softcap: float) -> dict[str, float]:
     if softcap > 0:
         return {"factor": softcap * _LOG2E, "inner": scale / softcap}
     return {"factor": scale * _LOG2E, "inner": 1.0}
-
-
-@functools.cache
-def _kernel(form: Form, split: bool) -> TritonKernel:
-    from triton.experimental.gluon import language as gl
-
-    from opkit.attn.gpu.device.mla import mla
-    from opkit.op.triton.declare import triton_kernel
-    from opkit.op.triton.kernel import tensor_descriptor
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    rows, half, rest = (1, _ROWS, 1, 256), (1, 1, 64, 256), (1, 1, 64, 64)
-    if form.page:
-        half, rest = ((x[0], x[2], x[1], x[3]) for x in (half, rest))
-    strides = {f"{x}_{d}": f"{x}_stride_{n}" for x in ("q", "lse") for n, d in enumerate("bht")}
-    sizes = {"batch": "q_size_0", "queries": "q_size_2"}
-    if form.page:
-        sizes |= {"batch": "lengths_size_0", "pages": "k_size_0", "table_b": "table_stride_0"}
-    else:
-        sizes |= {"keys": "k_size_2"}
-    return triton_kernel(
-        mla,
-        grid=lambda slots, kv_heads, splits: slots * kv_heads * splits,
-        bind={**strides, **sizes},
-        q_desc=tensor_descriptor("q", block=rows, layout=layout),
-        half_desc=tensor_descriptor("k", block=half, layout=layout),
-        rest_desc=tensor_descriptor("k", block=rest, layout=layout),
-        out_desc=tensor_descriptor("out", block=rows, layout=layout),
-        **{name.upper(): value for name, value in form._asdict().items()},
-        **({} if form.page else {"pages": 0, "table_b": 0}),
-        SPLIT=split,
-        REGISTERS=_REGISTERS,
-        LOADER_REGISTERS=_LOADER_REGISTERS,
-        num_warps=4,
-        maxnreg=_ALL_REGISTERS,
-        targets=("sm_90",),
-    )

@@ -12,7 +12,7 @@ from opkit.attn.allocation import dense_rows, like
 from opkit.attn.gpu import decoding
 from opkit.attn.gpu.decode_plan import device_of, power, splits_of
 from opkit.attn.gpu.hopper import describable
-from opkit.attn.gpu.mla import DTYPES, MOST, NAME, STEP, VALUES, Queries, factors, on_hopper, plan
+from opkit.attn.gpu.mla import DTYPES, MOST, NAME, STEP, VALUES, Queries, factors, on_hopper
 from opkit.attn.gpu.paged import paged as split_paged
 from opkit.attn.paged_cpu import PagedCall
 from opkit.errors import KernelError
@@ -20,7 +20,7 @@ from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
 if TYPE_CHECKING:
-    from opkit.attn.gpu.hopper_launches import Plan
+    from opkit.attn.gpu.mla_launches import Plan
 
 MOST_SEQUENCES = 1024  #: each program finds its own among all of them at once
 _PLACES = 64  # of a page, or a multiple: what is loaded at once
@@ -102,7 +102,7 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         out, lse = new_out(), new_lse()
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         q, found = queries(_one_batch(q))
-        found.run((q, k), out, lse, sinks, dense_rows(table), lengths.contiguous(), starts.contiguous())
+        found.run(q, k, out, lse, sinks, dense_rows(table), lengths.contiguous(), starts.contiguous())
         return out, lse
 
     return run
@@ -125,7 +125,7 @@ def _one_batch(q: Tensor) -> Tensor:
 
 
 def _plan(call: PagedCall) -> Plan:
-    from opkit.attn.gpu.hopper_launches import ROWS, Division, Form
+    from opkit.attn.gpu.mla_launches import ROWS, Division, Form, plan
 
     (total, heads, channels), (_, page, kv_heads, _) = call.q.shape, call.k_pages.shape
     batch, keys, group = call.lengths.shape[0], call.page_table.shape[1] * page, heads // kv_heads
@@ -139,4 +139,4 @@ def _plan(call: PagedCall) -> Plan:
     numbers = {
         "lower": -decoding.FAR, "upper": upper, "channels": channels, "keys": keys, **factors(call.scale, call.softcap)
     }  # fmt: skip
-    return plan(form, Division(slots, splits, kv_heads, VALUES, VALUES), gpu, numbers)
+    return plan(form, Division(slots, splits, kv_heads), gpu, numbers)
