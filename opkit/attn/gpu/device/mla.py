@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from opkit.attn.gpu.device.hopper_softmax import (
     added,
@@ -31,146 +30,23 @@ from opkit.attn.gpu.device.hopper_softmax import (
     weights,
 )
 from opkit.attn.gpu.device.hopper_work import ROWS
+from opkit.attn.gpu.device.mla_work import (
+    BARRIERS,
+    EMPTY,
+    EMPTY_P,
+    FULL_P,
+    HALF,
+    KEYS,
+    QUERIES,
+    REST,
+    VALUES,
+    Work,
+    load,
+    sequence,
+    zero,
+)
 
-KEYS = gl.constexpr(64)  #: of a block
-HALF = gl.constexpr(256)  #: columns of results of a warpgroup
-VALUES = gl.constexpr(512)
-_REST = gl.constexpr(64)  #: channels of queries and keys after the values'
 _LN2 = gl.constexpr(0.6931471805599453)
-_EMPTY = gl.constexpr(6)  # barriers of emptied buffers follow those of full ones
-_QUERIES, _FULL_P, _EMPTY_P, _BARRIERS = gl.constexpr(12), gl.constexpr(13), gl.constexpr(15), gl.constexpr(17)
-
-
-@gluon.jit
-def _zero():
-    """0, which the compiler does not know: the addresses of products would not fit the registers if it kept them all."""
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@aggregate
-class Work:
-    """What of the keys a program goes over, and its buffers.
-
-    Of each pair of blocks there are two halves of 256 channels and the rest of 64: ``halves`` are the first block's left and
-    right half, and the second's. Barrier ``3 * block + part`` is of a part (left, right, rest) of a block.
-    """
-
-    begin: gl.tensor  # the first key
-    stop: gl.tensor  # the key after the last one
-    end: gl.tensor  # a key, or a page, that there is not
-    halves: gl.shared_memory_descriptor
-    rests: gl.shared_memory_descriptor
-    queries: gl.shared_memory_descriptor  # a left and a right half
-    weights: gl.shared_memory_descriptor
-    tops: gl.shared_memory_descriptor
-    barriers: gl.shared_memory_descriptor
-    CAPPED: gl.constexpr
-    SINKS: gl.constexpr
-    SPLIT: gl.constexpr
-    PAGE: gl.constexpr  # 0 where keys are contiguous
-    DTYPE: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, begin, stop, end, halves, rests, queries, weights, tops, barriers, CAPPED, SINKS, SPLIT, PAGE, DTYPE
-    ):  # fmt: skip
-        self.begin = begin
-        self.stop = stop
-        self.end = end
-        self.halves = halves
-        self.rests = rests
-        self.queries = queries
-        self.weights = weights
-        self.tops = tops
-        self.barriers = barriers
-        self.CAPPED = gl.constexpr(CAPPED)
-        self.SINKS = gl.constexpr(SINKS)
-        self.SPLIT = gl.constexpr(SPLIT)
-        self.PAGE = gl.constexpr(PAGE)
-        self.DTYPE = gl.constexpr(DTYPE)
-
-    @gluon.jit
-    def pairs(self):
-        return (self.stop - self.begin + 2 * KEYS - 1) // (2 * KEYS)
-
-    @gluon.jit
-    def half(self, BLOCK: gl.constexpr, PART: gl.constexpr):
-        """Half of a block: rows of keys."""
-        return self.halves.index(2 * BLOCK + PART + _zero()).reshape([KEYS, HALF])
-
-    @gluon.jit
-    def rest(self, BLOCK: gl.constexpr):
-        return self.rests.index(BLOCK + _zero()).reshape([KEYS, _REST])
-
-    @gluon.jit
-    def wait(self, I: gl.constexpr, phase):
-        mbarrier.wait(self.barriers.index(I), phase)
-
-    @gluon.jit
-    def arrive(self, I: gl.constexpr):
-        mbarrier.arrive(self.barriers.index(I), count=1)
-
-
-@gluon.jit
-def _load(work, q_desc, half_desc, rest_desc, query_at, key_at):
-    """Queries once, then pairs of blocks, parts in the order in which they are freed."""
-    b, head, row = query_at
-    mbarrier.expect(work.barriers.index(_QUERIES), 2 * q_desc.block_type.nbytes)
-    for part in gl.static_range(2):
-        tma.async_copy_global_to_shared(
-            q_desc, [b, head, row, part * HALF], work.barriers.index(_QUERIES), work.queries.index(part)
-        )
-    phase = gl.to_tensor(1)
-    first, second = _pages(work, key_at, work.begin)
-    for n in range(work.pairs()):
-        at = work.begin + 2 * n * KEYS
-        next_first, next_second = _pages(work, key_at, at + 2 * KEYS)
-        place = _place(work, key_at, at, first)
-        _load_part(work, rest_desc, place, 0, 2, phase)
-        _load_part(work, half_desc, place, 0, 0, phase)
-        _load_part(work, half_desc, place, 0, 1, phase)
-        place = _place(work, key_at, at + KEYS, second)
-        _load_part(work, rest_desc, place, 1, 2, phase)
-        _load_part(work, half_desc, place, 1, 1, phase)
-        _load_part(work, half_desc, place, 1, 0, phase)
-        first, second = next_first, next_second
-        phase ^= 1
-
-
-@gluon.jit
-def _pages(work, key_at, at):
-    """Of a pair of blocks from ``at`` the pages; past the last page where there is none, of which nothing is read."""
-    _, _, table = key_at
-    first, second = work.end, work.end
-    if work.PAGE > 0:
-        if at < work.stop:
-            first = gl.minimum(gl.maximum(gl.load(table + at // work.PAGE).to(gl.int32), 0), work.end - 1)
-        at += KEYS
-        if at < work.stop:
-            second = gl.minimum(gl.maximum(gl.load(table + at // work.PAGE).to(gl.int32), 0), work.end - 1)
-    return first, second
-
-
-@gluon.jit
-def _place(work, key_at, at, page):
-    """Where a block lies in the tensor of keys, in its first three dimensions."""
-    b, head, _ = key_at
-    if work.PAGE > 0:
-        return page, at % work.PAGE, head
-    return b, head, gl.where(at < work.stop, at, work.end)
-
-
-@gluon.jit
-def _load_part(work, desc, place, BLOCK: gl.constexpr, PART: gl.constexpr, phase):
-    full = work.barriers.index(3 * BLOCK + PART)
-    work.wait(_EMPTY + 3 * BLOCK + PART, phase)
-    mbarrier.expect(full, desc.block_type.nbytes)
-    if PART == 2:
-        to = work.rests.index(BLOCK)
-    else:
-        to = work.halves.index(2 * BLOCK + PART)
-    x, y, z = place
-    tma.async_copy_global_to_shared(desc, [x, y, z, PART * HALF], full, to)
 
 
 @gluon.jit
@@ -183,7 +59,7 @@ def _logits_of_rest(ME: gl.constexpr, work, rest, none, phase, more):
 @gluon.jit
 def _logits_of_half(ME: gl.constexpr, PART: gl.constexpr, work, s, phase, more):
     mbarrier.wait(work.barriers.index(3 * ME + PART), phase, pred=more)
-    q = work.queries.index(PART + _zero()).reshape([ROWS, HALF])
+    q = work.queries.index(PART + zero()).reshape([ROWS, HALF])
     return warpgroup_mma(q, work.half(ME, PART).permute((1, 0)), s, is_async=True)
 
 
@@ -214,17 +90,17 @@ def _clear(half, first):
 @gluon.jit
 def _hand(ME: gl.constexpr, work, p, top, phase):
     """Give the other warpgroup this one's weights and maxima."""
-    work.wait(_EMPTY_P + ME, phase ^ 1)
+    work.wait(EMPTY_P + ME, phase ^ 1)
     work.weights.index(ME).store(p)
     work.tops.index(ME).store(top)
     fence_async_shared()
-    work.arrive(_FULL_P + ME)
+    work.arrive(FULL_P + ME)
 
 
 @gluon.jit
 def _handed(OTHER: gl.constexpr, work, top, factor, phase):
     """The other warpgroup's maxima, and what sums are multiplied by."""
-    work.wait(_FULL_P + OTHER, phase)
+    work.wait(FULL_P + OTHER, phase)
     higher = work.tops.index(OTHER).load(top.type.layout)
     return higher, gl.where(higher > top, exp2((top - higher) * factor), 1.0)
 
@@ -248,14 +124,14 @@ def _first(work, rest, results, inner, factor):
     phase = gl.to_tensor(0)
     at = work.begin
     pairs = work.pairs()
-    work.wait(_QUERIES, 0)
+    work.wait(QUERIES, 0)
     s = _logits_of_rest(0, work, q, none, phase, pairs > 0)
     s = _logits_of_half(0, 0, work, s, phase, pairs > 0)
     s = _logits_of_half(0, 1, work, s, phase, pairs > 0)
     s = warpgroup_mma_wait(0, deps=(s,))
     for n in range(pairs):
         more = n + 1 < pairs
-        work.arrive(_EMPTY + 2)
+        work.arrive(EMPTY + 2)
         s = _seen(0, work, s, at, inner)
         top, by = raised(top, row_max(s), factor)
         pf = weights(s, top, factor)
@@ -265,16 +141,16 @@ def _first(work, rest, results, inner, factor):
         acc = rescaled(acc, by)
         acc = warpgroup_mma(gl.convert_layout(p, of_p), work.half(0, 0), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        work.arrive(_EMPTY + 0)
+        work.arrive(EMPTY + 0)
         top, by = _handed(1, work, top, factor, phase)
         total = _times(total, by)
         acc = rescaled(acc, by)
-        acc = warpgroup_mma(work.weights.index(1 + _zero()), work.half(1, 0), acc, is_async=True)
+        acc = warpgroup_mma(work.weights.index(1 + zero()), work.half(1, 0), acc, is_async=True)
         phase ^= 1
         s = _logits_of_rest(0, work, q, none, phase, more)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        work.arrive(_EMPTY + 3)
-        work.arrive(_EMPTY_P + 1)
+        work.arrive(EMPTY + 3)
+        work.arrive(EMPTY_P + 1)
         s = _logits_of_half(0, 0, work, s, phase, more)
         s = _logits_of_half(0, 1, work, s, phase, more)
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -296,33 +172,33 @@ def _second(work, rest, results, inner, factor):
     phase = gl.to_tensor(0)
     at = work.begin + KEYS
     pairs = work.pairs()
-    work.wait(_QUERIES, 0)
+    work.wait(QUERIES, 0)
     s = _logits_of_rest(1, work, q, none, phase, pairs > 0)
     s = _logits_of_half(1, 1, work, s, phase, pairs > 0)
     s = _logits_of_half(1, 0, work, s, phase, pairs > 0)
     s = warpgroup_mma_wait(0, deps=(s,))
     for n in range(pairs):
         more = n + 1 < pairs
-        work.arrive(_EMPTY + 5)
+        work.arrive(EMPTY + 5)
         s = _seen(1, work, s, at, inner)
         top, before = _handed(0, work, top, factor, phase)
         acc = rescaled(acc, before)
         work.wait(1, phase)
-        acc = warpgroup_mma(work.weights.index(0 + _zero()), work.half(0, 1), acc, is_async=True)
+        acc = warpgroup_mma(work.weights.index(0 + zero()), work.half(0, 1), acc, is_async=True)
         top, by = raised(top, row_max(s), factor)
         pf = weights(s, top, factor)
         total = added(total, before * by, pf)
         p = pf.to(work.DTYPE)
         _hand(1, work, p, top, phase)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        work.arrive(_EMPTY + 1)
-        work.arrive(_EMPTY_P + 0)
+        work.arrive(EMPTY + 1)
+        work.arrive(EMPTY_P + 0)
         acc = rescaled(acc, by)
         acc = warpgroup_mma(gl.convert_layout(p, of_p), work.half(1, 1), acc, is_async=True)
         phase ^= 1
         s = _logits_of_rest(1, work, q, none, phase, more)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        work.arrive(_EMPTY + 4)
+        work.arrive(EMPTY + 4)
         s = _logits_of_half(1, 1, work, s, phase, more)
         s = _logits_of_half(1, 0, work, s, phase, more)
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -336,7 +212,7 @@ def _rest_of_queries(rest, work, of_logits: gl.constexpr):
     q, stride, there, channels = rest
     layout: gl.constexpr = gl.DotOperandLayout(0, of_logits, k_width=2)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-    columns = VALUES + gl.arange(0, _REST, layout=gl.SliceLayout(0, layout))[None, :]
+    columns = VALUES + gl.arange(0, REST, layout=gl.SliceLayout(0, layout))[None, :]
     return gl.load(q + rows * stride + columns, mask=(rows < there) & (columns < channels), other=0.0)
 
 
@@ -346,10 +222,10 @@ def _finish(ME: gl.constexpr, work, results, acc, top, total, factor, phase):
     out_desc, out_at, lse, lse_stride, partial, sinks, there = results
     of_rows: gl.constexpr = top.type.layout
     mine = gl.convert_layout(gl.sum(total, 1), of_rows)
-    work.wait(_EMPTY_P + ME, phase ^ 1)
+    work.wait(EMPTY_P + ME, phase ^ 1)
     work.tops.index(ME).store(mine)
-    work.arrive(_FULL_P + ME)
-    work.wait(_FULL_P + (1 - ME), phase)
+    work.arrive(FULL_P + ME)
+    work.wait(FULL_P + (1 - ME), phase)
     total = mine + work.tops.index(1 - ME).load(of_rows)
     rows = gl.arange(0, ROWS, layout=of_rows)
     of_out: gl.constexpr = acc.type.layout
@@ -397,7 +273,7 @@ def mla(
     split = gl.program_id(0) // (slots * kv_heads)
     head, slot = tile % kv_heads, tile // kv_heads
     if PAGE > 0:
-        b, token, count, length, row = _sequence(starts, lengths, slot, batch, queries, keys, GROUP, BATCH)
+        b, token, count, length, row = sequence(starts, lengths, slot, batch, queries, keys, GROUP, BATCH)
     else:
         TILES: gl.constexpr = (GROUP + ROWS - 1) // ROWS
         b, token, count = slot // (TILES * queries), slot * 0, queries
@@ -437,8 +313,8 @@ def mla(
     of_p: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     handed = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, KEYS], of_p)
     tops = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    barriers = gl.allocate_shared_memory(gl.int64, [_BARRIERS, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(_BARRIERS):
+    barriers = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(BARRIERS):
         mbarrier.init(barriers.index(n), count=1)
     fence_async_shared()
     work = Work(
@@ -450,7 +326,7 @@ def mla(
         [
             (_first, (work, rest, results, inner, factor)),
             (_second, (work, rest, results, inner, factor)),
-            (_load, (work, q_desc, half_desc, rest_desc, (q_batch, first, i), key_at)),
+            (load, (work, q_desc, half_desc, rest_desc, (q_batch, first, i), key_at)),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
@@ -460,24 +336,3 @@ def mla(
 @gluon.constexpr_function
 def _several(count, shape):
     return [count, *shape]
-
-
-@gluon.jit
-def _sequence(starts, lengths, slot, batch, tokens, keys, GROUP: gl.constexpr, BATCH: gl.constexpr):
-    """What :func:`opkit.attn.gpu.device.decode.place_of` says of a slot of pages: the same slots are merged."""
-    each = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    there = each < batch
-    first = _within(gl.load(starts + each, mask=there, other=0), tokens)
-    after = _within(gl.load(starts + each + 1, mask=there, other=0), tokens)
-    length = _within(gl.load(lengths + each, mask=there, other=0), keys)
-    base = first * GROUP // ROWS + each
-    b = gl.maximum(gl.sum((there & (base <= slot)).to(gl.int32), 0) - 1, 0)
-    mine = each == b
-    begin, end = gl.sum(gl.where(mine, first, 0), 0), gl.sum(gl.where(mine, after, 0), 0)
-    row = (slot - gl.sum(gl.where(mine, base, 0), 0)) * ROWS
-    return b, begin, gl.maximum(end - begin, 0), gl.sum(gl.where(mine, length, 0), 0), row
-
-
-@gluon.jit
-def _within(x, most):
-    return gl.minimum(gl.maximum(x, 0), most).to(gl.int32)
