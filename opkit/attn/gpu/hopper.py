@@ -171,7 +171,7 @@ def _prepared(call: Call, tile: Tile) -> Run:
     new_out = like(rows(call.q, call.v.shape[3], call.heads_inside))
     new_lse = like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     described = all(describable(each) for each in call[:3])
-    counter = _counters(call.q.device, _marks(call, tile))
+    counter = counters(call.q.device, _marks(call, tile))
     told = _told(shape, tile)
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:
@@ -208,7 +208,7 @@ def _numbers(call: Call, shape: Shape) -> dict[str, Any]:
         "CAPPED": capped,
         "factor": (call.softcap if capped else call.scale) * _LOG2E,
         "inner": call.scale / call.softcap if capped else 1.0,
-        "processors": _processors(call.q.device),
+        "processors": processors(call.q.device),
     }
 
 
@@ -216,10 +216,10 @@ def _marks(call: Call, tile: Tile) -> int:
     """How many numbers a launch counts and marks with, as :mod:`opkit.attn.gpu.device.hopper_mend` lays them out."""
     batch, heads, queries, _ = call.q.shape
     tiles = batch * heads * -(-queries // (tile.warpgroups * _ROWS)) if call.mask else 0
-    return 2 + _OWNERS * _processors(call.q.device) + tiles * tile.warpgroups
+    return 2 + _OWNERS * processors(call.q.device) + tiles * tile.warpgroups
 
 
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
@@ -228,7 +228,7 @@ def _processors(device: torch.device) -> int:
 _known_counters: dict[tuple[int, int], Tensor] = {}
 
 
-def _counters(device: torch.device, size: int) -> Callable[[], Tensor]:
+def counters(device: torch.device, size: int) -> Callable[[], Tensor]:
     """A function that gives the zeros, ``size`` or more, with which a launch counts tiles and marks those that it must mend.
 
     A kernel leaves them as zeros, so that launches on one stream can share them. A graph that is captured may run beside

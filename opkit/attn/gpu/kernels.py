@@ -11,7 +11,7 @@ from torch import Tensor
 from opkit import config
 from opkit.attn import gradients
 from opkit.attn.calls import Call, GradientCall
-from opkit.attn.gpu import decoding, hopper, mla, packed
+from opkit.attn.gpu import decoding, hopper, hopper_backward, mla, packed
 from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
@@ -20,6 +20,7 @@ from opkit.op.prepared import PreparedKernel
 NAME = "triton"
 LARGEST_HEAD, LARGEST_VALUES = 576, 512
 _HOPPER = 1  # of a kernel's priority: above the portable ones
+_FORCED = -1  # it runs where it is asked for by name
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BIASES = (*_DTYPES, torch.float64)
 
@@ -33,14 +34,19 @@ def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` and ``opkit::attention_backward`` their kernels for GPUs.
 
     Few queries are decoded, on Hopper those of latent attention by a kernel of their own, and those that are many rows together
-    by the kernel for Hopper; other calls are for that where it takes them, or for the portable one.
+    by the kernel for Hopper; other calls are for that where it takes them, or for the portable one. The backward for Hopper runs
+    where it is asked for by name, until ``tests/attn/gpu/test_hopper_backward.py`` has passed on such a GPU.
     """
     op.register_kernel(device(), forward, when=takes, name=NAME)
     decoding.register(op)
     mla.register(op)
     packed.register(op)
     op.register_kernel("cuda", hopper.forward, when=hopper.takes, name="hopper", priority=_HOPPER)
-    gradients.backward_operator().register_kernel(device(), backward, when=takes_gradients, name=NAME)
+    of_gradients = gradients.backward_operator()
+    of_gradients.register_kernel(device(), backward, when=takes_gradients, name=NAME)
+    of_gradients.register_kernel(
+        "cuda", hopper_backward.backward, when=hopper_backward.takes, name="hopper", priority=_FORCED
+    )
 
 
 def takes(

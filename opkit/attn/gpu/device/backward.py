@@ -15,15 +15,12 @@ from opkit.attn.gpu.device.programs import LOG2E, kept
 from opkit.attn.gpu.device.tile import logits, rows_of, seen, store_rows, tiles_of_keys, tiles_of_queries
 
 
-@triton.jit(do_not_specialize=("heads", "queries", "lse_stride_0", "lse_stride_1"))
-def attention_delta(
-    out, gradient, of_lse, delta, out_stride_0, out_stride_1, out_stride_2, gradient_stride_0, gradient_stride_1,
-    gradient_stride_2, of_lse_stride_0, of_lse_stride_1, of_lse_stride_2, heads, queries,
-    E: tl.constexpr, E0: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit
+def delta_of(
+    out, gradient, of_lse, b, h, i, out_stride_0, out_stride_1, out_stride_2, gradient_stride_0, gradient_stride_1,
+    gradient_stride_2, of_lse_stride_0, of_lse_stride_1, of_lse_stride_2, queries, E: tl.constexpr, E0: tl.constexpr,
 ):  # fmt: skip
-    """Of each row the sum of result * gradient, less the gradient of its log-sum-exp. ``delta`` is contiguous."""
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Of rows ``i`` of a head the sum of result * gradient, less the gradient of its log-sum-exp."""
     out += b.to(tl.int64) * out_stride_0 + h.to(tl.int64) * out_stride_1
     gradient += b.to(tl.int64) * gradient_stride_0 + h.to(tl.int64) * gradient_stride_1
     x = rows_of(out, out_stride_2, i, queries, 0, E0, E, True).to(tl.float32)
@@ -32,6 +29,22 @@ def attention_delta(
     if of_lse is not None:
         of_lse += b.to(tl.int64) * of_lse_stride_0 + h.to(tl.int64) * of_lse_stride_1
         found -= tl.load(of_lse + i * of_lse_stride_2, mask=i < queries, other=0.0)
+    return found
+
+
+@triton.jit(do_not_specialize=("heads", "queries", "lse_stride_0", "lse_stride_1"))
+def attention_delta(
+    out, gradient, of_lse, delta, out_stride_0, out_stride_1, out_stride_2, gradient_stride_0, gradient_stride_1,
+    gradient_stride_2, of_lse_stride_0, of_lse_stride_1, of_lse_stride_2, heads, queries,
+    E: tl.constexpr, E0: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """:func:`delta_of` each row. ``delta`` is contiguous."""
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    found = delta_of(
+        out, gradient, of_lse, b, h, i, out_stride_0, out_stride_1, out_stride_2, gradient_stride_0, gradient_stride_1,
+        gradient_stride_2, of_lse_stride_0, of_lse_stride_1, of_lse_stride_2, queries, E, E0,
+    )  # fmt: skip
     tl.store(delta + (b * heads + h).to(tl.int64) * queries + i, found, mask=i < queries)
 
 

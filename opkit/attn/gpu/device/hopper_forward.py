@@ -98,11 +98,11 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
         tile = following
     turns.wait_empty()
     announce(turns, (tile * 0, tile, tile, tile, tile, tile, tile))
-    _put_back(counter, programs)
+    put_back(counter, programs)
 
 
 @gluon.jit
-def _put_back(counter, programs):
+def put_back(counter, programs):
     """The last program to end leaves the counter as it found it: zeros."""
     if gl.atomic_add(counter + 1, 1, sem="acq_rel") == programs - 1:
         gl.store(counter, 0)

@@ -1,0 +1,99 @@
+"""Backward attention on a Hopper GPU in bfloat16: opkit's kernel against torch's cuDNN attention, in TFLOP/s.
+
+    python benchmarks/attention_hopper_backward.py
+
+All are captured into CUDA graphs of several calls, which take turns; the table has medians over rounds. What goes before the
+kernel that multiplies, and after it, is part of a call. "deterministic" is opkit's where
+``torch.use_deterministic_algorithms`` is on. Operations are those of five products: half of them of a causal call, and of a
+window those of its width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+
+import torch
+from attention_hopper import Call, graph_of, mask_of, milliseconds
+
+from opkit.attn.gpu import hopper, hopper_backward
+
+SHAPES = {  # batch, heads, sequence, head, and how many keys back a query sees: None for all, -1 for all before it
+    "8x16x2048x128 causal": (8, 16, 2048, 128, -1),
+    "2x16x8192x128 causal": (2, 16, 8192, 128, -1),
+    "1x16x16384x128 causal": (1, 16, 16384, 128, -1),
+    "8x16x2048x128": (8, 16, 2048, 128, None),
+    "2x16x8192x128": (2, 16, 8192, 128, None),
+    "16x16x512x128 causal": (16, 16, 512, 128, -1),
+    "16x16x1024x64 causal": (16, 16, 1024, 64, -1),
+    "1x16x16384x64 causal": (1, 16, 16384, 64, -1),
+    "2x16x8192x64": (2, 16, 8192, 64, None),
+    "2x16x16384x128 window": (2, 16, 16384, 128, 1024),
+}
+_MILLISECONDS = 8.0  #: of a graph
+
+
+def calls(batch: int, heads: int, length: int, head: int, back: int | None) -> dict[str, Call]:
+    """The kernels, on the same tensors; cuDNN has no windows here."""
+    q, k, v, gradient = (torch.randn(batch, heads, length, head, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    mask, scale = mask_of(back), head**-0.5
+    out, lse = hopper.forward(q, k, v, [], [], None, None, mask, [], scale, 0.0, 0.0, False)
+    given = (gradient, None, q, k, v, out, lse, [], [], mask, [], scale, 0.0, False)
+    run = hopper_backward.backward.prepare(*given)
+
+    def deterministic() -> None:
+        torch.use_deterministic_algorithms(True)
+        run(*given)
+        torch.use_deterministic_algorithms(False)
+
+    found: dict[str, Call] = {"opkit": lambda: run(*given), "deterministic": deterministic}
+    if back is None or back < 0:
+        found["cudnn"] = cudnn(q, k, v, gradient, back is not None)
+    return found
+
+
+def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, causal: bool) -> Call:
+    """cuDNN's backward, of its own forward's results."""
+    aten, scale = torch.ops.aten, q.shape[3] ** -0.5
+    out, lse, *sizes, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    given = (gradient, q, k, v, out, lse, seed, offset, None, *sizes, 0.0, causal)
+    return lambda: aten._scaled_dot_product_cudnn_attention_backward(*given, scale=scale)
+
+
+def operations(batch: int, heads: int, length: int, head: int, back: int | None) -> float:
+    seen = length if back is None else length / 2 if back < 0 else back
+    return 10.0 * batch * heads * head * length * seen
+
+
+def measure(shape: tuple[int, int, int, int, int | None], rounds: int) -> dict[str, float]:
+    """TFLOP/s of each kernel."""
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    for name, call in calls(*shape).items():
+        first = graph_of(call, 2)
+        milliseconds(first)
+        times = max(2, round(2 * _MILLISECONDS / milliseconds(first)))
+        graphs[name] = graph_of(call, times), times
+    found: dict[str, list[float]] = {name: [] for name in graphs}
+    for number in range(rounds):
+        for name in list(graphs) if number % 2 == 0 else list(graphs)[::-1]:
+            graph, times = graphs[name]
+            found[name].append(milliseconds(graph) / times)
+    return {name: operations(*shape) / statistics.median(each) / 1e9 for name, each in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    rows = {name: measure(shape, rounds) for name, shape in SHAPES.items()}
+    print(f"{'batch x heads x length x head':32} {'opkit':>8} {'determ.':>8} {'cudnn':>8}   TFLOP/s")
+    for name, row in rows.items():
+        print(f"{name:32} {row['opkit']:8.0f} {row['deterministic']:8.0f} {row.get('cudnn', float('nan')):8.0f}")
+    print(json.dumps({"tflops": rows}))
+
+
+if __name__ == "__main__":
+    main()

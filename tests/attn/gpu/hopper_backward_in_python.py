@@ -1,0 +1,102 @@
+"""``opkit::attention_backward`` by the kernel for sm_90 on the CPU: Gluon in Python, what is in Triton in its interpreter.
+
+Run as a program it reads lines, each the name of a call and whether programs take turns, and prints what came of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import gluon_in_python
+
+with gluon_in_python.installed():
+    from opkit.attn.gpu.device import hopper_backward as device
+
+from hopper_backward_calls import CALLS, HIDING, called, compared, compared_where_hidden
+from hopper_calls import FP16, shaped
+
+from opkit.attn.gpu import hopper_backward
+from opkit.attn.gpu.hopper_backward import Tile
+
+_PROGRAMS = 3
+_HALF, _WIDE, _KEYS = 64, 32, 128
+
+
+class Launch:
+    """Launches of the kernel that multiplies."""
+
+    def __init__(self, tile: Tile, ordered: bool, banded: bool, numbers: dict[str, float]) -> None:
+        self.tile, self.ordered, self.banded, self.numbers = tile, ordered, banded, numbers
+
+    def __call__(self, q, k, v, gradient, sums, total, of_k, of_v, turns, counter):
+        of, point, whole = gluon_in_python.Descriptor, gluon_in_python.Pointer, gluon_in_python.Int
+        wide = hopper_backward._padded(max(q.shape[3], v.shape[3]))
+        rows, keys = (1, 1, self.tile.rows, wide), (1, 1, _HALF, wide)
+        numbers = {name: value for name, value in self.numbers.items() if name != "processors"}
+        sizes = {
+            "queries": q.shape[2], "keys": k.shape[2], "heads": q.shape[1], "key_heads": k.shape[1], "section": 2,
+            "tiles": k.shape[0] * k.shape[1] * -(-k.shape[2] // _KEYS),
+            "lower": numbers.pop("lower"), "upper": numbers.pop("upper"), "ROWS": self.tile.rows,
+        }  # fmt: skip
+        gluon_in_python.run(
+            device.hopper_backward, min(_PROGRAMS, sizes["tiles"]), q_desc=of(q, rows), k_desc=of(k, keys), v_desc=of(v, keys),
+            gradient_desc=of(gradient, rows), sums_desc=of(sums, (_HALF,)), sum_desc=of(total, (_HALF * _HALF // _WIDE, _WIDE)),
+            of_k_desc=of(of_k, keys), of_v_desc=of(of_v, keys), turns=None if turns is None else point(turns),
+            counter=point(counter), **{name: whole(size) for name, size in sizes.items()}, **numbers, BANDED=self.banded,
+            ORDERED=self.ordered, GROUPED=self.tile.grouped, APART=self.tile.apart, REGISTERS=0, OTHER_REGISTERS=0,
+        )  # fmt: skip
+        assert not counter.any()  # they are left as they were found
+
+
+def emulate():
+    """From now on ``hopper_backward.backward`` launches the kernel that multiplies in Python."""
+    moves = sys.modules[device.add.__module__]
+    moves.reduce_add = gluon_in_python.reduce_add
+    prepared = hopper_backward.PreparedLaunch
+    hopper_backward._kernel = lambda *settled: settled
+    hopper_backward.PreparedLaunch = lambda kernel, names, numbers: (
+        Launch(*kernel, numbers) if isinstance(kernel, tuple) else prepared(kernel, names, numbers)
+    )
+
+
+def tensors(batch, heads, queries, keys, head, columns, heads_inside):
+    """Normal ones."""
+    made = shaped(heads, queries, keys, head, columns, FP16, "cpu", batch)
+    made = [x.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else x for x in made]
+    return [x.normal_() for x in made]
+
+
+def answer(case, ordered=False):
+    """Compare the gradients of a call with the reference's; where programs take turns they must be the same twice."""
+    torch.manual_seed(0)
+    if case in HIDING:
+        head, mask = HIDING[case]
+        return compared_where_hidden(tensors(1, (2, 1), 300, 300, head, head, False), mask)
+    sizes, what = CALLS[case]
+    given = called(tensors(*sizes, what.get("heads_inside", False)), **what)
+    torch.use_deterministic_algorithms(ordered)
+    first = compared(given)
+    assert not ordered or all(map(torch.equal, first, hopper_backward.backward(*given)))
+    return None
+
+
+def main():
+    emulate()
+    for line in sys.stdin:
+        try:
+            answer(*json.loads(line))
+            print("right", flush=True)
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}".replace("\n", " "), flush=True)
+
+
+if __name__ == "__main__":
+    main()

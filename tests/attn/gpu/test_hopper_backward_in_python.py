@@ -1,0 +1,42 @@
+"""The numbers of the backward kernel for sm_90 without a GPU: Gluon is done in Python, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = (
+    "whole tiles", "tails", "tails, causal", "gradient of lse", "one query", "one key", "few queries, bottom right", "dead rows",
+    "keys that nothing sees", "all rows dead", "all rows dead, other side", "narrow window", "window far behind", "heads inside",
+    "capped", "72 and 128", "64, capped", "64, tails, causal", "40",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def child():
+    command = [sys.executable, str(Path(__file__).with_name("hopper_backward_in_python.py"))]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    with process:
+        yield process
+        process.stdin.close()
+
+
+def answer(child, *given):
+    child.stdin.write(json.dumps(given) + "\n")
+    child.stdin.flush()
+    return child.stdout.readline()
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_the_references(child, case, ordered):
+    assert answer(child, case, ordered) == "right\n"
+
+
+@pytest.mark.parametrize("case", ["hidden, 128", "hidden, 64", "hidden, 128, bottom right", "hidden, 96, both sides"])
+def test_hidden_keys_and_values_do_not_leak(child, case):
+    assert answer(child, case) == "right\n"
