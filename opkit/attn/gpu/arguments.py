@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.calls import Call, GradientCall
+from opkit.attn.calls import BiasCall, Call, GradientCall
 from opkit.attn.gpu import blocks, plans, tile_lists
 from opkit.attn.gpu.blocks import Blocks, Rule
 from opkit.attn.gpu.plans import Shape
@@ -16,7 +16,7 @@ from opkit.attn.program import Grid
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch
 
-AnyCall = Call | GradientCall
+AnyCall = Call | GradientCall | BiasCall
 Run = Callable[..., Any]
 Constants = tuple[tuple[str, Any], ...]
 _NO_TENSORS: list[Tensor | None] = [None] * len(plans.TENSORS)

@@ -67,7 +67,16 @@ OF_QUERIES = (
     Rule(256, 4, Blocks(32, 16, 4, 1)),
     Rule(1024, 4, Blocks(16, 16, 4, 1)),
 )
-"""Forward; the gradients of keys and values, by tiles of keys; the gradient of queries, by tiles of queries."""
+OF_BIAS = (
+    Rule(128, 2, Blocks(64, 64, 4, 1)),
+    Rule(256, 2, Blocks(64, 64, 8, 1)),
+    Rule(256, 2, Blocks(32, 32, 4, 1)),
+    Rule(1024, 2, Blocks(32, 16, 8, 1)),
+    Rule(128, 4, Blocks(32, 32, 4, 1)),
+    Rule(256, 4, Blocks(32, 16, 4, 1)),
+    Rule(1024, 4, Blocks(16, 16, 4, 1)),
+)
+"""Forward; the gradients of keys and values, by tiles of keys; that of queries, by tiles of queries; that of a bias."""
 
 _SMALLEST, _WHOLE, _LEAST_REST = 16, 512, 64
 
@@ -121,6 +130,12 @@ def parts(size: int) -> tuple[int, int]:
 def tiles_in(count: int, size: int) -> int:
     """How many tiles of a size there are in a count, the last perhaps not whole."""
     return -(-count // size)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU; of a CPU, where Triton interprets, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @functools.cache

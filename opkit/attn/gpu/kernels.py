@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn import gradients
-from opkit.attn.calls import Call, GradientCall
+from opkit.attn.calls import BiasCall, Call, GradientCall
 from opkit.attn.gpu import decoding, hopper
 from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit
 from opkit.errors import KernelError
@@ -30,7 +30,7 @@ def device() -> str:
 
 
 def register(op: CustomOp[Any, Any]) -> None:
-    """Give ``opkit::attention`` and ``opkit::attention_backward`` their kernels for GPUs.
+    """Give ``opkit::attention`` and the operators of its gradients their kernels for GPUs.
 
     Few queries are decoded; other calls are for the portable kernels. That for Hopper runs where it is asked for by name.
     """
@@ -38,6 +38,7 @@ def register(op: CustomOp[Any, Any]) -> None:
     decoding.register(op)
     op.register_kernel("cuda", hopper.forward, when=hopper.takes, name="hopper", priority=_FORCED)
     gradients.backward_operator().register_kernel(device(), backward, when=takes_gradients, name=NAME)
+    gradients.bias_backward_operator().register_kernel(device(), bias_backward, when=takes_bias_gradients, name=NAME)
 
 
 def takes(
@@ -81,6 +82,27 @@ def takes_gradients(
     return results and all(each.shape == q.shape[:3] and each.dtype == torch.float32 for each in sums)
 
 
+def takes_bias_gradients(
+    gradient: Tensor,
+    delta: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    mask: list[int],
+    bias: list[int],
+    wanted: list[int],
+) -> bool:
+    """Whether :func:`bias_backward` takes a call."""
+    if not all(0 <= number < len(bias_tensors) for number in wanted):
+        return False
+    return takes_gradients(
+        gradient, delta, q, k, v, gradient, lse, mask_tensors, bias_tensors, mask, bias
+    )  # the result is as the gradient, and delta as the gradient of the log-sum-exp
+
+
 @PreparedKernel
 def forward(*given: Any) -> Any:
     """The operator's result and log-sum-exp, of its own arguments.
@@ -110,6 +132,20 @@ def backward(*given: Any) -> Any:
     return portable_backward.backward(call)
 
 
+@PreparedKernel
+def bias_backward(*given: Any) -> Any:
+    """The gradients of some of the tensors of a bias; its arguments are a :class:`~opkit.attn.calls.BiasCall`.
+
+    Raises:
+        KernelError: it does not take the call.
+    """
+    call = BiasCall(*given)
+    _see_to(takes_bias_gradients(*call[:10], call.wanted), call)
+    from opkit.attn.gpu import portable_bias
+
+    return portable_bias.backward(call)
+
+
 def _refuse_batch_invariance() -> None:
     if config.get().batch_invariant:
         raise KernelError(
@@ -118,7 +154,7 @@ def _refuse_batch_invariance() -> None:
         )
 
 
-def _see_to(fits: bool, call: Call | GradientCall) -> None:
+def _see_to(fits: bool, call: Call | GradientCall | BiasCall) -> None:
     """A kernel that is forced is not asked whether it takes the call."""
     if not fits:
         shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in (call.q, call.k, call.v))
