@@ -25,6 +25,8 @@ class Rule(NamedTuple):
     blocks: Blocks
 
 
+_SMALLEST, _WHOLE, _LEAST_REST = 16, 512, 64
+
 FORWARD = (
     Rule(64, 2, Blocks(128, 128, 8, 3)),
     Rule(64, 2, Blocks(128, 64, 4, 2)),
@@ -40,6 +42,17 @@ FORWARD = (
     Rule(256, 4, Blocks(32, 32, 4, 2)),
     Rule(1024, 4, Blocks(32, 16, 4, 1)),
 )
+INVARIANT = (
+    Rule(128, 2, Blocks(64, 64, 4, 3)),
+    Rule(256, 2, Blocks(64, 32, 4, 2)),
+    Rule(1024, 2, Blocks(64, 32, 8, 1)),
+    Rule(1024, 2, Blocks(32, 16, 4, 1)),
+    Rule(64, 4, Blocks(64, 64, 4, 2)),
+    Rule(128, 4, Blocks(64, 32, 4, 2)),
+    Rule(256, 4, Blocks(32, 32, 4, 2)),
+    Rule(1024, 4, Blocks(32, 16, 4, 1)),
+)
+"""Of the forward whose results do not depend on the batch: 64 is a multiple of the keys of a tile."""
 OF_KEYS = (
     Rule(64, 2, Blocks(64, 64, 4, 2)),
     Rule(128, 2, Blocks(64, 64, 4, 2)),
@@ -78,8 +91,6 @@ OF_BIAS = (
 )
 """Forward; the gradients of keys and values, by tiles of keys; that of queries, by tiles of queries; that of a bias."""
 
-_SMALLEST, _WHOLE, _LEAST_REST = 16, 512, 64
-
 
 def choose(
     rules: tuple[Rule, ...], head: int, size: int, queries: int, memory: int, tensors: int, pair: int = 0
@@ -103,6 +114,20 @@ def choose(
     found = (roomy or fitting[-1:])[0]
     while found.rows > _SMALLEST and found.rows >= 2 * queries:
         found = found._replace(rows=found.rows // 2, warps=max(4, found.warps // 2))
+    return found
+
+
+def invariant(head: int, size: int, memory: int, pair: int = 0) -> Blocks:
+    """The tiles of a forward whose results do not depend on the batch: only what no sum depends on follows from ``pair``.
+
+    The arguments are those of :func:`choose`.
+
+    >>> invariant(64, 2, 232448), invariant(64, 2, 232448, pair=8)
+    (Blocks(rows=64, keys=64, warps=4, stages=3), Blocks(rows=64, keys=64, warps=4, stages=3))
+    """
+    found = choose(INVARIANT, head, size, _WHOLE, memory, 1)
+    while found.stages > 1 and _bytes(found, head, size, 1, pair) > memory:
+        found = found._replace(stages=found.stages - 1)
     return found
 
 

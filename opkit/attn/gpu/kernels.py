@@ -11,7 +11,7 @@ from torch import Tensor
 from opkit import config
 from opkit.attn import gradients
 from opkit.attn.calls import BiasCall, Call, GradientCall
-from opkit.attn.gpu import decoding, hopper
+from opkit.attn.gpu import decoding, hopper, invariant
 from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
@@ -36,6 +36,7 @@ def register(op: CustomOp[Any, Any]) -> None:
     """
     op.register_kernel(device(), forward, when=takes, name=NAME)
     decoding.register(op)
+    invariant.register(op)
     op.register_kernel("cuda", hopper.forward, when=hopper.takes, name="hopper", priority=_FORCED)
     gradients.backward_operator().register_kernel(device(), backward, when=takes_gradients, name=NAME)
     gradients.bias_backward_operator().register_kernel(device(), bias_backward, when=takes_bias_gradients, name=NAME)
@@ -108,7 +109,7 @@ def forward(*given: Any) -> Any:
     """The operator's result and log-sum-exp, of its own arguments.
 
     Raises:
-        KernelError: it does not take the call, or batch invariance is asked for.
+        KernelError: it does not take the call, or batch invariance is asked for, which another kernel has.
     """
     call = Call(*given)
     _see_to(takes(*call[:6], call.mask, call.bias), call)
@@ -149,8 +150,8 @@ def bias_backward(*given: Any) -> Any:
 def _refuse_batch_invariance() -> None:
     if config.get().batch_invariant:
         raise KernelError(
-            "opkit::attention: OPKIT_BATCH_INVARIANT is set, and no kernel for GPUs promises results that do not depend on what "
-            "is computed beside them. Unset it, move the call to the CPU, or force kernel='reference'."
+            f"opkit::attention: OPKIT_BATCH_INVARIANT is set, and kernel {NAME!r} was forced, whose results may depend on what "
+            "is computed beside them. Leave the choice to opkit, or force kernel='batch_invariant' or 'reference'."
         )
 
 
