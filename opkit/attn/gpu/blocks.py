@@ -43,7 +43,8 @@ FORWARD = (
     Rule(1024, 4, Blocks(32, 16, 4, 1)),
 )
 INVARIANT = (
-    Rule(128, 2, Blocks(64, 64, 4, 3)),
+    Rule(64, 2, Blocks(64, 64, 4, 3)),
+    Rule(128, 2, Blocks(64, 64, 4, 2)),
     Rule(256, 2, Blocks(64, 32, 4, 2)),
     Rule(1024, 2, Blocks(64, 32, 8, 1)),
     Rule(1024, 2, Blocks(32, 16, 4, 1)),

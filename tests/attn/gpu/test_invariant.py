@@ -137,6 +137,33 @@ def test_masks_of_all_kinds_of_the_same_keys(ask):
         assert same(attention(ask, *one, mask=Causal() & Segments(torch.zeros(LENGTH).int())), causal)
 
 
+def test_sums_of_many_small_probabilities(ask):
+    """One key has nearly all of the weight, first or last; the others, 2**-24 each, are summed up all the same."""
+    keys = 500
+    for dtype in ask.dtypes:
+        for first in (True, False):
+            q, k, v = torch.ones(1, 1, 1, 16), torch.zeros(1, 1, keys, 16), torch.ones(1, 1, keys, 16)
+            k[:, :, 0 if first else keys - 1] = 24 * 0.6931471805599453 / 4
+            rest = ([], [], None, None, [], [], 1.0, 0.0, 0.0, False)
+            call = (*(x.to(dtype) for x in (q, k / 4, v)), *rest)
+            out, lse = ask("opkit::attention", *call)
+            _, exact = reference.attention(*(x.double() for x in call[:3]), *rest)
+            top = (call[0].double() * call[1].double()).sum(-1).max()
+            assert ((lse.double() - exact).abs() < 1e-6 * top).all()
+            torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=0)
+
+
+def test_what_is_seen_and_not_a_number(ask):
+    for dtype in ask.dtypes:
+        q, k, v = given(dtype, length=70)
+        k[0, :, 5] = torch.nan
+        out, lse = attention(ask, q, k, v, mask=Causal())
+        assert lse[0, :, :5].isfinite().all()
+        assert lse[0, :, 5:].isnan().all()
+        assert out[0, :, 5:].isnan().all()
+        assert lse[1:].isfinite().all()
+
+
 def test_near_the_reference(ask):
     for dtype in ask.dtypes:
         q, k, v = given(dtype, 72)

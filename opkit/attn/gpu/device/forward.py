@@ -84,7 +84,7 @@ def attention_forward(
             low, high = -keys - queries, keys + queries
         rows_end = tl.minimum(first + ROWS, queries) - 1
         start, begin, end, stop = tiles_of_keys(first, rows_end, low, high, limit, KEYS)
-        if ORDERED or len(MASK) > 0:  # without lists of tiles each one that the bands leave is asked
+        if len(MASK) > 0 or (ORDERED and not FOLDED):  # without lists of tiles each one that the bands leave is asked
             begin, end = start, start
         full, partial = end - begin, begin - start
         total, last = stop - start, start
@@ -94,17 +94,24 @@ def attention_forward(
     acc = tl.zeros([ROWS, E0], tl.float32)
     row = b * heads + h
     shift = keys - queries
-    if not ORDERED:
-        for t in tl.range(0, full):
-            if LISTED:
-                n = tl.load(tiles + t)
-            else:
-                n = begin + t
+    if ORDERED and not LISTED:
+        for t in tl.range(0, partial):
             m, l, acc = _step(
-                n, m, l, acc, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit, shift,
-                lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED,
-                KEYS, PRECISION, False,
+                start + t, m, l, acc, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit,
+                shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED,
+                DROPPED, ORDERED, KEYS, PRECISION, True,
             )  # fmt: skip
+        total, partial = total - partial, partial * 0
+    for t in tl.range(0, full):
+        if LISTED:
+            n = tl.load(tiles + t)
+        else:
+            n = begin + t
+        m, l, acc = _step(
+            n, m, l, acc, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit, shift,
+            lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED,
+            ORDERED, KEYS, PRECISION, False,
+        )  # fmt: skip
     for t in tl.range(0, total - full):
         if LISTED and ORDERED:
             n, taken = _next(tiles, taken, whole, last, t, total)
@@ -115,7 +122,7 @@ def attention_forward(
         m, l, acc = _step(
             n, m, l, acc, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit, shift,
             lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED,
-            KEYS, PRECISION, True,
+            ORDERED, KEYS, PRECISION, True,
         )  # fmt: skip
 
     factor = 1.0 / tl.where(l == 0, 1.0, l)
@@ -148,7 +155,7 @@ def _step(
     lower, upper, scale, softcap, threshold, rescale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
-    DROPPED: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
+    DROPPED: tl.constexpr, ORDERED: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: the greatest logits, the sums and the results so far, not yet divided by the sums."""
     j = n * KEYS + tl.arange(0, KEYS)
@@ -157,7 +164,7 @@ def _step(
         s = tl.dot(q1, columns_of(k, k_row, j, limit, D0, D1, D, PARTIAL), s, input_precision=PRECISION)
     m, l, decay, p, shown = weights_of(
         s, m, l, slots, numbers, b, h, i, j, queries, limit, shift, lower, upper, scale, softcap, MASK, BIAS, BANDED, CAPPED,
-        FOLDED, PARTIAL,
+        FOLDED, ORDERED, PARTIAL,
     )  # fmt: skip
     if DROPPED:
         p = tl.where(kept(seed, threshold, row, i, n * KEYS + 4 * tl.arange(0, KEYS // 4)), p * rescale, 0.0)
@@ -169,7 +176,7 @@ def _step(
 def weights_of(
     s, m, l, slots, numbers, b, h, i, j, queries, limit, shift, lower, upper, scale, softcap,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
-    PARTIAL: tl.constexpr,
+    ORDERED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """From a tile of products: the greatest logits, the sums, what earlier sums are times, weights, and what is seen."""
     shown = s
@@ -185,9 +192,21 @@ def weights_of(
     base = top
     if PARTIAL or len(BIAS) > 0:
         base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
-    p = tl.exp2(s * fold - base[:, None])
     decay = tl.exp2(m - base)
+    if ORDERED:  # a compiler that fuses here and not there, or sums a row in another order, must not change a bit
+        p = tl.exp2(tl.fma(s, tl.zeros_like(s) + fold, tl.zeros_like(s) - base[:, None]))
+        return top, tl.fma(l, decay, _sum(p)), decay, p, shown
+    p = tl.exp2(s * fold - base[:, None])
     return top, l * decay + tl.sum(p, 1), decay, p, shown
+
+
+@triton.jit
+def _sum(x):
+    """The sums of rows of at most 64, by halves: of two numbers there is but one sum, in whichever threads they are."""
+    for _ in tl.static_range(6):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), 1)
+    return tl.reshape(x, (x.shape[0],))
 
 
 @triton.jit

@@ -50,39 +50,75 @@ def attention_forward_paged(
 
     shift = limit - queries
     low, high = lower + shift, upper + shift
-    start, _, _, stop = tiles_of_keys(first, tl.minimum(first + ROWS, queries) - 1, low, high, limit, KEYS)
-    stop = tl.where(first < queries, stop, start)
+    start, begin, end, stop = tiles_of_keys(first, tl.minimum(first + ROWS, queries) - 1, low, high, limit, KEYS)
+    if not FOLDED:
+        begin, end = start, start
+    if first >= queries:
+        begin, end, stop = start, start, start
     m, l = started(sinks, h, ROWS)
     acc = tl.zeros([ROWS, E0], tl.float32)
-    for n in tl.range(start, stop):
-        j = n * KEYS + tl.arange(0, KEYS)
-        inside = j < limit
-        page = tl.load(table + j // PAGE, mask=inside, other=0)
-        page = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
-        at_k, at_v = page * k_stride_0 + (j % PAGE) * k_stride_1, page * v_stride_0 + (j % PAGE) * v_stride_1
-        k_factor, v_factor = 1.0, 1.0
-        if k_scale is not None:
-            at = k_scale + page * k_scale_stride_0 + (j % PAGE) * k_scale_stride_1 + hk * k_scale_stride_2
-            k_factor = tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if v_scale is not None:
-            at = v_scale + page * v_scale_stride_0 + (j % PAGE) * v_scale_stride_1 + hk * v_scale_stride_2
-            v_factor = tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
-        k0 = _paged(k, at_k[None, :], inside[None, :], k_factor, 0, D0, D, k_scale is not None, FP8, COMPUTE, True)
-        s = tl.dot(q0, k0, input_precision=PRECISION)
-        if D1 > 0:
-            k1 = _paged(k, at_k[None, :], inside[None, :], k_factor, D0, D1, D, k_scale is not None, FP8, COMPUTE, True)
-            s = tl.dot(q1, k1, s, input_precision=PRECISION)
-        m, l, decay, p, shown = weights_of(
-            s, m, l, (), (), b, h, i, j, queries, limit, shift, low, high, scale, softcap, (), (), True, CAPPED, FOLDED, True
+    for n in tl.range(start, begin):
+        m, l, acc = _paged_step(
+            n, m, l, acc, q0, q1, k, v, table, k_scale, v_scale, hk, k_stride_0, k_stride_1, v_stride_0, v_stride_1,
+            k_scale_stride_0, k_scale_stride_1, k_scale_stride_2, v_scale_stride_0, v_scale_stride_1, v_scale_stride_2,
+            b, h, i, queries, limit, shift, low, high, scale, softcap, pages, D, D0, D1, E, E0, PAGE, CAPPED, FOLDED, FP8,
+            COMPUTE, KEYS, PRECISION, True,
         )  # fmt: skip
-        values = _paged(v, at_v[:, None], inside[:, None], v_factor, 0, E0, E, v_scale is not None, FP8, COMPUTE, False)
-        acc = weighed(acc * decay[:, None], p, values, shown, PRECISION, True)
+    for n in tl.range(begin, end):
+        m, l, acc = _paged_step(
+            n, m, l, acc, q0, q1, k, v, table, k_scale, v_scale, hk, k_stride_0, k_stride_1, v_stride_0, v_stride_1,
+            k_scale_stride_0, k_scale_stride_1, k_scale_stride_2, v_scale_stride_0, v_scale_stride_1, v_scale_stride_2,
+            b, h, i, queries, limit, shift, low, high, scale, softcap, pages, D, D0, D1, E, E0, PAGE, CAPPED, FOLDED, FP8,
+            COMPUTE, KEYS, PRECISION, False,
+        )  # fmt: skip
+    for n in tl.range(end, stop):
+        m, l, acc = _paged_step(
+            n, m, l, acc, q0, q1, k, v, table, k_scale, v_scale, hk, k_stride_0, k_stride_1, v_stride_0, v_stride_1,
+            k_scale_stride_0, k_scale_stride_1, k_scale_stride_2, v_scale_stride_0, v_scale_stride_1, v_scale_stride_2,
+            b, h, i, queries, limit, shift, low, high, scale, softcap, pages, D, D0, D1, E, E0, PAGE, CAPPED, FOLDED, FP8,
+            COMPUTE, KEYS, PRECISION, True,
+        )  # fmt: skip
 
     factor = 1.0 / tl.where(l == 0, 1.0, l)
     out += before * out_stride_0 + h.to(tl.int64) * out_stride_1
     store_rows(out, out_stride_0, i, queries, acc * factor[:, None], 0, E0, E)
     lse += before * lse_stride_0 + h.to(tl.int64) * lse_stride_1
     tl.store(lse + i * lse_stride_0, (m + tl.log2(l)) * LN2, mask=i < queries)
+
+
+@triton.jit
+def _paged_step(
+    n, m, l, acc, q0, q1, k, v, table, k_scale, v_scale, hk, k_stride_0, k_stride_1, v_stride_0, v_stride_1,
+    k_scale_stride_0, k_scale_stride_1, k_scale_stride_2, v_scale_stride_0, v_scale_stride_1, v_scale_stride_2,
+    b, h, i, queries, limit, shift, low, high, scale, softcap, pages,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, PAGE: tl.constexpr,
+    CAPPED: tl.constexpr, FOLDED: tl.constexpr, FP8: tl.constexpr, COMPUTE: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: the greatest logits, the sums and the results so far, not yet divided by the sums."""
+    j = n * KEYS + tl.arange(0, KEYS)
+    inside = j < limit
+    page = tl.load(table + j // PAGE, mask=inside, other=0)
+    page = tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
+    at_k, at_v = page * k_stride_0 + (j % PAGE) * k_stride_1, page * v_stride_0 + (j % PAGE) * v_stride_1
+    k_factor, v_factor = 1.0, 1.0
+    if k_scale is not None:
+        at = k_scale + page * k_scale_stride_0 + (j % PAGE) * k_scale_stride_1 + hk * k_scale_stride_2
+        k_factor = tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if v_scale is not None:
+        at = v_scale + page * v_scale_stride_0 + (j % PAGE) * v_scale_stride_1 + hk * v_scale_stride_2
+        v_factor = tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
+    k0 = _paged(k, at_k[None, :], inside[None, :], k_factor, 0, D0, D, k_scale is not None, FP8, COMPUTE, True)
+    s = tl.dot(q0, k0, input_precision=PRECISION)
+    if D1 > 0:
+        k1 = _paged(k, at_k[None, :], inside[None, :], k_factor, D0, D1, D, k_scale is not None, FP8, COMPUTE, True)
+        s = tl.dot(q1, k1, s, input_precision=PRECISION)
+    m, l, decay, p, shown = weights_of(
+        s, m, l, (), (), b, h, i, j, queries, limit, shift, low, high, scale, softcap, (), (), True, CAPPED, FOLDED, True,
+        PARTIAL,
+    )  # fmt: skip
+    values = _paged(v, at_v[:, None], inside[:, None], v_factor, 0, E0, E, v_scale is not None, FP8, COMPUTE, False)
+    return m, l, weighed(acc * decay[:, None], p, values, shown, PRECISION, PARTIAL)
 
 
 @triton.jit
