@@ -70,7 +70,8 @@ def test_a_graph_replays_with_new_data(mask):
 
 
 def test_dropout_draws_anew_in_every_replay():
-    graph, found = captured("causal", given(0), dropout_p=0.5)
+    held = given(0)
+    graph, found = captured("causal", held, dropout_p=0.5)
     graph.replay()
     before = [x.clone() for x in found]
     graph.replay()
