@@ -152,6 +152,17 @@ class Call:
             ValueError: the entry asks a source for what it has not.
         """
 
+class Repeated:
+    """Calls like one that was made, of tensors at other addresses; see ``Launcher.repeat``."""
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        """Launch: the addresses of the tensors that are there, in the order of the kernel's sources, and a stream's handle.
+
+        Raises:
+            ValueError: there are more or fewer addresses than tensors.
+            RuntimeError: the launch failed; it says why.
+        """
+
 class Launcher:
     """What runs a kernel's calls: it has a table of entries, and calls ``miss`` for a call that none of them serves.
 
@@ -182,6 +193,12 @@ class Launcher:
     def __init__(
         self, operator: str, kernel: str, roles: Sequence[str], miss: Callable[[Call], Entry | None], *, cuda: bool
     ) -> None: ...
+    def repeat(self, call: Callable[[], object]) -> Repeated | None:
+        """Make a call; then calls like the last one that it made of this launcher.
+
+        None: it made none, or one whose values cannot be kept (text, lists, optional numbers). The function must be called
+        with tensors of the same sizes, strides, dtypes and device, which nothing checks.
+        """
     def clear(self) -> None:
         """Forget all entries; so does the 4,097th one."""
     @property

@@ -4,6 +4,7 @@
 
 #include "kernel.hpp"
 #include "python.hpp"
+#include "repeated.hpp"
 
 namespace py = pybind11;
 
@@ -78,6 +79,12 @@ void bind_entries(py::module_& m) {
              py::arg("grid"), py::arg("constants"));
 }
 
+std::shared_ptr<const Repeated> repeat(Launcher& launcher, const py::object& call) {
+    const Remembering remembering(launcher);
+    call();
+    return remembering.found;
+}
+
 void bind_launcher(py::module_& m) {
     py::class_<PythonCall, std::shared_ptr<PythonCall>>(m, "Call", "A call for which a launcher has no entry yet.")
         .def_property_readonly("values", &PythonCall::values)
@@ -86,12 +93,16 @@ void bind_launcher(py::module_& m) {
         .def("launch", &PythonCall::launch, py::arg("entry"))
         .def("time", &PythonCall::time, py::arg("entry"), py::kw_only(), py::arg("warmup_ms") = 5.0,
              py::arg("run_ms") = 20.0, py::arg("written") = std::vector<int64_t>());
+    py::class_<Repeated, std::shared_ptr<Repeated>>(m, "Repeated", "Calls like one that was made.")
+        .def("__call__", &Repeated::launch, py::arg("addresses"), py::arg("stream"),
+             py::call_guard<py::gil_scoped_release>());
     py::class_<Launcher, std::shared_ptr<Launcher>>(m, "Launcher", "What runs a kernel's calls.")
         .def(py::init([](const std::string& op, const std::string& kernel, const std::vector<std::string>& roles,
                          py::object miss, bool cuda) {
                  return std::make_shared<Launcher>(op, kernel, roles, ask_python(std::move(miss)), cuda);
              }),
              py::arg("operator"), py::arg("kernel"), py::arg("roles"), py::arg("miss"), py::kw_only(), py::arg("cuda"))
+        .def("repeat", &repeat, py::arg("call"))
         .def("clear", &Launcher::clear, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("entries", &Launcher::entries);
 }

@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 
+#include "repeated.hpp"
+
 namespace opkit::launch {
 
 Launcher::Launcher(std::string operator_name, std::string kernel_name, const std::vector<std::string>& roles, Miss miss,
@@ -16,7 +18,9 @@ Launcher::Launcher(std::string operator_name, std::string kernel_name, const std
 int32_t Launcher::trampoline(const opk_value* values, const char** text) {
     static thread_local std::string reason;
     try {
-        static_cast<Launcher*>(values[0].p)->call(values + 1);
+        Launcher& launcher = *static_cast<Launcher*>(values[0].p);
+        launcher.call(values + 1);
+        Remembering::note(launcher, values + 1);
     } catch (const std::exception& error) {
         reason = error.what();
         *text = reason.c_str();

@@ -20,6 +20,9 @@ public:
     // An opk_trampoline: values[0] is the launcher, then come the sources' values, the lists' lengths and the stream.
     static int32_t trampoline(const opk_value* values, const char** text);
 
+    // One call, of the values that come after the launcher. Throws std::runtime_error where it fails.
+    void call(const opk_value* values);
+
     // The entry that was made for such a call meanwhile, by another thread.
     std::shared_ptr<const Entry> find(const Key& key) const;
 
@@ -34,7 +37,6 @@ public:
     size_t value_count = 0;  // sources and lengths
 
 private:
-    void call(const opk_value* values);
     Frame frame(const opk_value* values) const;
 
     std::string operator_name_, kernel_name_;

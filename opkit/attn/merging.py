@@ -78,13 +78,10 @@ def reference(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """What merging computes, in plain torch: the weight of a part is the exponential of its log-sum-exp less the whole's."""
     each = torch.stack(lses)
     dead = (each == -torch.inf).all(0)
-    lse = torch.where(dead, 0.0, each).logsumexp(
-        0
-    )  # of nothing but minus infinity it is NaN, and so are its derivatives
-    total = torch.zeros_like(outs[0], dtype=torch.promote_types(lses[0].dtype, torch.float32))
+    lse = torch.where(dead, 0.0, each).logsumexp(0)  # of minus infinity alone it has no derivative
+    total = outs[0].new_zeros(outs[0].shape, dtype=torch.promote_types(lses[0].dtype, torch.float32))  # dense
     for out, part in zip(outs, each, strict=True):
-        weight = torch.where(
-            part == -torch.inf, 0.0, (torch.where(part == -torch.inf, 0.0, part) - lse).exp()
-        ).unsqueeze(-1)
+        unseen = part == -torch.inf
+        weight = torch.where(unseen, 0.0, (torch.where(unseen, 0.0, part) - lse).exp()).unsqueeze(-1)
         total = total + weight * torch.where(weight > 0, out.to(total.dtype), 0.0)
     return total.to(outs[0].dtype), torch.where(dead, -torch.inf, lse)

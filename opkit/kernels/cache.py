@@ -72,10 +72,10 @@ def examine(directory: Path) -> tuple[dict[str, Any], str | None]:
     """What an entry says of itself, and what is wrong with it: None where it can be used."""
     try:
         for place in (directory.parent.parent, directory.parent):
-            _private(place, os.stat(place))
-        _private(directory, os.lstat(directory), stat.S_ISDIR)
+            check_private(place, os.stat(place))
+        check_private(directory, os.lstat(directory), stat.S_ISDIR)
         noted = _noted(directory)
-        content = _read(directory / noted["file"])
+        content = read_private(directory / noted["file"])
     except (OSError, ValueError) as error:
         return {}, _reason(error)
     if len(content) != noted["size"]:
@@ -91,8 +91,12 @@ def _reason(error: OSError | ValueError) -> str:
     return f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
-def _private(path: Path, status: os.stat_result, right_kind: Any = stat.S_ISDIR) -> None:
-    """Nobody but this user may have written to it."""
+def check_private(path: Path, status: os.stat_result, right_kind: Any = stat.S_ISDIR) -> None:
+    """Nobody but this user may have written to it.
+
+    Raises:
+        ValueError: somebody may have; or it is no file or folder as it should be.
+    """
     if not right_kind(status.st_mode):
         raise ValueError(f"{path.name} is not a file or folder as it was built")
     if status.st_uid != os.geteuid():
@@ -101,16 +105,21 @@ def _private(path: Path, status: os.stat_result, right_kind: Any = stat.S_ISDIR)
         raise ValueError(f"{path.name} can be written to by others (mode {stat.S_IMODE(status.st_mode):04o})")
 
 
-def _read(path: Path) -> bytes:
-    """The bytes of a plain file of this user's; the check and the reading are of one and the same file."""
+def read_private(path: Path) -> bytes:
+    """The bytes of a plain file of this user's; the check and the reading are of one and the same file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: others may have written to it.
+    """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        _private(path, os.fstat(file.fileno()), stat.S_ISREG)
+        check_private(path, os.fstat(file.fileno()), stat.S_ISREG)
         return file.read()
 
 
 def _noted(directory: Path) -> dict[str, Any]:
     try:
-        noted = json.loads(_read(directory / ENTRY))
+        noted = json.loads(read_private(directory / ENTRY))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError(f"{ENTRY} cannot be read as JSON") from None
     wrong = not isinstance(noted, dict) or any(not isinstance(noted.get(name), kind) for name, kind in _FIELDS.items())

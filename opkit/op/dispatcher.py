@@ -226,7 +226,7 @@ class Dispatcher:
         operator = self.operator
         if operator.given.autograd is None or not self._needs_gradient(args, kwargs):
             return operator.reference(*args, **kwargs)
-        call = Call(operator.reference, operator.given.autograd, kwargs, False)
+        call = Call.of(operator.reference, operator.given.autograd, args, kwargs)
         return restore(call, apply(operator.autograd_function, call, args))
 
     def _forward_mode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -259,7 +259,7 @@ class Dispatcher:
             return operator.reference(*args, **kwargs)
         self._refuse_lost_gradient(args, kwargs)
         below = _recording(self._below_autograd(keyset))
-        call = Call(below, operator.rule(args, kwargs), kwargs, False)
+        call = Call.of(below, operator.rule(args, kwargs), args, kwargs)
         return restore(call, apply(operator.autograd_function, call, args))
 
     def _refuse_lost_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from opkit.op import autotune, mutation, patterns
 from opkit.op import torch_private as private
 from opkit.op.body import Trace
 from opkit.op.core import Operator
-from opkit.op.rules.autograd import Call, GivenRule, apply, restore
+from opkit.op.rules.autograd import Call, GivenRule, apply, counts_of, restore, spreads
 from opkit.op.selection import REFERENCE, Kernel, Selection
 
 
@@ -347,12 +347,14 @@ def make_training(operator: Operator, plan: Plan, args: Sequence[Any], kwargs: d
         return lambda *args, **kwargs: plan.run(*args, **kwargs)
     rule = operator.rule(args, kwargs)
     trim = _trailing_defaults(operator) if isinstance(rule, GivenRule) else []
+    counts, function = counts_of(args), operator.autograd_function
+    spread = spreads(counts)
 
     def train(*args: Any, **kwargs: Any) -> Any:
-        call = Call(plan.run, rule, kwargs, True)
         if trim:
             args = _trimmed(args, trim)
-        return restore(call, apply(operator.autograd_function, call, args))
+        call = Call(plan.run, rule, kwargs, True, counts and counts[: len(args)], spread)
+        return restore(call, apply(function, call, args))
 
     return train
 

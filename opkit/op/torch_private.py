@@ -47,7 +47,15 @@ jit_tracing: Callable[[], bool] = _C._is_tracing
 profiling: Callable[[], bool] = _C._autograd._profiler_enabled
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 parse_schema: Callable[[str], Any] = _C.parse_schema
+current_gpu: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
+_stream_of: Callable[[int], int] | None = getattr(_C, "_cuda_getCurrentRawStream", None)  # not there without CUDA
+capturing: Callable[[], bool] = getattr(_C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 throw_on_data_pointer: Callable[[torch.Tensor], None] = _C._set_throw_on_mutable_data_ptr
+
+
+def current_stream(gpu: int) -> int:
+    """The handle of the current stream of a GPU; 0 for GPU -1, the CPU."""
+    return 0 if gpu < 0 or _stream_of is None else _stream_of(gpu)
 
 
 def builtin(overload: Any) -> Callable[..., Any]:

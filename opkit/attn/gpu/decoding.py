@@ -29,12 +29,13 @@ LONG = 4096  #: keys; with more rows than FEW, dividing pays where there are too
 LARGEST_HEAD = 576
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FAR = 2**30  #: a limit of bands that no distance reaches
+_PRIORITY = 2  # above the kernels for many queries
 TINY = 1e-30  #: stands for a scale of 0, times which minus infinity would be NaN
 
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel for few queries."""
-    op.register_kernel(where(), decode, when=takes_few, name=NAME, priority=1)
+    op.register_kernel(where(), decode, when=takes_few, name=NAME, priority=_PRIORITY)
 
 
 def where() -> list[str]:

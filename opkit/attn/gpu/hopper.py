@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opkit.attn import program
+from opkit import config
 from opkit.attn.allocation import like, rows
 from opkit.attn.calls import Call
-from opkit.attn.memory_safety import shapes_fit
+from opkit.attn.gpu import plans
+from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.gpu.plans import Shape, Words
+from opkit.attn.memory_safety import mask_fits, shapes_fit
 from opkit.errors import KernelError
+from opkit.op import torch_private as private
 from opkit.op.prepared import PreparedKernel
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
+from opkit.op.triton.launch import PreparedLaunch
 
 DTYPES = (torch.bfloat16, torch.float16)
 _FAR = 2**30  #: further than any two positions are apart
@@ -27,6 +32,7 @@ _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _MOST = 256  #: channels
 _ROWS = 64  #: queries of a warpgroup
 _OWNERS = 4  #: marks of a program beside those of its tiles
+_TENSORS = ("q", "k", "v", "out", "lse", "sinks", "counter", "tiles", "counts", *plans.TENSORS)
 Run = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -61,10 +67,13 @@ TILES = {
 """By the size of the larger head, rounded up."""
 
 LONG = Tile(3, 128, 2, 2, True, (160, 24, 128), turns=False)
-"""For heads of 64, many queries and no mask: three warpgroups, since exponentials take most of the time there.
+"""For heads of 64 and many queries that see many keys: three warpgroups, since exponentials take most of the time there."""
 
-On an H200, 2 x 16 heads of 8192 took 1.21 ms where ``TILES[64]`` takes 1.33. No call gets it before its numbers were compared
-on a GPU, which ``tests/attn/gpu/test_hopper.py`` does.
+_LONG_FROM = {False: 2048, True: 8192}
+"""From how many queries and keys that each sees LONG is faster, without and with a band.
+
+On an H200, TFLOP/s of ``TILES[64]`` and LONG: 8 x 16 heads of 2048 403 and 441, 2 x 16 of 8192 419 and 472; causal, 2 x 16 of
+8192 438 and 451, 16 of 16384 444 and 474; but 16 x 16 of 1024 385 and 378, causal 306 and 232.
 """
 
 
@@ -72,14 +81,18 @@ def takes(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    mask_tensors: list[Tensor],
     sinks: Tensor | None,
     mask: list[int],
     bias: list[int],
     scale: float,
     dropout_p: float,
 ) -> bool:
-    """Whether :func:`forward` takes a call: what it says there, on a GPU of compute capability 9.0."""
-    if not _fits(q, k, v, sinks, mask, bias, scale, dropout_p):
+    """Whether a call is for :func:`forward`: what it says there, on a GPU of compute capability 9.0.
+
+    Not where batch invariance is asked for.
+    """
+    if config.get().batch_invariant or not _fits(q, k, v, mask_tensors, sinks, mask, bias, scale, dropout_p):
         return False
     return q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) == (9, 0)
 
@@ -88,6 +101,7 @@ def _fits(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    mask_tensors: list[Tensor],
     sinks: Tensor | None,
     mask: list[int],
     bias: list[int],
@@ -98,9 +112,9 @@ def _fits(
         return False
     heads = all(size % _ALIGNED == 0 and size <= _MOST for size in (q.shape[3], v.shape[3]))
     lengths = max(q.shape[2], k.shape[2]) < _FAR and q.shape[0] * q.shape[1] * q.shape[2] < 2**31
-    banded = not mask or (len(mask) == 3 and mask[0] == program.BAND)
-    plain = not bias and dropout_p == 0 and scale > 0
-    return heads and lengths and banded and plain and (sinks is None or tuple(sinks.shape) == (q.shape[1],))
+    plain = not bias and dropout_p == 0 and scale > 0 and (sinks is None or tuple(sinks.shape) == (q.shape[1],))
+    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    return heads and lengths and plain and mask_fits(mask, mask_tensors, sizes)
 
 
 @PreparedKernel
@@ -108,8 +122,8 @@ def forward(*given: Any) -> Run:
     """The operator's result and log-sum-exp, of its own arguments.
 
     It takes bfloat16 and float16; heads of up to 256 channels that 8 divides, those of queries and of values of any two such
-    sizes; grouped heads; any numbers of queries and keys but none; no mask, or one BAND; a positive scale; a soft cap; sinks.
-    It takes no other masks, no biases and no dropout.
+    sizes; grouped heads; any numbers of queries and keys but none; every mask; a positive scale; a soft cap; sinks. It takes
+    no biases and no dropout.
 
     Probabilities are rounded to q's dtype before they are multiplied with the values. Keys and values that are hidden do not
     reach a result, whatever they hold: 64 rows with a result that is not a number are computed once more, slowly, of what they
@@ -122,7 +136,7 @@ def forward(*given: Any) -> Run:
         KernelError: it does not take the call.
     """
     call = Call(*given)
-    if not _fits(*call[:3], call.sinks, call.mask, call.bias, call.scale, call.dropout_p):
+    if not _fits(*call[:4], call.sinks, call.mask, call.bias, call.scale, call.dropout_p):
         shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
         raise KernelError(
             f"opkit::attention: kernel 'hopper' does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
@@ -133,36 +147,59 @@ def forward(*given: Any) -> Run:
 
 def tile_of(call: Call) -> Tile:
     """The layout that a call gets."""
-    return TILES[_padded(max(call.q.shape[3], call.v.shape[3]))]
+    size = _padded(max(call.q.shape[3], call.v.shape[3]))
+    shape = plans.shape_of(tuple(call.mask), ())
+    seen = min(call.k.shape[2], shape.upper - shape.lower)
+    long = size == 64 and not _listed(shape) and min(call.q.shape[2], seen) >= _LONG_FROM[shape.banded]
+    return LONG if long else TILES[size]
+
+
+def _listed(shape: Shape) -> bool:
+    """Whether a mask says more than a band: then the tiles to visit come from a list."""
+    return bool(shape.mask or shape.lengths)
 
 
 def _prepared(call: Call, tile: Tile) -> Run:
-    kernel = _kernel(tile)
+    from opkit.attn.gpu import arguments
+
+    roomy = arguments.with_room(call)
+    fits, shape = roomy is call, arguments.shape_of(roomy)
+    launch = PreparedLaunch(_kernel(tile, shape.mask), _TENSORS, _numbers(call, shape))
     new_out = like(rows(call.q, call.v.shape[3], call.heads_inside))
     new_lse = like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
-    values = _numbers(call)
-    described = [_describable(each) for each in call[:3]]
+    described = all(_describable(each) for each in call[:3])
     counter = _counters(call.q.device, _marks(call, tile))
+    told = _told(shape, tile)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, _: Any, __: Any, sinks: Tensor | None, *___: Any) -> tuple[Tensor, Tensor]:
-        if not all(described) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, _, _, sinks = given[:6]
+        if not described or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
             q, k, v = (_copied(each) for each in (q, k, v))
         out, lse = new_out(), new_lse()
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        kernel(q=q, k=k, v=v, out=out, lse=lse, sinks=sinks, counter=counter(), **values)
+        launch(q, k, v, out, lse, sinks, counter(), *told(Call(*given) if fits else arguments.with_room(Call(*given))))
         return out, lse
 
     return run
 
 
-def _numbers(call: Call) -> dict[str, Any]:
+def _told(shape: Shape, tile: Tile) -> Callable[[Call], Sequence[Tensor | None]]:
+    """A function that gives the list of tiles of a call and the tensors that its mask reads."""
+    from opkit.attn.gpu import arguments, tile_lists
+
+    if not _listed(shape):
+        nothing = [None] * (2 + len(plans.TENSORS))
+        return lambda call: nothing
+    blocks = Blocks(tile.warpgroups * _ROWS, tile.keys, 0, 0)
+    return lambda call: [*tile_lists.lists_of(call, shape, blocks, by_keys=False), *arguments.tensors_of(call, shape)]
+
+
+def _numbers(call: Call, shape: Shape) -> dict[str, Any]:
     """What the kernel is told of a call beside its tensors. The exponents' base is 2."""
-    lower, upper = call.mask[1:] or (-_FAR, _FAR)
     capped = call.softcap > 0
     return {
-        "lower": max(min(lower, _FAR), -_FAR),
-        "upper": max(min(upper, _FAR), -_FAR),
-        "BANDED": bool(call.mask),
+        **plans.numbers_of(shape),
+        "BANDED": shape.banded,
         "CAPPED": capped,
         "factor": (call.softcap if capped else call.scale) * _LOG2E,
         "inner": call.scale / call.softcap if capped else 1.0,
@@ -197,9 +234,9 @@ def _counters(device: torch.device, size: int) -> Callable[[], Tensor]:
         return new
 
     def counter() -> Tensor:
-        if torch.cuda.is_current_stream_capturing():
+        if private.capturing():
             return new()
-        key = device.index, torch.cuda.current_stream(device).cuda_stream
+        key = device.index, private.current_stream(device.index)
         found = _known_counters.get(key)
         if found is None or found.shape[0] < size:
             found = _known_counters[key] = new()
@@ -228,7 +265,7 @@ def _padded(channels: int) -> int:
 
 
 @functools.cache
-def _kernel(tile: Tile) -> TritonKernel:
+def _kernel(tile: Tile, mask: Words) -> TritonKernel:
     from triton.experimental.gluon import language as gl
 
     from opkit.attn.gpu.device.hopper_forward import hopper_forward
@@ -239,14 +276,15 @@ def _kernel(tile: Tile) -> TritonKernel:
     loops, loads, all_threads = tile.registers
     return triton_kernel(
         hopper_forward,
-        grid=lambda tiles, processors: min(tiles, processors),
+        grid=lambda work, processors: min(work, processors),
         q_desc=tensor_descriptor("q", block=lambda q: of_queries(q), layout=layout),
         k_desc=tensor_descriptor("k", block=lambda k: of_keys(k), layout=layout),
         v_desc=tensor_descriptor("v", block=lambda v: of_keys(v), layout=layout),
         out_desc=tensor_descriptor("out", block=lambda out: of_queries(out), layout=layout),
         **_SIZES,
         blocks=lambda q: -(-q.shape[2] // block),
-        tiles=lambda q: q.shape[0] * q.shape[1] * -(-q.shape[2] // block),
+        work=lambda q: q.shape[0] * q.shape[1] * -(-q.shape[2] // block),
+        MASK=mask,
         SINKS=lambda sinks: sinks is not None,
         WARPGROUPS=tile.warpgroups,
         STAGES=tile.stages,

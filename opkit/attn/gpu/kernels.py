@@ -19,7 +19,7 @@ from opkit.op.prepared import PreparedKernel
 
 NAME = "triton"
 LARGEST_HEAD, LARGEST_VALUES = 576, 512
-_FORCED = -1  # of a kernel's priority: it runs where it is asked for by name
+_HOPPER = 1  # of a kernel's priority: above the portable ones
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BIASES = (*_DTYPES, torch.float64)
 
@@ -32,12 +32,12 @@ def device() -> str:
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` and the operators of its gradients their kernels for GPUs.
 
-    Few queries are decoded; other calls are for the portable kernels. That for Hopper runs where it is asked for by name.
+    Few queries are decoded; other calls are for the kernel for Hopper where it takes them, or for the portable one.
     """
     op.register_kernel(device(), forward, when=takes, name=NAME)
     decoding.register(op)
     invariant.register(op)
-    op.register_kernel("cuda", hopper.forward, when=hopper.takes, name="hopper", priority=_FORCED)
+    op.register_kernel("cuda", hopper.forward, when=hopper.takes, name="hopper", priority=_HOPPER)
     gradients.backward_operator().register_kernel(device(), backward, when=takes_gradients, name=NAME)
     gradients.bias_backward_operator().register_kernel(device(), bias_backward, when=takes_bias_gradients, name=NAME)
 

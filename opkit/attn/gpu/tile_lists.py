@@ -16,6 +16,7 @@ from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks, tiles_in
 from opkit.attn.gpu.device.tile_lists import tile_lists
 from opkit.attn.gpu.plans import Shape
+from opkit.op import torch_private as private
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
@@ -75,12 +76,12 @@ def _kept_or(key: Any, masks: Sequence[Tensor], build: Callable[[], Lists]) -> L
 
 def _may_be_kept(masks: Sequence[Tensor], device: torch.device) -> bool:
     """Not of tensors that do not say when they are written to, nor in a CUDA graph, whose memory is its own."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = device.type == "cuda" and private.capturing()
     return not capturing and not any(x.is_inference() for x in masks)
 
 
 def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return private.current_stream(device.index) if device.type == "cuda" else 0
 
 
 @functools.cache

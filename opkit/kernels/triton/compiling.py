@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opkit.errors import CompileError, KernelError, OpkitError
-from opkit.kernels.triton import layout, parsing, resources, sources, targets
+from opkit.kernels.triton import layout, parsing, resources, sources, stored, targets
 from opkit.kernels.triton.binaries import Binary as Binary
 from opkit.kernels.triton.binaries import Param as Param
 from opkit.kernels.triton.signatures import pointer_type as pointer_type
@@ -45,7 +45,7 @@ class Request:
 
 
 def build(request: Request) -> Binary:
-    """Compile, or take the result from Triton's cache.
+    """Compile, or take the result from a cache: opkit's, or Triton's.
 
     Raises:
         ArgumentError: the target is none of Triton's.
@@ -53,7 +53,14 @@ def build(request: Request) -> Binary:
         CompileError: Triton, LLVM or ptxas refused the kernel. Its ``log`` is all that they say; its ``command`` is
             that of ptxas, where it was that.
     """
-    return _checked(request, _binary(request, lowered(request)))
+    key = stored.key(identity(request))
+    found = None if key is None else stored.find(key)
+    if found is not None:
+        return _checked(request, found)
+    built = _checked(request, _binary(request, lowered(request)))
+    if key is not None:
+        stored.keep(key, built)
+    return built
 
 
 def lowered(request: Request) -> Any:
@@ -163,7 +170,8 @@ def _defaults(function: Any) -> dict[str, Any]:
 
 def _source(request: Request, backend: Any) -> Any:
     names = request.function.arg_names
-    attributes = {(names.index(name),): backend.parse_attr("D") for name in request.divisible}
+    divisible = sorted(names.index(name) for name in request.divisible)  # Triton's cache is asked by their order too
+    attributes = {(place,): backend.parse_attr("D") for place in divisible}
     source = sources.source(request.function, dict(request.signature), dict(request.constexprs), attributes)
     source.wide, source.offsets = request.wide, request.offsets
     return source

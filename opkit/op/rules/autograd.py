@@ -39,8 +39,9 @@ class Rule(Protocol):
 class Call:
     """One call on its way through the autograd node. ``plain`` marks eager calls on ordinary tensors.
 
-    The node takes what is in lists item by item: ``counts`` says how many items each argument has that is a list, and None for
-    the others; it is None itself where there is no list.
+    The node takes what is in lists item by item, lists of numbers and empty ones apart. ``counts`` has of each argument that is
+    a list how many items it has, ``~`` that if the node takes it whole, and None for the others; it is None itself where there
+    is no list. ``spread`` says whether there is one that the node takes item by item.
     """
 
     run: Callable[..., Any]
@@ -48,7 +49,14 @@ class Call:
     kwargs: dict[str, Any]
     plain: bool
     counts: list[int | None] | None = None
+    spread: bool = False
     output_spec: Any = None
+
+    @classmethod
+    def of(cls, run: Callable[..., Any], rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+        """A call that is not plain, of these arguments."""
+        counts = counts_of(args)
+        return cls(run, rule, kwargs, False, counts, spreads(counts))
 
 
 def make_function(name: str) -> Any:
@@ -60,7 +68,7 @@ def make_function(name: str) -> Any:
 
 def _forward(ctx: Any, *inputs: Any) -> Any:
     call: Call = inputs[-1]
-    args = inputs[:-1] if call.counts is None else tuple(_grouped(inputs, call.counts))
+    args = inputs[:-1] if call.counts is None or not call.spread else tuple(_grouped(inputs, call.counts))
     output = call.run(*args, **call.kwargs)
     ctx.opkit_call = call
     call.rule.save(ctx, call, args, output)
@@ -83,10 +91,13 @@ def _backward(ctx: Any, *grads: Any) -> Any:
 
 
 def _flattened(grads: Sequence[Any], counts: list[int | None]) -> list[Any]:
+    """Gradients as the node gives them; there is none of a list that it takes whole."""
     flat: list[Any] = []
     for grad, count in zip(grads, counts, strict=True):
         if count is None:
             flat.append(grad)
+        elif count < 0:
+            flat.append(None)
         elif grad is None:
             flat.extend([None] * count)
         else:
@@ -94,13 +105,40 @@ def _flattened(grads: Sequence[Any], counts: list[int | None]) -> list[Any]:
     return flat
 
 
-def apply(function: Any, call: Call, args: tuple[Any, ...]) -> Any:
-    """Run ``call`` through the autograd node ``function``."""
-    counts = [len(arg) if type(arg) is list or type(arg) is tuple else None for arg in args]
-    if counts.count(None) == len(counts):
-        return function.apply(*args, call)
-    call.counts = counts
-    return function.apply(*_flattened(args, counts), call)
+_NUMBERS = frozenset((int, float, bool))
+
+
+def _count(arg: Any) -> int | None:
+    if type(arg) is not list and type(arg) is not tuple:
+        return None
+    return len(arg) if arg and type(arg[0]) not in _NUMBERS else ~len(arg)
+
+
+def counts_of(args: Sequence[Any]) -> list[int | None] | None:
+    """What :class:`Call` has as ``counts``, for arguments like these."""
+    counts = [_count(arg) for arg in args]
+    return None if counts.count(None) == len(counts) else counts
+
+
+def apply(function: Any, call: Call, args: Sequence[Any]) -> Any:
+    """Run ``call`` through the autograd node ``function``; its ``counts`` are those of ``args``."""
+    leaves = args if call.counts is None or not call.spread else _leaves_of(args, call.counts)
+    return function.apply(*leaves, call)
+
+
+def spreads(counts: list[int | None] | None) -> bool:
+    """Whether the node takes some list item by item."""
+    return counts is not None and any(count is not None and count >= 0 for count in counts)
+
+
+def _leaves_of(args: Sequence[Any], counts: list[int | None] | None) -> list[Any]:
+    """The arguments as the node takes them."""
+    if counts is None:
+        return list(args)
+    leaves: list[Any] = []
+    for arg, count in zip(args, counts, strict=True):
+        leaves.extend([arg] if count is None or count < 0 else arg)
+    return leaves
 
 
 def restore(call: Call, output: Any) -> Any:
@@ -146,7 +184,7 @@ class GivenRule:
         """The author's backward; its gradients may end early where the rest are of defaulted arguments."""
         call: Call = ctx.opkit_call
         needs = ctx.needs_input_grad
-        structured = needs[:-1] if call.counts is None else tuple(_grouped(needs, call.counts))
+        structured = needs[:-1] if call.counts is None else tuple(_grouped_needs(needs, call.counts))
         try:
             ctx.needs_input_grad = structured
             found = self.backward_function(ctx, *grads)
@@ -186,7 +224,7 @@ class _Prepared:
     __slots__ = ("at", "count", "graph", "grouped", "silent", "sizes", "tensors")
 
     def __init__(self, graph: vjp.BackwardGraph, call: Call, args: tuple[Any, ...]) -> None:
-        leaves = pytree.tree_leaves(args) if call.counts is not None else list(args)
+        leaves = _leaves_of(args, call.counts)
         self.at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.count = len(leaves)
         self.graph = graph
@@ -219,7 +257,7 @@ class DerivedRule:
             self._save_whole(ctx, args, call.kwargs, output)
             return
         outputs = (output,) if isinstance(output, torch.Tensor) else _tensors(output)
-        leaves = args if call.counts is None else pytree.tree_leaves(args)
+        leaves = args if call.counts is None else _leaves_of(args, call.counts)
         ctx.save_for_backward(*[outputs[i] if late else leaves[i] for late, i in prepared.tensors])
         ctx.opkit_sizes = [op(outputs[i] if late else leaves[i], *rest) for late, i, op, rest in prepared.sizes]
         if prepared.silent:
@@ -306,8 +344,9 @@ class DerivedRule:
         leaves = list(kept)
         for i, tensor in zip(ctx.opkit_at, ctx.saved_tensors, strict=True):
             leaves[i] = tensor
-        needs = ctx.needs_input_grad
-        wanted = [i for i in ctx.opkit_at if i < len(needs) - 1 and needs[i]]
+        needs, counts = ctx.needs_input_grad, ctx.opkit_call.counts
+        needs = needs[:-1] if counts is None else _leaves(_grouped_needs(needs, counts))
+        wanted = [i for i in ctx.opkit_at if i < len(needs) and needs[i]]
 
         def outputs_of(*chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
             values = list(leaves)
@@ -345,13 +384,25 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _grouped(leaves: Sequence[Any], counts: list[int | None]) -> list[Any]:
-    """What :func:`_flattened` spread, as arguments again; what follows in ``leaves`` is left out."""
+    """What :func:`_leaves_of` spread, as arguments again; what follows in ``leaves`` is left out."""
     grouped: list[Any] = []
     at = 0
     for count in counts:
-        grouped.append(leaves[at] if count is None else list(leaves[at : at + count]))
-        at += 1 if count is None else count
+        if count is None or count < 0:
+            grouped.append(leaves[at])
+            at += 1
+        else:
+            grouped.append(list(leaves[at : at + count]))
+            at += count
     return grouped
+
+
+def _grouped_needs(needs: Sequence[bool], counts: list[int | None]) -> list[Any]:
+    """Which arguments need a gradient, those in lists one by one."""
+    grouped = _grouped(needs, counts)
+    return [
+        each if count is None or count >= 0 else [False] * ~count for each, count in zip(grouped, counts, strict=True)
+    ]
 
 
 def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

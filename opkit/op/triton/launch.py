@@ -14,7 +14,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,9 @@ from opkit.op.triton.launching import Launching
 from opkit.op.triton.machine import MACHINES, machine_of
 from opkit.op.triton.parameters import unwrapped
 from opkit.op.triton.python import launched_by_triton
+
+if TYPE_CHECKING:
+    from opkit import _core
 
 _NAMESPACE = "opkit_launch"
 _TYPES = {"tensor": "Tensor(a{}!)", "int": "int", "float": "float", "bool": "bool"}
@@ -53,7 +56,7 @@ class Form:
         self.bound = bind(kernel, Facts(kernel.name, self.schema, arguments, ()), absent=absent)
         self.names = tuple(argument.name for argument in arguments)
         self._check_used()
-        self._overloads: dict[str, Callable[..., Any]] = {}
+        self._overloads: dict[str, tuple[Callable[..., Any], Launching]] = {}
         self._kept: list[Any] = []
 
     def _check_used(self) -> None:
@@ -76,17 +79,31 @@ class Form:
         elif private.dispatch_modes():
             wrapped(Values(self.bound, given, ()))
         else:
-            self.overload(_device(self.bound.kernel, given))(*given)
+            self.overload(_first(self.bound.kernel, given).device.type)(*given)
 
     def overload(self, device: str) -> Callable[..., Any]:
         """What launches the kernel on a device, given the values of :attr:`names`."""
+        return self._served(device)[0]
+
+    def repeated(self, device: str, given: Sequence[Any]) -> _core.Repeated | None:
+        """Launch the kernel on the values of :attr:`names`; then launches like this one, given the tensors' addresses."""
+        overload, launching = self._served(device)
+        assert launching.launcher is not None
+        return launching.launcher.repeat(lambda: overload(*given))
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """The places in :attr:`names` of the tensors whose addresses :meth:`repeated` is to be given."""
+        return tuple(source.argument for source in self.bound.sources if source.kind == "tensor")
+
+    def _served(self, device: str) -> tuple[Callable[..., Any], Launching]:
         found = self._overloads.get(device)
         if found is None:
             with _lock:
                 found = self._overloads.get(device) or self._registered(device)
         return found
 
-    def _registered(self, device: str) -> Callable[..., Any]:
+    def _registered(self, device: str) -> tuple[Callable[..., Any], Launching]:
         machine = machine_of(device)
         if machine is None:
             raise KernelError(
@@ -102,16 +119,17 @@ class Form:
             fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
             fragment.impl(name, torch.library.fallthrough_kernel, "ADInplaceOrView")
         key = private.dispatch_key_of(device)
-        self._kept += [launching, fragment, library.register(f"{_NAMESPACE}::{name}", key, True)]
+        self._kept += [fragment, library.register(f"{_NAMESPACE}::{name}", key, True)]
         overload = private.builtin(private.hidden_operator(f"{_NAMESPACE}::{name}"))
-        self._overloads[device] = functools.partial(overload, opk_layout=[])  # it has no outputs
+        self._overloads[device] = functools.partial(overload, opk_layout=[]), launching  # it has no outputs
         return self._overloads[device]
 
 
-def _device(kernel: TritonKernel, given: list[Any]) -> str:
+def _first(kernel: TritonKernel, given: Sequence[Any]) -> torch.Tensor:
+    """The first tensor, which says on what device to run."""
     for value in given:
         if isinstance(value, torch.Tensor):
-            return value.device.type
+            return value
     raise ArgumentTypeError(
         f"{kernel.name}: it was launched without a tensor, so that there is no device to run it on."
     )
@@ -150,6 +168,9 @@ def _form(kernel: TritonKernel, values: Mapping[str, Any]) -> Form:
 class PreparedLaunch:
     """Launches of a kernel by hand with the same numbers each time: what they have in common is worked out once.
 
+    Tensors, too, differ from launch to launch in nothing but where they lie: a launch of others that have the sizes, strides,
+    dtype or device of none before reads and writes as if they had those of the first. A :class:`PreparedKernel` sees to that.
+
     Args:
         kernel: what :func:`opkit.triton_kernel` gave.
         names: of the tensors that are given with each launch, in the order in which they will be.
@@ -162,10 +183,11 @@ class PreparedLaunch:
     def __init__(self, kernel: TritonKernel, names: Sequence[str], numbers: Mapping[str, Any]) -> None:
         self.kernel, self.names, self.numbers = kernel, tuple(names), dict(numbers)
         self._launches: dict[tuple[bool, ...], _Launch] = {}
+        self._by_triton = kernel.interpreted or kernel.hooked
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Launch the kernel on these tensors, some of which may be None."""
-        if self.kernel.interpreted or self.kernel.hooked or _recorded.get() is not None or private.dispatch_modes():
+        if self._by_triton or _recorded.get() is not None or private.dispatch_modes():
             launch(self.kernel, {**dict(zip(self.names, tensors, strict=True)), **self.numbers})
             return
         there = tuple([tensor is not None for tensor in tensors])
@@ -176,16 +198,28 @@ class PreparedLaunch:
 
 
 class _Launch:
-    """The launches of some tensors that are there and others that are None, on the device of the first."""
+    """The launches of some tensors that are there and others that are None, on the device of the first.
+
+    The first one passes torch's dispatcher, and is remembered; later ones only give the launcher addresses.
+    """
 
     def __init__(self, prepared: PreparedLaunch, tensors: Sequence[torch.Tensor | None]) -> None:
-        kernel, values = prepared.kernel, {**dict(zip(prepared.names, tensors, strict=True)), **prepared.numbers}
-        self._run: Callable[..., Any] = _form(kernel, values).overload(_device(kernel, list(values.values())))
-        self._places = [i for i, tensor in enumerate(tensors) if tensor is not None]
-        self._numbers = [value for value in prepared.numbers.values() if value is not None]
+        names, numbers = prepared.names, prepared.numbers
+        there = {name: i for i, name in enumerate(names) if tensors[i] is not None}
+        self._form = _form(prepared.kernel, {**dict(zip(names, tensors, strict=True)), **numbers})
+        self._given = [(there.get(name, -1), numbers.get(name)) for name in self._form.names]
+        self._addressed = [there[self._form.names[argument]] for argument in self._form.order]
+        first = _first(prepared.kernel, tensors)
+        self._device, self._index = first.device.type, first.get_device()
+        self._repeated: _core.Repeated | None = None
 
     def __call__(self, tensors: Sequence[Any]) -> None:
-        self._run(*[tensors[i] for i in self._places], *self._numbers)
+        index = self._index
+        if self._repeated is not None and (index < 0 or private.current_gpu() == index):
+            self._repeated([tensors[i].data_ptr() for i in self._addressed], private.current_stream(index))
+            return
+        given = [value if place < 0 else tensors[place] for place, value in self._given]
+        self._repeated = self._form.repeated(self._device, given)
 
 
 def _kind(kernel: TritonKernel, name: str, value: Any) -> str:

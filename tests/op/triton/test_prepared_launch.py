@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 import opkit
+import opkit.op.triton.launch as launches
 from opkit.errors import ArgumentError, DeclarationError
 from opkit.op.triton.launch import PreparedLaunch, recording
 from opkit.testing import compile_launches
@@ -39,6 +40,33 @@ def test_tensors_come_in_order_and_numbers_are_known(device):
     assert len(device.requests) == 1
 
 
+def test_only_the_first_launch_passes_the_dispatcher(device, monkeypatch):
+    passed = []
+    first = launches.Form.repeated
+    monkeypatch.setattr(launches.Form, "repeated", lambda *given: passed.append(given) or first(*given))
+    launch = PreparedLaunch(kernel(), ("x", "bias", "out"), {"n": 100, "scale": 0.5})
+    for _ in range(3):
+        launch(torch.ones(100), None, torch.empty(100))
+    assert len(device.launches) == 3
+    assert len(passed) == 1
+
+
+def test_an_address_of_another_alignment_is_compiled_for(device):
+    launch = PreparedLaunch(kernel(), ("x", "bias", "out"), {"n": 100, "scale": 0.5})
+    x, moved, out = torch.ones(100), torch.ones(101)[1:], torch.empty(100)
+    for each in (x, moved, moved, x):
+        launch(each, None, out)
+    assert len(device.requests) == 2
+    assert [parameters(row)[0] for row in device.launches] == [each.data_ptr() for each in (x, moved, moved, x)]
+
+
+def test_what_launches_nothing_is_not_remembered(device):
+    launch = PreparedLaunch(kernel(), ("x", "bias", "out"), {"n": 0, "scale": 0.5})
+    for _ in range(2):
+        launch(torch.ones(0), None, torch.empty(0))
+    assert device.launches == []
+
+
 def test_a_tensor_that_is_none_is_compiled_without_and_its_strides_are_0(device):
     launch = PreparedLaunch(kernel(), ("x", "bias", "out"), {"n": 100, "scale": 0.5})
     x, out = torch.ones(100), torch.empty(100)
@@ -59,10 +87,10 @@ def test_what_a_launch_by_hand_would_refuse(device):
 
 def test_it_is_recorded_as_a_launch_by_hand_is():
     launch = PreparedLaunch(kernel(), ("x", "bias", "out"), {"n": 100, "scale": 0.5})
-    with recording() as launches:
+    with recording() as found:
         launch(torch.ones(100), None, torch.empty(100))
         kernel()(x=torch.ones(100), bias=None, out=torch.empty(100), n=100, scale=0.5)
-    first, second = ({name: value for name, value in each.named().items() if name in "n scale"} for each in launches)
+    first, second = ({name: value for name, value in each.named().items() if name in "n scale"} for each in found)
     assert first == second == {"n": 100, "scale": 0.5}
 
 

@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from opkit.attn.gpu.device.hopper_mend import keep_all, mark, mend
+from opkit.attn.gpu.device.hopper_masks import keep_mask, list_of, visit
+from opkit.attn.gpu.device.hopper_mend import keep_all, mark_rows, mend
 from opkit.attn.gpu.device.hopper_softmax import (
     added,
     capped,
@@ -29,13 +30,26 @@ from opkit.attn.gpu.device.hopper_softmax import (
     row_sums,
     weights,
 )
-from opkit.attn.gpu.device.hopper_work import ROWS, TOLD, TURN, Problem, announce, pass_turn, ring, take_turn, told
+from opkit.attn.gpu.device.hopper_table import LENGTH, table_of
+from opkit.attn.gpu.device.hopper_work import (
+    ROWS,
+    TOLD,
+    TURN,
+    Problem,
+    announce,
+    announce_step,
+    pass_turn,
+    ring,
+    take_turn,
+    told,
+    told_step,
+)
 
 _LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _load(problem, q_desc, k_desc, v_desc, rings, counter):
+def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
     """Hand out tiles: their numbers, their queries, and keys and values from the last to the first."""
     rows, keys, values, turns = rings
     rows, keys, values, turns = rows.begin(1), keys.begin(1), values.begin(1), turns.begin(1)
@@ -44,20 +58,32 @@ def _load(problem, q_desc, k_desc, v_desc, rings, counter):
     while tile < problem.tiles:
         following = gl.atomic_add(counter, 1, sem="relaxed") + programs
         batch, head, row = problem.place(tile)
-        first, steps = problem.reach(row)
+        if problem.LISTED:
+            listed, whole, total = list_of(lists, batch, head, row // (problem.WARPGROUPS * ROWS))
+            others = (problem.keys + problem.KEYS - 1) // problem.KEYS
+            following_mark = visit(listed, whole, total, others, tile * 0)
+            steps, last = gl.maximum(total, 1), tile * 0
+        else:
+            first, steps = problem.reach(row)
+            last = first + steps - 1
         turns.wait_empty()
-        last = first + steps - 1
         of_all = batch * problem.heads + head
         place = of_all * (problem.blocks * problem.WARPGROUPS) + row // ROWS
         announce(turns, (steps, last, row, head, batch, of_all, place))
         turns = turns.next()
         for i in range(steps):
             at = (last - i) * problem.KEYS
+            if problem.LISTED:
+                mark = following_mark
+                following_mark = visit(listed, whole, total, others, i + 1)
+                at = mark // 2 * problem.KEYS
             if i == 0:
                 rows.wait_empty()
                 rows.load(q_desc, batch, head, row)
                 rows = rows.next()
             keys.wait_empty()
+            if problem.LISTED:
+                announce_step(keys, marks, mark)
             keys.load(k_desc, batch, head // problem.group, at)
             keys = keys.next()
             if i == 0:
@@ -84,7 +110,7 @@ def _put_back(counter, programs):
 
 
 @gluon.jit
-def _multiply(ME: gl.constexpr, problem, rings, others):
+def _multiply(ME: gl.constexpr, problem, rings, marks, others):
     """The results of 64 rows of each tile."""
     rows, keys, values, turns = rings
     of_logits: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, problem.KEYS, 16])
@@ -101,11 +127,14 @@ def _multiply(ME: gl.constexpr, problem, rings, others):
     tile = told(turns, ME)
     s = _first_product(ME, problem, rows, keys, none, True)
     s = warpgroup_mma_wait(0, deps=(s,))
+    mark = _mark(problem, keys, marks)
     keys = keys.freed()
     while tile[0] > 0:
-        steps, last, row, _, _, _, _ = tile
-        at = last * problem.KEYS
-        s = masked(capped(s, inner, problem.CAPPED), row, at, problem)
+        steps, last, row, head, batch, _, _ = tile
+        at = mark // 2 * problem.KEYS if problem.LISTED else last * problem.KEYS
+        s = capped(s, inner, problem.CAPPED)
+        if not problem.LISTED or partial(row, at, mark, problem):
+            s = masked(s, row, at, problem, others[2], batch, head)
         top = row_max(s)
         pf = weights(s, top, factor)
         total = row_sums(pf)
@@ -120,10 +149,13 @@ def _multiply(ME: gl.constexpr, problem, rings, others):
             acc = warpgroup_mma(p, values.matrix(), acc, is_async=True)
             pass_turn(NEXT, problem.TURNS)
             s = warpgroup_mma_wait(1, deps=(s,))
+            if problem.LISTED:
+                mark = told_step(keys, marks)
+                at = mark // 2 * problem.KEYS
             keys = keys.freed()
             s = capped(s, inner, problem.CAPPED)
-            if problem.BANDED and partial(row, at, problem):
-                s = masked(s, row, at, problem)
+            if problem.MASKED and partial(row, at, mark, problem):
+                s = masked(s, row, at, problem, others[2], batch, head)
             top, by = raised(top, row_max(s), factor)
             pf = weights(s, top, factor)
             total = added(total, by, pf)
@@ -154,12 +186,21 @@ def _multiply(ME: gl.constexpr, problem, rings, others):
             rows = rows.freed()
             s = _first_product(ME, problem, rows, keys, none, tile[0] > 0)
         s = warpgroup_mma_wait(0, deps=(s,))
+        mark = _mark(problem, keys, marks)
         keys = keys.freed()
     tma.store_wait(0)
     if ME == 0:
         take_turn(MINE, problem.TURNS)  # the last one that was passed on
-    if problem.BANDED:
+    if problem.MASKED:
         mend(ME, problem, others)
+
+
+@gluon.jit
+def _mark(problem, keys, marks):
+    """What was told of the keys at hand; 0 where nothing is."""
+    if problem.LISTED:
+        return told_step(keys, marks)
+    return gl.to_tensor(0)
 
 
 @gluon.jit
@@ -202,8 +243,8 @@ def _finish(ME: gl.constexpr, problem, others, turns, acc, top, total):
     by, powers = normal(top * factor, gl.convert_layout(gl.sum(total, 1), of_rows), sinks, head, problem.SINKS)
     if problem.OWN_RESULTS:
         tma.store_wait(0)
-    if problem.BANDED:
-        mark(ME, counter, acc, place + ME)
+    if problem.MASKED:
+        mark_rows(ME, counter, acc, place + ME)
     out = acc * gl.convert_layout(by, gl.SliceLayout(1, of_out))[:, None]
     result = results.index(ME)
     result.reshape([ROWS, problem.DV]).store(out.to(problem.DTYPE))
@@ -214,18 +255,28 @@ def _finish(ME: gl.constexpr, problem, others, turns, acc, top, total):
     gl.store(lse + of_head + rows, powers * _LN2, mask=rows < problem.queries)
 
 
-_INTS = ("queries", "keys", "heads", "group", "head_size", "value_size", "lower", "upper", "blocks", "section", "tiles")
-_STRIDES = tuple(f"{x}_stride_{i}" for x in ("q", "k", "v", "out") for i in range(3))
+_INTS = ("queries", "keys", "heads", "group", "head_size", "value_size", "lower", "upper", "blocks", "section", "work")
+_STRIDES = tuple(f"{x}_stride_{i}" for x in ("q", "k", "v", "out", "tiles", "counts") for i in range(3))
+_OF_MASKS = (
+    "lengths_stride_0",
+    *(f"n{i}" for i in range(8)),
+    *(f"t{i}_stride_{k}" for i in range(6) for k in range(4)),
+)
 
 
-@gluon.jit(do_not_specialize=(*_INTS, *_STRIDES))
+@gluon.jit(do_not_specialize=(*_INTS, *_STRIDES, *_OF_MASKS))
 def hopper_forward(
-    q_desc, k_desc, v_desc, out_desc, q, k, v, out, lse, sinks, counter,
-    queries, keys, heads, group, head_size, value_size, lower, upper, blocks, section, tiles,
+    q_desc, k_desc, v_desc, out_desc, q, k, v, out, lse, sinks, counter, tiles, counts, lengths, lengths_stride_0,
+    queries, keys, heads, group, head_size, value_size, lower, upper, blocks, section, work,
     q_stride_0, q_stride_1, q_stride_2, k_stride_0, k_stride_1, k_stride_2, v_stride_0, v_stride_1, v_stride_2,
-    out_stride_0, out_stride_1, out_stride_2, factor, inner,
-    BANDED: gl.constexpr, CAPPED: gl.constexpr, SINKS: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr, TURNS: gl.constexpr, OWN_RESULTS: gl.constexpr, REGISTERS: gl.constexpr,
+    out_stride_0, out_stride_1, out_stride_2, tiles_stride_0, tiles_stride_1, tiles_stride_2,
+    counts_stride_0, counts_stride_1, counts_stride_2,
+    t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3, t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3,
+    t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3, t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3,
+    t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3, t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3,
+    n0, n1, n2, n3, n4, n5, n6, n7, factor, inner,
+    BANDED: gl.constexpr, MASK: gl.constexpr, CAPPED: gl.constexpr, SINKS: gl.constexpr, WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, TURNS: gl.constexpr, OWN_RESULTS: gl.constexpr, REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = q_desc.block_type.shape[3]
@@ -233,8 +284,8 @@ def hopper_forward(
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     problem = Problem(
         queries.to(gl.int32), keys.to(gl.int32), heads.to(gl.int32), group.to(gl.int32), lower.to(gl.int32),
-        upper.to(gl.int32), blocks.to(gl.int32), section.to(gl.int32), tiles.to(gl.int32), D, DV, KEYS, WARPGROUPS,
-        BANDED, CAPPED, SINKS, OWN_RESULTS, ROW_STAGES == 2, TURNS, q_desc.dtype,
+        upper.to(gl.int32), blocks.to(gl.int32), section.to(gl.int32), work.to(gl.int32), D, DV, KEYS, WARPGROUPS,
+        BANDED, tiles is not None, MASK, lengths is not None, CAPPED, SINKS, OWN_RESULTS, ROW_STAGES == 2, TURNS, q_desc.dtype,
     )  # fmt: skip
     row_buffers = gl.allocate_shared_memory(q_desc.dtype, [ROW_STAGES * WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
     rows = ring(row_buffers, ROW_STAGES * WARPGROUPS, 1)
@@ -253,15 +304,28 @@ def hopper_forward(
         (q_stride_0, q_stride_1, q_stride_2), (k_stride_0, k_stride_1, k_stride_2), (v_stride_0, v_stride_1, v_stride_2),
         (out_stride_0, out_stride_1, out_stride_2),
     )  # fmt: skip
-    addresses = keep_all(q, k, v, out, strides, head_size, value_size, problem)
+    table = table_of(LENGTH)
+    if problem.MASKED:
+        keep_all(table, q, k, v, out, strides, head_size, value_size, problem)
+    if problem.LISTED:
+        slots = (
+            (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
+            (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
+            (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
+        )  # fmt: skip
+        keep_mask(table, problem, lengths, lengths_stride_0, slots, (n0, n1, n2, n3, n4, n5, n6, n7))
+    marks = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    lists = (
+        tiles, (tiles_stride_0, tiles_stride_1, tiles_stride_2), counts, (counts_stride_0, counts_stride_1, counts_stride_2),
+    )  # fmt: skip
     rings = (rows, keys_ring, values, turns)
-    others = (out_desc, results, addresses, lse, sinks, inner, factor, counter)
-    loading = (problem, q_desc, k_desc, v_desc, rings, counter)
+    others = (out_desc, results, table, lse, sinks, inner, factor, counter)
+    loading = (problem, q_desc, k_desc, v_desc, rings, marks, lists, counter)
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (0, problem, rings, others)),
-                (_multiply, (1, problem, rings, others)),
+                (_multiply, (0, problem, rings, marks, others)),
+                (_multiply, (1, problem, rings, marks, others)),
                 (_load, loading),
             ],
             [4, 1],
@@ -270,9 +334,9 @@ def hopper_forward(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (0, problem, rings, others)),
-                (_multiply, (1, problem, rings, others)),
-                (_multiply, (2, problem, rings, others)),
+                (_multiply, (0, problem, rings, marks, others)),
+                (_multiply, (1, problem, rings, marks, others)),
+                (_multiply, (2, problem, rings, marks, others)),
                 (_load, loading),
             ],
             [4, 4, 1],

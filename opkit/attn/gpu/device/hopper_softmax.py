@@ -6,6 +6,7 @@ Logits are kept in units in which ``factor`` times them are powers of two; ``-in
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from opkit.attn.gpu.device.hopper_masks import sees
 from opkit.attn.gpu.device.hopper_work import ROWS
 
 _SLACK = gl.constexpr(8.0)
@@ -27,20 +28,24 @@ def capped(logits, inner, CAPPED: gl.constexpr):
 
 
 @gluon.jit
-def masked(logits, row, at, problem):
+def masked(logits, row, at, problem, table, batch, head):
     """The logits of 64 queries from ``row`` and the keys from ``at``, -inf where a query does not see a key."""
     layout: gl.constexpr = logits.type.layout
     columns = at + gl.arange(0, logits.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    if problem.LISTED:
+        return gl.where(sees(problem, table, batch, head, rows, columns), logits, float("-inf"))
     if problem.BANDED:
-        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
         seen = (columns >= rows + problem.lower) & (columns <= gl.minimum(rows + problem.upper, problem.keys - 1))
         return gl.where(seen, logits, float("-inf"))
     return gl.where(columns < problem.keys, logits, float("-inf"))
 
 
 @gluon.jit
-def partial(row, at, problem):
+def partial(row, at, mark, problem):
     """Whether some of 64 queries from ``row`` do not see some of the keys from ``at``; those past the end apart."""
+    if problem.LISTED:
+        return mark % 2 == 1
     if problem.BANDED:
         return (at + problem.KEYS - 1 - row > problem.upper) | (at - row - (ROWS - 1) < problem.lower)
     return False

@@ -12,7 +12,10 @@ TURN = gl.constexpr(8)  #: the first of the named barriers by which warpgroups t
 
 @aggregate
 class Problem:
-    """The sizes of a call and its mask: query ``i`` sees key ``j`` if ``lower <= j - i <= upper``, where it is BANDED."""
+    """The sizes of a call and its mask: query ``i`` sees key ``j`` if ``lower <= j - i <= upper``, where it is BANDED.
+
+    Where it is LISTED, a list has the tiles to visit, and MASK and lengths, if there are any, say more of what is seen.
+    """
 
     queries: gl.tensor
     keys: gl.tensor
@@ -28,6 +31,10 @@ class Problem:
     KEYS: gl.constexpr  # keys of a step
     WARPGROUPS: gl.constexpr  # that multiply; each has 64 queries of a tile
     BANDED: gl.constexpr
+    LISTED: gl.constexpr
+    MASKED: gl.constexpr
+    MASK: gl.constexpr
+    LENGTHS: gl.constexpr
     CAPPED: gl.constexpr
     SINKS: gl.constexpr
     OWN_RESULTS: gl.constexpr
@@ -37,8 +44,8 @@ class Problem:
 
     @gluon.constexpr_function
     def __init__(
-        self, queries, keys, heads, group, lower, upper, blocks, section, tiles, D, DV, KEYS, WARPGROUPS, BANDED, CAPPED,
-        SINKS, OWN_RESULTS, OVERLAPPED, TURNS, DTYPE,
+        self, queries, keys, heads, group, lower, upper, blocks, section, tiles, D, DV, KEYS, WARPGROUPS, BANDED, LISTED,
+        MASK, LENGTHS, CAPPED, SINKS, OWN_RESULTS, OVERLAPPED, TURNS, DTYPE,
     ):  # fmt: skip
         self.queries = queries
         self.keys = keys
@@ -54,6 +61,10 @@ class Problem:
         self.KEYS = gl.constexpr(KEYS)
         self.WARPGROUPS = gl.constexpr(WARPGROUPS)
         self.BANDED = gl.constexpr(BANDED)
+        self.LISTED = gl.constexpr(LISTED)
+        self.MASKED = gl.constexpr(BANDED or LISTED)
+        self.MASK = gl.constexpr(MASK)
+        self.LENGTHS = gl.constexpr(LENGTHS)
         self.CAPPED = gl.constexpr(CAPPED)
         self.SINKS = gl.constexpr(SINKS)
         self.OWN_RESULTS = gl.constexpr(OWN_RESULTS)
@@ -65,13 +76,13 @@ class Problem:
     def place(self, tile):
         """The batch and the head of a tile, and its first query.
 
-        A section's keys and values fit into the L2 cache. With a band the last blocks of queries come first: of a causal
-        mask they have the most to do.
+        A section's keys and values fit into the L2 cache. With a mask the last blocks of queries come first: of a causal one
+        they have the most to do.
         """
         size = self.section * self.blocks
         first = tile // size * self.section
         rest = tile % size
-        if self.BANDED:
+        if self.BANDED or self.LISTED:
             width = gl.minimum(self.section, self.tiles // self.blocks - first)
             head = first + rest % width
             block = self.blocks - 1 - rest // width
@@ -203,6 +214,17 @@ def told(turns, ME: gl.constexpr):
 @gluon.jit
 def _told_of(turns, I: gl.constexpr):
     return gl.max(turns.buffers.index(turns.index * TOLD + I).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def announce_step(keys, marks, mark):
+    """Tell the other warpgroups, before the keys of a step are loaded, which they are."""
+    marks.index(keys.index).store(gl.full([1], mark, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def told_step(keys, marks):
+    return gl.max(marks.index(keys.index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 # ---- turns at the tensor cores ---------------------------------------------------------------------------------------

@@ -1,0 +1,87 @@
+"""Compiled Triton kernels on disk: ``<cache_dir>/triton/<key[:2]>/<key>`` is one file, a line of JSON and the binary.
+
+Triton has a cache of its own, but asking it takes half a second in a new process, in which it hashes its whole compiler. Here
+the compiler is known by its release, and by its library's size and time. A file is trusted as the build cache trusts one
+(:mod:`opkit.kernels.cache`): only this user may have written to it, and its sha256 is the one noted. Where it cannot be
+written, Triton's cache still has the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from opkit import config
+from opkit.kernels import cache
+from opkit.kernels.triton.binaries import Binary
+
+_VERSION = 1  # of the files
+
+
+def key(identity: str) -> str | None:
+    """What a kernel is kept under, given the identity of its request; None while Triton is told to compile, or is watched."""
+    from triton import knobs
+    from triton._C import libtriton
+
+    watched = (
+        knobs.compilation.always_compile, knobs.compilation.override, knobs.compilation.dump_ir,
+        knobs.compilation.listener, getattr(knobs.runtime, "add_stages_inspection_hook", None),
+    )  # fmt: skip
+    if any(watched):
+        return None
+    library = os.stat(str(libtriton.__file__))
+    told = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+    told.update(libtriton.get_cache_invalidating_env_vars())
+    parts = [_VERSION, identity, library.st_size, library.st_mtime_ns, sorted(told.items())]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def find(name: str) -> Binary | None:
+    """The binary that is kept under this key; None where there is none that can be trusted."""
+    path = _path(name)
+    try:
+        for folder in (path.parent.parent, path.parent):
+            cache.check_private(folder, os.stat(folder))
+        line, _, image = cache.read_private(path).partition(b"\n")
+        noted = json.loads(line)
+        if noted["sha256"] != hashlib.sha256(image).hexdigest():
+            return None
+        return Binary.from_json(noted["launch"], image)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def keep(name: str, binary: Binary) -> None:
+    """Keep a binary under this key, if that can be done."""
+    path = _path(name)
+    noted = {"sha256": hashlib.sha256(binary.image).hexdigest(), "launch": binary.to_json()}
+    with contextlib.suppress(OSError):
+        _private_folder(path.parent.parent)
+        _private_folder(path.parent)
+        _write(path, json.dumps(noted).encode() + b"\n" + binary.image)
+
+
+def _path(name: str) -> Path:
+    return Path(os.path.abspath(config.get().cache_dir)) / "triton" / name[:2] / name
+
+
+def _private_folder(path: Path) -> None:
+    path.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """The file appears whole, or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,90 @@
+"""What the tests of kernels for sm_90 share: calls, what the compiler says of them, and numbers beside the reference's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from opkit.attn import program, reference
+from opkit.attn.gpu import hopper
+from opkit.kernels.triton import compiling
+from opkit.op.triton.examples import request_for
+from opkit.op.triton.launch import recording
+from opkit.testing import compile_launches
+
+FAR = program.UNLIMITED
+CAUSAL = (program.BAND, -FAR, 0)
+SHARED = 232448  # bytes that a block may have
+BF16, FP16 = torch.bfloat16, torch.float16
+
+on_hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a GPU of compute capability 9.0",
+    ),
+]
+
+
+def arguments(
+    *tensors, mask=(), masks=(), sinks=None, scale=None, softcap=0.0, bias=(), dropout_p=0.0, heads_inside=False
+):
+    scale = tensors[0].shape[3] ** -0.5 if scale is None else scale
+    return (*tensors, list(masks), [], sinks, None, list(mask), list(bias), scale, softcap, dropout_p, heads_inside)
+
+
+def shaped(heads, queries, keys, head, columns, dtype=BF16, device="meta", batch=2):
+    """Tensors of a call without numbers; ``heads`` are those of queries and of keys."""
+    sizes = (heads[0], queries, head), (heads[1], keys, head), (heads[1], keys, columns)
+    return [torch.empty(batch, *size, dtype=dtype, device=device) for size in sizes]
+
+
+def requested(given, run=hopper.forward):
+    with recording() as found:
+        run(*given)
+    return request_for(found[-1], None, "sm_90")
+
+
+def assembled(request, folder):
+    """What ptxas says of a kernel."""
+    source = folder / "kernel.ptx"
+    source.write_text(compiling.lowered(request).asm["ptx"])
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    command = [program, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def check_compiled(run, registers, folder, record_property, spilled=0):
+    report = compile_launches(run, ["sm_90"])
+    report.raise_for_failures()
+    *_, row = report.rows
+    record_property("resources", f"{row.registers} registers, {row.shared} bytes shared, {row.spills} bytes spilled")
+    assert row.registers == registers
+    assert row.spills <= spilled
+    assert row.shared <= SHARED
+    said = assembled(requested((), run), folder)
+    assert re.findall(r"\((C75\d\d)\)", said) == [], said  # a product that waits for the one before it
+    assert spilled or "0 bytes spill stores, 0 bytes spill loads" in said
+
+
+def filled(batch, heads, queries, keys, head, columns, dtype=BF16, heads_inside=False):
+    made = shaped(heads, queries, keys, head, columns, dtype, "cuda", batch)
+    made = [x.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else x for x in made]
+    return [x.normal_() for x in made]
+
+
+def compared(given, found=None):
+    """The kernel's results beside the reference's in float64; no row is further off than rounding p and the result explains."""
+    out, lse = hopper.forward(*given) if found is None else found
+    exact = [x.double() if isinstance(x, torch.Tensor) else x for x in given]
+    expected, of_rows = reference.attention(*exact)
+    assert (out.transpose(1, 2) if given[-1] else out).is_contiguous()
+    rounding = torch.finfo(out.dtype).eps
+    torch.testing.assert_close(out.double(), expected, rtol=rounding, atol=1.5 * rounding, equal_nan=True)
+    torch.testing.assert_close(lse.double(), of_rows, rtol=1e-5, atol=1e-4, equal_nan=True)
+    return out, lse

@@ -1,0 +1,104 @@
+"""Compiled kernels that outlive their process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import triton
+import triton.language as tl
+from triton import knobs
+
+from opkit.kernels.triton import compiling, stored
+from opkit.kernels.triton.compiling import Request, build, identity
+
+
+@triton.jit
+def added(x, y, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n) + tl.load(y + at, mask=at < n), mask=at < n)
+
+
+REQUEST = Request(
+    added,
+    {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32", "BLOCK": "constexpr"},
+    {"BLOCK": 128},
+    frozenset({"x", "y", "out", "n"}),
+)
+
+
+@pytest.fixture
+def compiled(settings, tmp_path, monkeypatch):
+    """What Triton was asked to compile; both caches are the test's own."""
+    asked = []
+    lowered = compiling.lowered
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr(compiling, "lowered", lambda request: asked.append(request) or lowered(request))
+    return asked
+
+
+def kept():
+    key = stored.key(identity(REQUEST))
+    assert key is not None
+    return stored._path(key)
+
+
+def test_the_second_process_does_not_ask_triton(compiled):
+    first = build(REQUEST)
+    assert build(REQUEST) == first
+    assert len(compiled) == 1
+    assert kept().stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),
+        lambda path: path.write_bytes(b"{}\n"),
+        lambda path: path.write_bytes(b"no line"),
+        lambda path: path.chmod(0o666),
+        lambda path: path.parent.chmod(0o777),
+        lambda path: (path.rename(path.with_suffix(".own")), path.symlink_to(path.with_suffix(".own"))),
+    ],
+    ids=["other bytes", "no fields", "no JSON", "a file of all", "a folder of all", "a link"],
+)
+def test_what_is_not_as_it_was_written_is_not_trusted(compiled, damage):
+    first = build(REQUEST)
+    damage(kept())
+    assert build(REQUEST) == first
+    assert len(compiled) == 2
+
+
+def test_a_folder_that_cannot_be_written_to(compiled, tmp_path):
+    (tmp_path / "cache").write_text("not a folder")
+    assert build(REQUEST) == build(REQUEST)
+    assert len(compiled) == 2
+
+
+def test_triton_is_asked_where_it_is_told_to_compile(compiled, monkeypatch):
+    build(REQUEST)
+    monkeypatch.setattr(knobs.compilation, "always_compile", True)
+    build(REQUEST)
+    assert len(compiled) == 2
+
+
+def test_the_environment_is_part_of_the_key(compiled, monkeypatch):
+    before = kept()
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/somewhere/ptxas")
+    assert kept() != before
+
+
+def test_triton_s_own_cache_is_asked_alike_by_every_process(tmp_path):
+    script = """
+from tests.kernels.triton.test_stored import REQUEST, compiling
+backend = compiling._backend(compiling.targets.parse(REQUEST.target))
+print(compiling._source(REQUEST, backend).hash())
+"""
+    root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
+    hashes = set()
+    for seed in ("1", "2", "3"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
+        command = [sys.executable, "-c", script]
+        found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        hashes.add(found.stdout)
+    assert len(hashes) == 1
