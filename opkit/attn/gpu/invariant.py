@@ -18,6 +18,7 @@ from opkit.attn.allocation import dense_rows, like
 from opkit.attn.batch_invariant import NAME, switched_on
 from opkit.attn.calls import Call
 from opkit.attn.gpu import blocks, decoding, plans
+from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, takes
 from opkit.attn.gpu.paged import takes_pages
 from opkit.attn.paged_cpu import PagedCall
 from opkit.errors import KernelError
@@ -50,10 +51,10 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     Raises:
         KernelError: it does not take the call.
     """
-    from opkit.attn.gpu import kernels, portable
+    from opkit.attn.gpu import portable
 
     call = Call(*given)
-    if call.dropout_p != 0 or not kernels.takes(*call[:6], call.mask, call.bias):
+    if call.dropout_p != 0 or not takes(*call[:6], call.mask, call.bias):
         _refuse("opkit::attention", f"q of {call.q.dtype} {tuple(call.q.shape)} with dropout_p={call.dropout_p}")
     return portable.forward(call, ordered=True)
 
@@ -69,8 +70,8 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         KernelError: it does not take the call.
     """
     call = PagedCall(*given)
-    largest = max(call.q.shape[-1], call.v_pages.shape[-1] + 64)  # values' heads may have 512 elements, keys' 576
-    if not takes_pages(call.q, call.k_pages, call.v_pages, call.lengths) or largest > decoding.LARGEST_HEAD:
+    small = call.q.shape[-1] <= LARGEST_HEAD and call.v_pages.shape[-1] <= LARGEST_VALUES
+    if not small or not takes_pages(call.q, call.k_pages, call.v_pages, call.lengths):
         _refuse(
             "opkit::paged_attention",
             f"q of {call.q.dtype} {tuple(call.q.shape)} with k_pages {tuple(call.k_pages.shape)}",
@@ -134,6 +135,6 @@ def _kernel(constants: tuple[tuple[str, Any], ...]) -> Any:
 def _refuse(operator: str, told: str) -> None:
     raise KernelError(
         f"{operator}: no batch-invariant kernel for GPUs takes {told}. It takes float32, bfloat16 and float16 without dropout, "
-        "and heads of at most 576 (of values 512). Convert the call, or make it outside of opkit.batch_invariant and "
-        "OPKIT_BATCH_INVARIANT."
+        f"and heads of at most {LARGEST_HEAD} (of values {LARGEST_VALUES}). Convert the call, or make it outside "
+        "of opkit.batch_invariant and OPKIT_BATCH_INVARIANT."
     )

@@ -12,16 +12,13 @@ from opkit import config
 from opkit.attn import gradients
 from opkit.attn.calls import BiasCall, Call, GradientCall
 from opkit.attn.gpu import decoding, hopper, invariant
-from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit
+from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, takes
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
 NAME = "triton"
-LARGEST_HEAD, LARGEST_VALUES = 576, 512
 _HOPPER = 1  # of a kernel's priority: above the portable ones
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_BIASES = (*_DTYPES, torch.float64)
 
 
 def device() -> str:
@@ -40,26 +37,6 @@ def register(op: CustomOp[Any, Any]) -> None:
     op.register_kernel("cuda", hopper.forward, when=hopper.takes, name="hopper", priority=_HOPPER)
     gradients.backward_operator().register_kernel(device(), backward, when=takes_gradients, name=NAME)
     gradients.bias_backward_operator().register_kernel(device(), bias_backward, when=takes_bias_gradients, name=NAME)
-
-
-def takes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    sinks: Tensor | None,
-    mask: list[int],
-    bias: list[int],
-) -> bool:
-    """Whether :func:`forward` takes a call: no float64, heads of at most 576, values' of at most 512, all tensors there."""
-    if q.dtype not in _DTYPES or not shapes_fit(q, k, v) or q.shape[3] > LARGEST_HEAD:
-        return False
-    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    if v.shape[3] > LARGEST_VALUES or (sinks is not None and tuple(sinks.shape) != (q.shape[1],)):
-        return False
-    added = all(each.dtype in _BIASES for each in bias_tensors) and bias_fits(bias, bias_tensors, sizes)
-    return q.shape[3] > 0 and added and mask_fits(mask, mask_tensors, sizes)
 
 
 def takes_gradients(
