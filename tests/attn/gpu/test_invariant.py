@@ -1,5 +1,6 @@
 """Bit for bit: what a query gives does not depend on what is computed beside it."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -17,12 +18,17 @@ from opkit.attn.api import _lowered
 from opkit.attn.gpu import blocks, invariant
 from opkit.attn.operator import attention_operator
 from opkit.attn.paged import paged_attention_operator
+from opkit.attn.program import BAND, DENSE, SEGMENTS
 from opkit.errors import KernelError
+from opkit.kernels.triton import compiling
 from opkit.masks import ALiBi, Causal, Dense, KeyPadding, Segments, SlidingWindow, VarLen
 from opkit.op.operator import use_kernel
+from opkit.op.triton.examples import request_for
+from opkit.op.triton.launch import recording
 from opkit.testing import Interpreter, compile_launches
 
 BATCH, HEADS, SHARED, LENGTH = 3, 4, 2, 300
+FAR = 2**62
 
 
 @pytest.fixture(scope="module")
@@ -300,6 +306,32 @@ def test_compiles(monkeypatch, target):
         report = compile_launches(launch, [target])
         report.raise_for_failures()
         assert all(row.shared <= SHARED_MEMORY[target] for row in report.rows)
+
+
+def forms():
+    """Launches whose bits are to be the same: of masks of several kinds, of lengths that 16 divides and others, of pages."""
+    for keys in (300, 1024):
+        q, k, documents = meta(2, 4, keys, 64), meta(2, 2, keys, 64), meta(1, keys, dtype=torch.int32)
+        bools = meta(1, 1, keys, keys, dtype=torch.bool)
+        for tensors, mask in (([], []), ([], [BAND, -FAR, 0]), ([documents], [SEGMENTS, 0, 0]), ([bools], [DENSE, 0])):
+            yield invariant.forward, (q, k, k, tensors, [], None, None, mask, [], 0.1, 0.0, 0.0, False)
+    pages, table = meta(64, 16, 2, 64), meta(2, 32, dtype=torch.int32)
+    integers = (meta(n, dtype=torch.int32) for n in (2, 3))
+    yield invariant.paged, paged_call(meta(2, 4, 64), (pages, pages), table, *integers)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_all_forms_multiply_by_the_same_instruction(monkeypatch, target):
+    monkeypatch.setattr(blocks, "shared_memory", lambda device: SHARED_MEMORY[target])
+    found = []
+    for function, call in forms():
+        with recording() as launches:
+            function(*call)
+        text = compiling.lowered(request_for(launches[-1], None, target)).asm["ptx"]
+        found.append(set(re.findall(r"mma\S*\.m\d+n\d+k\d+\S*bf16\S*", text)))
+    assert len(found) == 9
+    assert len(found[0]) == 1
+    assert all(each == found[0] for each in found)
 
 
 @pytest.mark.gpu
