@@ -28,7 +28,6 @@ from opkit.attn.paged import paged_attention_operator
 from opkit.op.operator import CustomOp
 
 CACHE = 512 << 20  # bytes of keys and values that calls take in turn
-PAGE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +41,7 @@ class Case:
     d: int = 128
     dv: int = 128
     paged: bool = False
+    page: int = 16
 
     @property
     def bytes(self) -> int:
@@ -62,6 +62,7 @@ CASES = [
     Case("E 16 queries 16x64/8x8192x128", 16, 64, 8, 16, 8192),
     Case("F 256 queries 1x8/1x131072x128", 1, 8, 1, 256, 131072),
     Case("G latent 64x128/1x8192x576/512", 64, 128, 1, 1, 8192, 576, 512),
+    Case("H the same, pages of 64", 64, 128, 1, 1, 8192, 576, 512, paged=True, page=64),
 ]
 Call = Callable[[Tensor, Tensor], object]
 
@@ -88,14 +89,14 @@ def ours(case: Case) -> Call:
 
 def paged(case: Case) -> Call:
     op, q = paged_attention_operator(), normal(case.batch, case.heads, case.d)
-    table = torch.randperm(case.batch * case.keys // PAGE, device="cuda").int().reshape(case.batch, -1)
+    table = torch.randperm(case.batch * case.keys // case.page, device="cuda").int().reshape(case.batch, -1)
     lengths = torch.full((case.batch,), case.keys, device="cuda")
     starts = torch.arange(case.batch + 1, device="cuda")
     rest = (table, lengths, starts, -(2**62), 0, case.d**-0.5, 0.0, None, None, None)
 
     def call(k: Tensor, v: Tensor) -> object:
-        pages = [x.view(-1, PAGE, case.kv_heads, case.d) for x in (k, v)]
-        return op(q, *pages, *rest)
+        pages = [x.view(-1, case.page, case.kv_heads, case.d) for x in (k, v if case.d == case.dv else k)]
+        return op(q, pages[0], pages[1][..., : case.dv], *rest)
 
     return call
 

@@ -17,7 +17,8 @@ from opkit.op import autotune, mutation, patterns
 from opkit.op import torch_private as private
 from opkit.op.body import Trace
 from opkit.op.core import Operator
-from opkit.op.rules.autograd import Call, GivenRule, apply, counts_of, restore, spreads
+from opkit.op.rules.autograd import Call, GivenRule, apply, restore
+from opkit.op.rules.listed import counts_of, spreads
 from opkit.op.selection import REFERENCE, Kernel, Selection
 
 

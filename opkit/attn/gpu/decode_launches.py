@@ -70,10 +70,22 @@ def plan(
     given = {**numbers, **shared, "programs": tiles * blocks.splits}
     if blocks.splits == 1:
         return Plan(PreparedLaunch(kernel, _DECODED, given), None, 0)
-    merging = _merging(power(blocks.splits), constants["PAGE"] > 0, tuple((n, constants[n]) for n in _MERGE_CONSTANTS))
     width = constants["DV_WIDE"] + constants["DV_REST"] + 2
-    merged = PreparedLaunch(merging, _MERGED, {**shared, "height": height, "programs": tiles * height})
-    return Plan(PreparedLaunch(kernel, _DECODED, given), merged, tiles * blocks.splits * blocks.rows * width)
+    merge = merged(constants, {**shared, "height": height})
+    return Plan(PreparedLaunch(kernel, _DECODED, given), merge, tiles * blocks.splits * blocks.rows * width)
+
+
+def merged(constants: dict[str, Any], numbers: dict[str, int]) -> PreparedLaunch:
+    """The launch that merges splits; its tensors are partial results, out, lse, sinks, and of pages lengths and starts.
+
+    Args:
+        constants: of :func:`constants_of`, and the others that ``merge`` has.
+        numbers: slots, splits, kv_heads, the rows of a tile as ``height``, and of pages the most keys.
+    """
+    named = tuple((n, constants[n]) for n in _MERGE_CONSTANTS)
+    kernel = _merging(power(numbers["splits"]), constants["PAGE"] > 0, named)
+    programs = numbers["slots"] * numbers["kv_heads"] * numbers["height"]
+    return PreparedLaunch(kernel, _MERGED, {**numbers, "programs": programs})
 
 
 def constants_of(

@@ -94,15 +94,19 @@ def blocks_of(shape: Shape, gpu: Device) -> Blocks:
 
     >>> h200 = Device(132, 232448, True, "tf32x3")
     >>> blocks_of(Shape(4, 8, 8192, 128, 128, 2, 2), h200)
-    Blocks(rows=16, block=64, stages=3, warps=4, splits=32)
+    Blocks(rows=16, block=64, stages=3, warps=2, splits=32)
     >>> blocks_of(Shape(128, 128, 8192, 128, 128, 2, 2), h200)
     Blocks(rows=128, block=128, stages=3, warps=8, splits=1)
     """
     size = max(shape.d, shape.dv)
     tall = _rows(shape.height, _most_rows(shape, size))
     tiles = shape.heads * -(-shape.height // tall)
+    plain = gpu.overlaps and not shape.paged and not shape.mixed and shape.item == 2 and 64 < size <= 128
+    lone = plain and 2 * tiles <= gpu.processors
+    lifted = lone and tall == 32  # the products of Hopper's warpgroups have 64 rows
+    tall = 64 if lifted else tall
     huge = tall > 32 and size > 256
-    alone = tall == 128 or huge or 3 * gpu.processors <= 4 * tiles <= 4 * gpu.processors
+    alone = tall == 128 or huge or lifted or 3 * gpu.processors <= 4 * tiles <= 4 * gpu.processors
     free = gpu.shared // (1 if alone else 2) - _SCRATCH - tall * shape.d * shape.item
     elements = max(shape.d if shape.shared else shape.d + shape.dv, 1)
     narrow = shape.stored < shape.item  # what is converted goes through registers
@@ -112,8 +116,9 @@ def blocks_of(shape: Shape, gpu: Device) -> Blocks:
     stages = max(1, min(buffers, free // (block * elements * shape.stored)))
     stages += tall <= 32  # products of small tiles leave the tensor cores' operands in registers
     crowded = tall == 128 or size > 256 or (size > 128 and (tall == 64 or shape.item > 2))
-    splits = _splits(tiles, gpu.processors * (1 if alone else 2), -(-shape.keys // block))
-    return Blocks(tall, block, 2 * stages - 1 if shape.paged else stages, 8 if crowded else 4, splits)
+    splits = splits_of(tiles, gpu.processors * (1 if alone else 2), -(-shape.keys // block))
+    warps = 8 if crowded else 2 if lone and tall == 16 else 4
+    return Blocks(tall, block, 2 * stages - 1 if shape.paged else stages, warps, splits)
 
 
 def _most_rows(shape: Shape, size: int) -> int:
@@ -135,7 +140,7 @@ def _block(room: int, read: int) -> int:
     return max(_LEAST, min(128, power(room // read + 1) // 2))
 
 
-def _splits(tiles: int, room: int, blocks: int) -> int:
+def splits_of(tiles: int, room: int, blocks: int) -> int:
     """Splits of a tile, so that programs fill the ``room`` there is; at least two blocks each, for what merging costs."""
     most = max(1, min(blocks // 2, MOST_SPLITS))
     wanted = _filling(tiles, room)

@@ -164,17 +164,22 @@ def _prepared(call: Call, tile: Tile) -> Run:
 
     roomy = arguments.with_room(call)
     fits, shape = roomy is call, arguments.shape_of(roomy)
-    launch = PreparedLaunch(_kernel(tile, shape.mask), _TENSORS, _numbers(call, shape))
+    kernel, numbers = _kernel(tile, shape.mask), _numbers(call, shape)
+    as_they_lie, copied = (
+        PreparedLaunch(kernel, _TENSORS, numbers) for _ in range(2)
+    )  # copies have strides of their own
     new_out = like(rows(call.q, call.v.shape[3], call.heads_inside))
     new_lse = like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
-    described = all(_describable(each) for each in call[:3])
+    described = all(describable(each) for each in call[:3])
     counter = _counters(call.q.device, _marks(call, tile))
     told = _told(shape, tile)
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:
         q, k, v, _, _, sinks = given[:6]
+        launch = as_they_lie
         if not described or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-            q, k, v = (_copied(each) for each in (q, k, v))
+            q, k, v = (each.clone(memory_format=torch.contiguous_format) for each in (q, k, v))
+            launch = copied
         out, lse = new_out(), new_lse()
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         launch(q, k, v, out, lse, sinks, counter(), *told(Call(*given) if fits else arguments.with_room(Call(*given))))
@@ -248,13 +253,9 @@ def _counters(device: torch.device, size: int) -> Callable[[], Tensor]:
 # ---- tensors for TMA -------------------------------------------------------------------------------------------------
 
 
-def _describable(x: Tensor) -> bool:
+def describable(x: Tensor) -> bool:
     """Whether TMA can follow the strides."""
     return x.stride(3) == 1 and all(0 < stride < 2**37 and stride % _ALIGNED == 0 for stride in x.stride()[:3])
-
-
-def _copied(x: Tensor) -> Tensor:
-    return x if _describable(x) and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------

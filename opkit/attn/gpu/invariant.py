@@ -25,7 +25,7 @@ from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
-_FIRST = 2  # of priorities, above those of all other kernels
+_FIRST = 10  # of priorities, above those of all other kernels
 _TENSORS = ("q", "k", "v", "out", "lse", "sinks", "table", "lengths", "starts", "k_scale", "v_scale")
 
 

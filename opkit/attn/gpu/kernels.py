@@ -11,7 +11,7 @@ from torch import Tensor
 from opkit import config
 from opkit.attn import gradients
 from opkit.attn.calls import BiasCall, Call, GradientCall
-from opkit.attn.gpu import decoding, hopper, invariant
+from opkit.attn.gpu import decoding, hopper, invariant, mla, packed
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, takes
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
@@ -29,10 +29,13 @@ def device() -> str:
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` and the operators of its gradients their kernels for GPUs.
 
-    Few queries are decoded; other calls are for the kernel for Hopper where it takes them, or for the portable one.
+    Few queries are decoded, on Hopper those of latent attention by a kernel of their own, and those that are many rows together
+    by the kernel for Hopper; other calls are for that where it takes them, or for the portable one.
     """
     op.register_kernel(device(), forward, when=takes, name=NAME)
     decoding.register(op)
+    mla.register(op)
+    packed.register(op)
     invariant.register(op)
     op.register_kernel("cuda", hopper.forward, when=hopper.takes, name="hopper", priority=_HOPPER)
     gradients.backward_operator().register_kernel(device(), backward, when=takes_gradients, name=NAME)

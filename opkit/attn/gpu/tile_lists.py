@@ -14,7 +14,6 @@ from torch import Tensor
 
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks, tiles_in
-from opkit.attn.gpu.device.tile_lists import tile_lists
 from opkit.attn.gpu.plans import Shape
 from opkit.op import torch_private as private
 from opkit.op.triton.declare import triton_kernel
@@ -86,6 +85,8 @@ def _stream(device: torch.device) -> int:
 
 @functools.cache
 def _kernel(constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
+    from opkit.attn.gpu.device.tile_lists import tile_lists  # a call without lists need not wait for Triton to read it
+
     return triton_kernel(tile_lists, grid=lambda own, programs: (own, programs), num_warps=4, **dict(constants))
 
 

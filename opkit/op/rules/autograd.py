@@ -21,6 +21,7 @@ from opkit.errors import RuleError
 from opkit.op import body as bodies
 from opkit.op import torch_private as private
 from opkit.op.rules import vjp
+from opkit.op.rules.listed import Counts, counts_of, flattened, grouped, grouped_needs, leaves_of, spreads
 
 
 class Rule(Protocol):
@@ -39,16 +40,15 @@ class Rule(Protocol):
 class Call:
     """One call on its way through the autograd node. ``plain`` marks eager calls on ordinary tensors.
 
-    The node takes what is in lists item by item, lists of numbers and empty ones apart. ``counts`` has of each argument that is
-    a list how many items it has, ``~`` that if the node takes it whole, and None for the others; it is None itself where there
-    is no list. ``spread`` says whether there is one that the node takes item by item.
+    ``counts`` are those of its lists (:mod:`opkit.op.rules.listed`), None where there is none; ``spread`` says whether the node
+    takes one of them item by item.
     """
 
     run: Callable[..., Any]
     rule: Rule
     kwargs: dict[str, Any]
     plain: bool
-    counts: list[int | None] | None = None
+    counts: Counts | None = None
     spread: bool = False
     output_spec: Any = None
 
@@ -68,7 +68,7 @@ def make_function(name: str) -> Any:
 
 def _forward(ctx: Any, *inputs: Any) -> Any:
     call: Call = inputs[-1]
-    args = inputs[:-1] if call.counts is None or not call.spread else tuple(_grouped(inputs, call.counts))
+    args = inputs[:-1] if call.counts is None or not call.spread else tuple(grouped(inputs, call.counts))
     output = call.run(*args, **call.kwargs)
     ctx.opkit_call = call
     call.rule.save(ctx, call, args, output)
@@ -86,59 +86,14 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         grads = tuple(structured) if type(structured) is tuple else (structured,)
     found = call.rule.backward(ctx, *grads)
     if call.counts is not None:
-        found = _flattened(found, call.counts)
+        found = flattened(found, call.counts)
     return (*found, None)
-
-
-def _flattened(grads: Sequence[Any], counts: list[int | None]) -> list[Any]:
-    """Gradients as the node gives them; there is none of a list that it takes whole."""
-    flat: list[Any] = []
-    for grad, count in zip(grads, counts, strict=True):
-        if count is None:
-            flat.append(grad)
-        elif count < 0:
-            flat.append(None)
-        elif grad is None:
-            flat.extend([None] * count)
-        else:
-            flat.extend(grad if isinstance(grad, (list, tuple)) else [grad])
-    return flat
-
-
-_NUMBERS = frozenset((int, float, bool))
-
-
-def _count(arg: Any) -> int | None:
-    if type(arg) is not list and type(arg) is not tuple:
-        return None
-    return len(arg) if arg and type(arg[0]) not in _NUMBERS else ~len(arg)
-
-
-def counts_of(args: Sequence[Any]) -> list[int | None] | None:
-    """What :class:`Call` has as ``counts``, for arguments like these."""
-    counts = [_count(arg) for arg in args]
-    return None if counts.count(None) == len(counts) else counts
 
 
 def apply(function: Any, call: Call, args: Sequence[Any]) -> Any:
     """Run ``call`` through the autograd node ``function``; its ``counts`` are those of ``args``."""
-    leaves = args if call.counts is None or not call.spread else _leaves_of(args, call.counts)
+    leaves = args if call.counts is None or not call.spread else leaves_of(args, call.counts)
     return function.apply(*leaves, call)
-
-
-def spreads(counts: list[int | None] | None) -> bool:
-    """Whether the node takes some list item by item."""
-    return counts is not None and any(count is not None and count >= 0 for count in counts)
-
-
-def _leaves_of(args: Sequence[Any], counts: list[int | None] | None) -> list[Any]:
-    """The arguments as the node takes them."""
-    if counts is None:
-        return list(args)
-    leaves: list[Any] = []
-    for arg, count in zip(args, counts, strict=True):
-        leaves.extend([arg] if count is None or count < 0 else arg)
-    return leaves
 
 
 def restore(call: Call, output: Any) -> Any:
@@ -184,7 +139,7 @@ class GivenRule:
         """The author's backward; its gradients may end early where the rest are of defaulted arguments."""
         call: Call = ctx.opkit_call
         needs = ctx.needs_input_grad
-        structured = needs[:-1] if call.counts is None else tuple(_grouped_needs(needs, call.counts))
+        structured = needs[:-1] if call.counts is None else tuple(grouped_needs(needs, call.counts))
         try:
             ctx.needs_input_grad = structured
             found = self.backward_function(ctx, *grads)
@@ -224,7 +179,7 @@ class _Prepared:
     __slots__ = ("at", "count", "graph", "grouped", "silent", "sizes", "tensors")
 
     def __init__(self, graph: vjp.BackwardGraph, call: Call, args: tuple[Any, ...]) -> None:
-        leaves = _leaves_of(args, call.counts)
+        leaves = leaves_of(args, call.counts)
         self.at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.count = len(leaves)
         self.graph = graph
@@ -257,7 +212,7 @@ class DerivedRule:
             self._save_whole(ctx, args, call.kwargs, output)
             return
         outputs = (output,) if isinstance(output, torch.Tensor) else _tensors(output)
-        leaves = args if call.counts is None else _leaves_of(args, call.counts)
+        leaves = args if call.counts is None else leaves_of(args, call.counts)
         ctx.save_for_backward(*[outputs[i] if late else leaves[i] for late, i in prepared.tensors])
         ctx.opkit_sizes = [op(outputs[i] if late else leaves[i], *rest) for late, i, op, rest in prepared.sizes]
         if prepared.silent:
@@ -274,7 +229,7 @@ class DerivedRule:
         for i in prepared.at:
             if ctx.needs_input_grad[i]:
                 spread[i] = next(found)
-        return tuple(spread) if prepared.grouped is None else tuple(_grouped(spread, prepared.grouped))
+        return tuple(spread) if prepared.grouped is None else tuple(grouped(spread, prepared.grouped))
 
     def _prepared(self, call: Call, args: tuple[Any, ...], output: Any) -> _Prepared | None:
         key = _call_key(args, call.kwargs)
@@ -345,7 +300,7 @@ class DerivedRule:
         for i, tensor in zip(ctx.opkit_at, ctx.saved_tensors, strict=True):
             leaves[i] = tensor
         needs, counts = ctx.needs_input_grad, ctx.opkit_call.counts
-        needs = needs[:-1] if counts is None else _leaves(_grouped_needs(needs, counts))
+        needs = needs[:-1] if counts is None else _leaves(grouped_needs(needs, counts))
         wanted = [i for i in ctx.opkit_at if i < len(needs) and needs[i]]
 
         def outputs_of(*chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -358,8 +313,8 @@ class DerivedRule:
         seeds = list(itertools.compress(_leaves(grads), ctx.opkit_flags))
         found = iter(_pull_back(outputs_of, [leaves[i] for i in wanted], seeds))
         spread = [next(found) if i in wanted else None for i in range(len(leaves))]
-        grouped: Any = pytree.tree_unflatten(spread, spec)
-        return tuple(grouped[0])
+        structured: Any = pytree.tree_unflatten(spread, spec)
+        return tuple(structured[0])
 
 
 def _pull_back(function: Callable[..., Any], inputs: list[Any], grads: list[Any]) -> Sequence[Any]:
@@ -381,28 +336,6 @@ def _leaves(value: Any) -> list[Any]:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _grouped(leaves: Sequence[Any], counts: list[int | None]) -> list[Any]:
-    """What :func:`_leaves_of` spread, as arguments again; what follows in ``leaves`` is left out."""
-    grouped: list[Any] = []
-    at = 0
-    for count in counts:
-        if count is None or count < 0:
-            grouped.append(leaves[at])
-            at += 1
-        else:
-            grouped.append(list(leaves[at : at + count]))
-            at += count
-    return grouped
-
-
-def _grouped_needs(needs: Sequence[bool], counts: list[int | None]) -> list[Any]:
-    """Which arguments need a gradient, those in lists one by one."""
-    grouped = _grouped(needs, counts)
-    return [
-        each if count is None or count >= 0 else [False] * ~count for each, count in zip(grouped, counts, strict=True)
-    ]
 
 
 def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -240,6 +240,17 @@ def test_programs_fill_the_gpu(heads, height):
     assert blocks.splits == 1 or share >= 2
 
 
+def test_few_tiles_have_as_many_rows_as_products_of_warpgroups_or_few_warps():
+    def blocks(height, heads, gpu=H200, d=128):
+        return decode_plan.blocks_of(decode_plan.Shape(height, heads, 16384, d, d, 2, 2), gpu)
+
+    assert blocks(32, 8) == decode_plan.Blocks(64, 64, 4, 4, 16)
+    assert blocks(4, 8).warps == 2
+    assert blocks(32, 100).rows == 32
+    assert blocks(4, 100).warps == 4
+    assert blocks(32, 8, GPUS["sm_80"]).rows == 32
+
+
 def test_short_keys_are_not_divided():
     assert decode_plan.blocks_of(decode_plan.Shape(4, 8, 100, 128, 128, 2, 2), H200).splits == 1
 
@@ -255,6 +266,8 @@ def recorded(target, monkeypatch, *shape, dtype=torch.bfloat16, **options):
 COMPILED = {
     "one query": ((1, 32, 8, 1, 2048, 128, 128), {}),
     "eight causal queries": ((1, 64, 8, 8, 2048, 128, 128), {"upper": 2040}),
+    "four causal queries": ((1, 32, 8, 4, 2048, 128, 128), {"upper": 2044}),
+    "32 heads to one": ((8, 32, 1, 1, 16384, 128, 128), {}),
     "float32": ((2, 32, 8, 1, 2048, 128, 128), {"dtype": torch.float32, "softcap": 5.0}),
 }
 

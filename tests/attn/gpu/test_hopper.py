@@ -108,6 +108,37 @@ def test_takes_nothing_that_is_not_on_such_a_gpu():
     assert not hopper.takes(*call[:4], call.sinks, call.mask, call.bias, call.scale, call.dropout_p)
 
 
+def misaligned(x):
+    """The same with the same strides, eight bytes after a multiple of sixteen."""
+    room = torch.empty(x.untyped_storage().nbytes() // x.element_size() + 8, dtype=x.dtype, device=x.device)
+    start = (16 - room.data_ptr() % 16) // x.element_size() % 8 + 4
+    return room[start:].as_strided(x.shape, x.stride()).copy_(x)
+
+
+def test_each_launch_sees_the_strides_of_its_first(monkeypatch):
+    """A launch is prepared for one layout: tensors that are copied for TMA have another than those that are not."""
+    seen = []
+
+    class Launch:
+        def __init__(self, *given):
+            pass
+
+        def __call__(self, q, k, v, *rest):
+            seen.append((self, [x.stride() for x in (q, k, v)], max(x.data_ptr() % 16 for x in (q, k, v))))
+
+    monkeypatch.setattr(hopper, "PreparedLaunch", Launch)
+    inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shaped((4, 2), 30, 30, 64, 64, device="cpu")]
+    moved = [misaligned(x) for x in inside]
+    assert all(x.data_ptr() % 16 == 8 for x in moved)
+    run = hopper.forward.prepare(*arguments(*inside))
+    for tensors in (inside, moved, [inside[0], *moved[1:]], inside):
+        run(*arguments(*tensors))
+    assert [seen[0][0] is launch for launch, *_ in seen] == [True, False, False, True]
+    for launch, strides, offset in seen:
+        assert offset == 0
+        assert all(strides == others for other, others, _ in seen if other is launch)
+
+
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +230,13 @@ class TestOnGpu:
         k = torch.randn(2, 2, 200, 67, device="cuda").to(BF16)[..., 3:]
         v = v[:, :1].expand(2, 2, 200, 64)
         compared(arguments(q, k, v, mask=CAUSAL))
+
+    def test_tensors_that_are_not_aligned_after_some_that_are(self):
+        inside = filled(2, (4, 2), 200, 200, 64, 64, heads_inside=True)
+        given = arguments(*inside, mask=CAUSAL)
+        run = hopper.forward.prepare(*given)
+        for tensors in (inside, [misaligned(x) for x in inside], inside):
+            compared(given, run(*arguments(*tensors, mask=CAUSAL)))
 
     def test_it_is_deterministic_and_leaves_the_counter_as_it_was(self):
         given = arguments(*filled(4, (16, 4), 700, 900, 128, 128), mask=CAUSAL)

@@ -275,6 +275,16 @@ def test_tiles_follow_from_heads_and_dtypes_alone():
                 assert other._replace(stages=0) == found._replace(stages=0)
 
 
+@pytest.mark.parametrize("operator", [attention_operator, paged_attention_operator])
+def test_no_other_kernel_for_gpus_is_asked_before_it(operator):
+    """With OPKIT_BATCH_INVARIANT=1 it takes, or refuses, every call."""
+    kernels = [each for each in operator()._operator.kernels.kernels if each.device == "cuda"]
+    (mine,) = (each for each in kernels if each.name == "batch_invariant")
+    assert mine.when is not None
+    assert mine.predicate_names == ()
+    assert all(each.priority < mine.priority for each in kernels if each is not mine)
+
+
 def test_what_is_not_taken():
     q = torch.randn(1, 2, 5, 8)
     call = _lowered(q.double(), q.double(), q.double(), None, None, None, None, None, 0.0, "bhsd")

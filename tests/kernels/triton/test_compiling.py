@@ -385,4 +385,4 @@ def test_a_request_must_fit_its_function():
 def test_other_rules_of_another_release_are_found(monkeypatch):
     monkeypatch.setattr(compiling.layout, "params", lambda *given: (Param("ptr", "x"),))
     with pytest.raises(KernelError, match=r"scale: .* \[8, 8, 4, 4, 8, 8\] bytes where opkit passes \[8\]"):
-        build(SCALE)
+        build(dataclasses.replace(SCALE, options={"num_warps": 2}))
