@@ -1,4 +1,4 @@
-"""A call of ``opkit::attention`` and of ``opkit::attention_backward``: their arguments, in the operators' order."""
+"""Calls of ``opkit::attention`` and of the operators of its gradients: their arguments, in the operators' order."""
 
 from __future__ import annotations
 
@@ -42,5 +42,25 @@ class GradientCall(NamedTuple):
     scale: float
     softcap: float
     heads_inside: bool
+    seed: Tensor | None = None
+    dropout_p: float = 0.0
+
+
+class BiasCall(NamedTuple):
+    """The arguments of :func:`opkit.attn.gradients.attention_bias_backward`, which says what they are."""
+
+    gradient: Tensor
+    delta: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    mask_tensors: list[Tensor]
+    bias_tensors: list[Tensor]
+    mask: list[int]
+    bias: list[int]
+    scale: float
+    softcap: float
+    wanted: list[int]
     seed: Tensor | None = None
     dropout_p: float = 0.0

@@ -1,4 +1,4 @@
-"""The gradients of attention: an operator of their own, and the rule that gives them to ``opkit::attention``.
+"""The gradients of attention: operators of their own, and the rule that gives them to ``opkit::attention``.
 
 With P the probabilities, delta of each row the sum of its result times the result's gradient, less the gradient of its
 log-sum-exp, and dS = P (gradient v^T - delta): dq = dS k, dk = dS^T q, dv = P^T gradient, and dS is the gradient of biases
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opkit.attn import philox, program, reference
-from opkit.attn.calls import GradientCall
+from opkit.attn.calls import BiasCall, GradientCall
 from opkit.attn.program import Grid
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp
@@ -53,44 +53,93 @@ def attention_backward(
     call = GradientCall(
         gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside, seed, dropout_p
     )  # fmt: skip
-    found, _, delta = formula(call)
+    found, delta = formula(call)
     laid = [reference.laid_out(each, heads_inside) for each in found]
     return laid[0], laid[1], laid[2], delta
 
 
-def formula(call: GradientCall) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-    """The gradients of ``q``, ``k`` and ``v``; that of the logits before the mask, in the dtype of ``lse``; and delta."""
-    gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, _, seed, dropout_p = (
-        call
-    )
-    dtype, heads, grid = lse.dtype, q.shape[1], Grid(q.shape[2], k.shape[2], q.device)
-    keys, values = (reference.spread(x.to(dtype), heads) for x in (k, v))
-    gradient, queries = gradient.to(dtype), q.to(dtype)
+def attention_bias_backward(
+    gradient: Tensor,
+    delta: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    mask: list[int],
+    bias: list[int],
+    scale: float,
+    softcap: float,
+    wanted: list[int],
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> list[Tensor]:
+    """The gradients of some of the tensors of a bias, each of its tensor's shape and dtype.
+
+    Args:
+        gradient: that of the result of :func:`opkit.attn.reference.attention`, of its shape.
+        delta: what :func:`attention_backward` gave, (batch, heads, queries).
+        q: and what follows: the arguments and the log-sum-exp of :func:`opkit.attn.reference.attention`.
+        wanted: the numbers of the tensors, none of them twice.
+    """
+    call = BiasCall(
+        gradient, delta, q, k, v, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, wanted, seed, dropout_p
+    )  # fmt: skip
+    found = program.bias_gradients(_slopes(call, delta).of_logits, bias, bias_tensors)
+    made: list[Tensor] = []
+    for number in wanted:
+        one = found[number]
+        one = torch.zeros_like(bias_tensors[number]) if one is None else one
+        made.append(one.clone() if any(one is other for other in made) else one)
+    return made
+
+
+def formula(call: GradientCall) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """The gradients of ``q``, ``k`` and ``v``; and delta."""
+    gradient, of_lse, q, k, v, out, lse = call[:7]
+    dtype, heads = lse.dtype, q.shape[1]
+    gradient = gradient.to(dtype)
     delta = (gradient * out.to(dtype)).sum(-1) - (0.0 if of_lse is None else of_lse)
-    visible = program.visible(mask, mask_tensors, grid)
-    products = _product(queries, keys.mT, _finite(keys).mT, _contact(keys, visible)) * scale
+    slopes = _slopes(call, delta)
+    found = (
+        (slopes.of_products @ _finite(reference.spread(k.to(dtype), heads))).to(q.dtype),
+        _gathered(slopes.of_products.mT @ _finite(q.to(dtype)), k.shape[1]).to(k.dtype),
+        _gathered(slopes.kept.mT @ gradient, v.shape[1]).to(v.dtype),
+    )
+    return found, delta
+
+
+class _Slopes(NamedTuple):
+    """The gradients of the logits before the mask and of the products of queries and keys; the weights of the values."""
+
+    of_logits: Tensor
+    of_products: Tensor
+    kept: Tensor
+
+
+def _slopes(call: GradientCall | BiasCall, delta: Tensor) -> _Slopes:
+    """Of these, (batch, heads, queries, keys) each, in the dtype of the log-sum-exp."""
+    q, lse, scale, softcap = call.q, call.lse, call.scale, call.softcap
+    dtype, heads, grid = lse.dtype, q.shape[1], Grid(q.shape[2], call.k.shape[2], q.device)
+    keys, values = (reference.spread(x.to(dtype), heads) for x in (call.k, call.v))
+    visible = program.visible(call.mask, call.mask_tensors, grid)
+    products = _product(q.to(dtype), keys.mT, _finite(keys).mT, _contact(keys, visible)) * scale
     capped = torch.tanh(products / softcap) if softcap > 0 else None
-    logits = program.biased(products if capped is None else softcap * capped, bias, bias_tensors, grid)
+    logits = program.biased(products if capped is None else softcap * capped, call.bias, call.bias_tensors, grid)
     seen = (lse > -torch.inf).unsqueeze(-1)
     seen = seen if visible is None else seen & visible
     base = torch.where(lse > -torch.inf, lse, 0.0).unsqueeze(-1)
     weights = torch.where(seen, torch.exp(torch.where(seen, logits - base, 0.0)), 0.0)
-    slopes = _product(gradient, values.mT, _finite(values).mT, _contact(values, visible))
+    slopes = _product(call.gradient.to(dtype), values.mT, _finite(values).mT, _contact(values, visible))
     kept = weights
-    if dropout_p > 0 and seed is not None:
-        factor = philox.kept(seed, dropout_p, q.shape[0], heads, grid) * (
-            0.0 if dropout_p >= 1 else 1 / (1 - dropout_p)
-        )
+    if call.dropout_p > 0 and call.seed is not None:
+        factor = 0.0 if call.dropout_p >= 1 else 1 / (1 - call.dropout_p)
+        factor = philox.kept(call.seed, call.dropout_p, q.shape[0], heads, grid) * factor
         slopes, kept = slopes * factor, weights * factor
     of_logits = torch.where(seen, weights * (slopes - delta.unsqueeze(-1)), 0.0)
     inner = of_logits * scale if capped is None else of_logits * (1 - capped.square()) * scale
-    inner = torch.where(seen, inner, 0.0)
-    found = (
-        (inner @ _finite(keys)).to(q.dtype),
-        _gathered(inner.mT @ _finite(queries), k.shape[1]).to(k.dtype),
-        _gathered(kept.mT @ gradient, v.shape[1]).to(v.dtype),
-    )
-    return found, of_logits, delta
+    return _Slopes(of_logits, torch.where(seen, inner, 0.0), kept)
 
 
 def _gathered(x: Tensor, kv_heads: int) -> Tensor:
@@ -107,6 +156,12 @@ def backward_operator() -> CustomOp[Any, _Four]:
     return custom_op("opkit::attention_backward", mutates_args=(), inline=False)(attention_backward)
 
 
+@functools.cache
+def bias_backward_operator() -> CustomOp[Any, list[Tensor]]:
+    """``opkit::attention_bias_backward``, defined when it is first asked for."""
+    return custom_op("opkit::attention_bias_backward", mutates_args=())(attention_bias_backward)
+
+
 def setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
     """Keep what :func:`backward` reads."""
     q, k, v, mask_tensors, bias_tensors, sinks, seed, *rest = inputs
@@ -118,8 +173,7 @@ def setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]
 
 
 def backward(ctx: Any, gradient: Tensor | None, of_lse: Tensor | None) -> tuple[Any, ...]:
-    """The gradients of the operator's arguments: by ``opkit::attention_backward``, or by its formula where biases have
-    gradients, which are as large as the logits."""
+    """The gradients of the operator's arguments."""
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     masks, biases = ctx.counts
     mask_tensors, bias_tensors, optional = tensors[:masks], tensors[masks : masks + biases], tensors[masks + biases :]
@@ -130,14 +184,23 @@ def backward(ctx: Any, gradient: Tensor | None, of_lse: Tensor | None) -> tuple[
     call = GradientCall(
         gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside, seed, dropout_p
     )  # fmt: skip
-    of_biases: list[Tensor | None] = [None] * biases
-    if not any(ctx.needs_input_grad[4] or ()):
-        *found, delta = backward_operator()(*call)
-    else:
-        found, of_logits, delta = formula(call)
-        of_biases = program.bias_gradients(of_logits, bias, bias_tensors)
+    *found, delta = backward_operator()(*call)
+    wanted = [number for number, needed in enumerate(ctx.needs_input_grad[4] or ()) if needed]
+    of_biases = _of_biases(call, delta, wanted) if wanted else [None] * biases
     of_sinks = None if sinks is None else _of_sinks(sinks, lse, delta)
     return (*found, [None] * masks, of_biases, of_sinks, None, *[None] * 6)
+
+
+def _of_biases(call: GradientCall, delta: Tensor, wanted: list[int]) -> list[Tensor | None]:
+    """The gradients of the tensors that are wanted, None for the others."""
+    made = bias_backward_operator()(
+        call.gradient, delta, call.q, call.k, call.v, call.lse, call.mask_tensors, call.bias_tensors, call.mask, call.bias,
+        call.scale, call.softcap, wanted, call.seed, call.dropout_p,
+    )  # fmt: skip
+    found: list[Tensor | None] = [None] * len(call.bias_tensors)
+    for number, one in zip(wanted, made, strict=True):
+        found[number] = one
+    return found
 
 
 def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -15,13 +15,14 @@ from opkit.op.operator import use_kernel
 def batch_invariant() -> Generator[None]:
     """Within it, and in its thread, a query's result is the same to the last bit however it is batched.
 
-    That is of :func:`opkit.attention` and :func:`opkit.paged_attention` on processors, also where compiled code calls them. It
-    does not matter which other sequences, heads or queries a call has (a prefill whole or in chunks, or one query at a time
-    with a cache, in pages or not), nor how many threads there are. ``OPKIT_BATCH_INVARIANT=1`` in the environment does the
-    same for the whole process, and ``kernel="batch_invariant"`` for one call.
+    That is of :func:`opkit.attention` and :func:`opkit.paged_attention` on processors and GPUs, also where compiled code calls
+    them; of one processor or GPU, since another has other instructions. It does not matter which other sequences, heads or
+    queries a call has (a prefill whole or in chunks, or one query at a time with a cache, in pages or not), nor how many threads
+    there are. ``OPKIT_BATCH_INVARIANT=1`` in the environment does the same for the whole process, and
+    ``kernel="batch_invariant"`` for one call.
 
     Keys must lie where they lie: a sequence that is shifted by padding before it, or packed after others, gives the same if the
-    shift is a multiple of 64. Padding must be finite. Gradients, other operators and other processors are not of it.
+    shift is a multiple of 64. Padding must be finite. Gradients and other operators are not of it.
 
     Raises:
         KernelError: at a call that no such kernel takes: float64, or with dropout.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import batch_invariant, paged_cpu, paged_reference
-from opkit.attn.gpu import mla_paged
+from opkit.attn.gpu import invariant, mla_paged
 from opkit.attn.gpu.append import register_append
 from opkit.attn.gpu.paged import register_paged
 from opkit.errors import ArgumentError, DtypeError, ShapeError
@@ -30,6 +30,7 @@ def paged_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     batch_invariant.register_paged(op)
     register_paged(op)
     mla_paged.register_paged(op)
+    invariant.register_paged(op)
     return op
 
 

@@ -83,6 +83,37 @@ def test_results_and_gradients(case, dtype, device):
     near(with_gradients(*tensors, **CASES[case](device)), exact(tensors, case), dtype)
 
 
+BIASES = {
+    "of each logit": (lambda x: x, (2, 4, QUERIES, KEYS)),
+    "of each head, query and key": (lambda x: x, (4, QUERIES, KEYS)),
+    "of each key": (lambda x: x, (2, 1, 1, KEYS)),
+    "slopes": (ALiBi, (4,)),
+    "relative positions": (RelativePosition, (2, 4, QUERIES, 10), (1, 4, QUERIES, 17)),
+}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("mask", ["everything", "causal documents"])
+@pytest.mark.parametrize("bias", BIASES)
+def test_gradients_of_biases(bias, mask, dtype, device):
+    make, *shapes = BIASES[bias]
+    drawn_ones = [drawn(*shape, seed=9 + i).to(dtype) for i, shape in enumerate(shapes)]
+
+    def found(q, k, v, gradient, device, **what):
+        leaves = [
+            x.to(device).to(torch.float64 if q.dtype == torch.float64 else dtype).requires_grad_() for x in drawn_ones
+        ]
+        out = opkit.attention(q, k, v, bias=make(*leaves), **CASES[mask](device), **what)
+        return torch.autograd.grad(out, leaves, gradient)
+
+    tensors = inputs(device, dtype)
+    wanted = found(*(x.double().cpu() for x in tensors), "cpu", kernel="reference")
+    for mine, theirs in zip(found(*tensors, device), wanted, strict=True):
+        assert (mine.dtype, mine.shape) == (dtype, theirs.shape)
+        bound = 2 * BOUNDS[dtype] * max(theirs.abs().max().item(), 3.0)  # sums of many may cancel
+        torch.testing.assert_close(mine.double().cpu(), theirs, rtol=0, atol=bound)
+
+
 @pytest.mark.parametrize("sizes", [(4, 4, 128, 128), (6, 1, 80, 48), (2, 1, 192, 128), (2, 2, 256, 256)], ids=str)
 def test_heads(sizes, device):
     tensors = inputs(device, torch.bfloat16, *sizes)

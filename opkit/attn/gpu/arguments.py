@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.calls import Call, GradientCall
+from opkit.attn.calls import BiasCall, Call, GradientCall
 from opkit.attn.gpu import blocks, plans, tile_lists
 from opkit.attn.gpu.blocks import Blocks, Rule
 from opkit.attn.gpu.plans import Shape
@@ -16,7 +16,7 @@ from opkit.attn.program import Grid
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch
 
-AnyCall = Call | GradientCall
+AnyCall = Call | GradientCall | BiasCall
 Run = Callable[..., Any]
 Constants = tuple[tuple[str, Any], ...]
 _NO_TENSORS: list[Tensor | None] = [None] * len(plans.TENSORS)
@@ -38,11 +38,20 @@ def with_room(call: Any) -> Any:
 
 def blocks_of(rules: tuple[Rule, ...], call: AnyCall, shape: Shape, tensors: int) -> Blocks:
     """The tiles of a call; ``tensors`` as for :func:`opkit.attn.gpu.blocks.choose`."""
+    q, head, memory = call.q, max(call.q.shape[3], call.v.shape[3]), blocks.shared_memory(call.q.device)
+    return blocks.choose(rules, head, q.element_size(), q.shape[2], memory, tensors, _pair(call, shape))
+
+
+def invariant_blocks_of(call: AnyCall, shape: Shape) -> Blocks:
+    """The tiles of a forward call whose results are not to depend on the batch."""
+    head, memory = max(call.q.shape[3], call.v.shape[3]), blocks.shared_memory(call.q.device)
+    return blocks.invariant(head, call.q.element_size(), memory, _pair(call, shape))
+
+
+def _pair(call: AnyCall, shape: Shape) -> int:
+    """The bytes of masks and biases that are read for each pair of a query and a key."""
     lists = {"mask": call.mask_tensors, "bias": call.bias_tensors}
-    pair = sum(lists[whose][n].element_size() for whose, n, layout in shape.slots if layout == "bhqk")
-    q, v = call.q, call.v
-    memory = blocks.shared_memory(q.device)
-    return blocks.choose(rules, max(q.shape[3], v.shape[3]), q.element_size(), q.shape[2], memory, tensors, pair)
+    return sum(lists[whose][n].element_size() for whose, n, layout in shape.slots if layout == "bhqk")
 
 
 def constants_of(call: AnyCall, shape: Shape, size: Blocks) -> Constants:

@@ -25,6 +25,8 @@ class Rule(NamedTuple):
     blocks: Blocks
 
 
+_SMALLEST, _WHOLE, _LEAST_REST = 16, 512, 64
+
 FORWARD = (
     Rule(64, 2, Blocks(128, 128, 8, 3)),
     Rule(64, 2, Blocks(128, 64, 4, 2)),
@@ -40,6 +42,18 @@ FORWARD = (
     Rule(256, 4, Blocks(32, 32, 4, 2)),
     Rule(1024, 4, Blocks(32, 16, 4, 1)),
 )
+INVARIANT = (
+    Rule(64, 2, Blocks(64, 64, 4, 3)),
+    Rule(128, 2, Blocks(64, 64, 4, 2)),
+    Rule(256, 2, Blocks(64, 32, 4, 2)),
+    Rule(1024, 2, Blocks(64, 32, 8, 1)),
+    Rule(1024, 2, Blocks(32, 16, 4, 1)),
+    Rule(64, 4, Blocks(64, 64, 4, 2)),
+    Rule(128, 4, Blocks(64, 32, 4, 2)),
+    Rule(256, 4, Blocks(32, 32, 4, 2)),
+    Rule(1024, 4, Blocks(32, 16, 4, 1)),
+)
+"""Of the forward whose results do not depend on the batch: 64 is a multiple of the keys of a tile."""
 OF_KEYS = (
     Rule(64, 2, Blocks(64, 64, 4, 2)),
     Rule(128, 2, Blocks(64, 64, 4, 2)),
@@ -67,9 +81,16 @@ OF_QUERIES = (
     Rule(256, 4, Blocks(32, 16, 4, 1)),
     Rule(1024, 4, Blocks(16, 16, 4, 1)),
 )
-"""Forward; the gradients of keys and values, by tiles of keys; the gradient of queries, by tiles of queries."""
-
-_SMALLEST, _WHOLE, _LEAST_REST = 16, 512, 64
+OF_BIAS = (
+    Rule(128, 2, Blocks(64, 64, 4, 1)),
+    Rule(256, 2, Blocks(64, 64, 8, 1)),
+    Rule(256, 2, Blocks(32, 32, 4, 1)),
+    Rule(1024, 2, Blocks(32, 16, 8, 1)),
+    Rule(128, 4, Blocks(32, 32, 4, 1)),
+    Rule(256, 4, Blocks(32, 16, 4, 1)),
+    Rule(1024, 4, Blocks(16, 16, 4, 1)),
+)
+"""Forward; the gradients of keys and values, by tiles of keys; that of queries, by tiles of queries; that of a bias."""
 
 
 def choose(
@@ -97,6 +118,20 @@ def choose(
     return found
 
 
+def invariant(head: int, size: int, memory: int, pair: int = 0) -> Blocks:
+    """The tiles of a forward whose results do not depend on the batch: only what no sum depends on follows from ``pair``.
+
+    The arguments are those of :func:`choose`.
+
+    >>> invariant(64, 2, 232448), invariant(64, 2, 232448, pair=8)
+    (Blocks(rows=64, keys=64, warps=4, stages=3), Blocks(rows=64, keys=64, warps=4, stages=3))
+    """
+    found = choose(INVARIANT, head, size, _WHOLE, memory, 1)
+    while found.stages > 1 and _bytes(found, head, size, 1, pair) > memory:
+        found = found._replace(stages=found.stages - 1)
+    return found
+
+
 def _bytes(blocks: Blocks, head: int, size: int, tensors: int, pair: int) -> int:
     padded = sum(parts(head)) * size
     pairs = blocks.rows * blocks.keys * pair * (blocks.stages + 1)
@@ -121,6 +156,12 @@ def parts(size: int) -> tuple[int, int]:
 def tiles_in(count: int, size: int) -> int:
     """How many tiles of a size there are in a count, the last perhaps not whole."""
     return -(-count // size)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU; of a CPU, where Triton interprets, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @functools.cache

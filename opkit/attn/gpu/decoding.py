@@ -88,8 +88,8 @@ def refuse_batch_invariance(operator: str) -> None:
     """
     if config.get().batch_invariant:
         raise KernelError(
-            f"{operator}: OPKIT_BATCH_INVARIANT is set, and kernel {NAME!r} divides a call by how many sequences it has. "
-            "Unset it, move the call to the CPU, or force kernel='reference'."
+            f"{operator}: OPKIT_BATCH_INVARIANT is set, and kernel {NAME!r}, which was forced, divides a call by how "
+            "many sequences it has. Leave the choice to opkit, or force kernel='batch_invariant' or 'reference'."
         )
 
 

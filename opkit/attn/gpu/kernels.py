@@ -10,19 +10,16 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn import gradients
-from opkit.attn.calls import Call, GradientCall
-from opkit.attn.gpu import decoding, hopper, hopper_backward, mla, packed
-from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit
+from opkit.attn.calls import BiasCall, Call, GradientCall
+from opkit.attn.gpu import decoding, hopper, hopper_backward, invariant, mla, packed
+from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, takes
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
 NAME = "triton"
-LARGEST_HEAD, LARGEST_VALUES = 576, 512
 _HOPPER = 1  # of a kernel's priority: above the portable ones
 _FORCED = -1  # it runs where it is asked for by name
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_BIASES = (*_DTYPES, torch.float64)
 
 
 def device() -> str:
@@ -31,7 +28,7 @@ def device() -> str:
 
 
 def register(op: CustomOp[Any, Any]) -> None:
-    """Give ``opkit::attention`` and ``opkit::attention_backward`` their kernels for GPUs.
+    """Give ``opkit::attention`` and the operators of its gradients their kernels for GPUs.
 
     Few queries are decoded, on Hopper those of latent attention by a kernel of their own, and those that are many rows together
     by the kernel for Hopper; other calls are for that where it takes them, or for the portable one. The backward for Hopper runs
@@ -41,32 +38,14 @@ def register(op: CustomOp[Any, Any]) -> None:
     decoding.register(op)
     mla.register(op)
     packed.register(op)
+    invariant.register(op)
     op.register_kernel("cuda", hopper.forward, when=hopper.takes, name="hopper", priority=_HOPPER)
     of_gradients = gradients.backward_operator()
     of_gradients.register_kernel(device(), backward, when=takes_gradients, name=NAME)
     of_gradients.register_kernel(
         "cuda", hopper_backward.backward, when=hopper_backward.takes, name="hopper", priority=_FORCED
     )
-
-
-def takes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    sinks: Tensor | None,
-    mask: list[int],
-    bias: list[int],
-) -> bool:
-    """Whether :func:`forward` takes a call: no float64, heads of at most 576, values' of at most 512, all tensors there."""
-    if q.dtype not in _DTYPES or not shapes_fit(q, k, v) or q.shape[3] > LARGEST_HEAD:
-        return False
-    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    if v.shape[3] > LARGEST_VALUES or (sinks is not None and tuple(sinks.shape) != (q.shape[1],)):
-        return False
-    added = all(each.dtype in _BIASES for each in bias_tensors) and bias_fits(bias, bias_tensors, sizes)
-    return q.shape[3] > 0 and added and mask_fits(mask, mask_tensors, sizes)
+    gradients.bias_backward_operator().register_kernel(device(), bias_backward, when=takes_bias_gradients, name=NAME)
 
 
 def takes_gradients(
@@ -90,12 +69,33 @@ def takes_gradients(
     return results and all(each.shape == q.shape[:3] and each.dtype == torch.float32 for each in sums)
 
 
+def takes_bias_gradients(
+    gradient: Tensor,
+    delta: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    mask: list[int],
+    bias: list[int],
+    wanted: list[int],
+) -> bool:
+    """Whether :func:`bias_backward` takes a call."""
+    if not all(0 <= number < len(bias_tensors) for number in wanted):
+        return False
+    return takes_gradients(
+        gradient, delta, q, k, v, gradient, lse, mask_tensors, bias_tensors, mask, bias
+    )  # the result is as the gradient, and delta as the gradient of the log-sum-exp
+
+
 @PreparedKernel
 def forward(*given: Any) -> Any:
     """The operator's result and log-sum-exp, of its own arguments.
 
     Raises:
-        KernelError: it does not take the call, or batch invariance is asked for.
+        KernelError: it does not take the call, or batch invariance is asked for, which another kernel has.
     """
     call = Call(*given)
     _see_to(takes(*call[:6], call.mask, call.bias), call)
@@ -119,15 +119,29 @@ def backward(*given: Any) -> Any:
     return portable_backward.backward(call)
 
 
+@PreparedKernel
+def bias_backward(*given: Any) -> Any:
+    """The gradients of some of the tensors of a bias; its arguments are a :class:`~opkit.attn.calls.BiasCall`.
+
+    Raises:
+        KernelError: it does not take the call.
+    """
+    call = BiasCall(*given)
+    _see_to(takes_bias_gradients(*call[:10], call.wanted), call)
+    from opkit.attn.gpu import portable_bias
+
+    return portable_bias.backward(call)
+
+
 def _refuse_batch_invariance() -> None:
     if config.get().batch_invariant:
         raise KernelError(
-            "opkit::attention: OPKIT_BATCH_INVARIANT is set, and no kernel for GPUs promises results that do not depend on what "
-            "is computed beside them. Unset it, move the call to the CPU, or force kernel='reference'."
+            f"opkit::attention: OPKIT_BATCH_INVARIANT is set, and kernel {NAME!r} was forced, whose results may depend on what "
+            "is computed beside them. Leave the choice to opkit, or force kernel='batch_invariant' or 'reference'."
         )
 
 
-def _see_to(fits: bool, call: Call | GradientCall) -> None:
+def _see_to(fits: bool, call: Call | GradientCall | BiasCall) -> None:
     """A kernel that is forced is not asked whether it takes the call."""
     if not fits:
         shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in (call.q, call.k, call.v))

@@ -30,8 +30,11 @@ def kernel(constants: arguments.Constants) -> TritonKernel:
     )
 
 
-def forward(example: Call) -> Run:
-    """The operator's result and log-sum-exp, for calls like ``example``."""
+def forward(example: Call, ordered: bool = False) -> Run:
+    """The operator's result and log-sum-exp, for calls like ``example``.
+
+    With ``ordered`` what a query gives does not depend, to the last bit, on what is computed beside it.
+    """
     q, _, v = example[:3]
     new_out = like(rows(q, v.shape[3], example.heads_inside))
     new_lse = like(q.new_empty(q.shape[:3], dtype=torch.float32))
@@ -40,8 +43,10 @@ def forward(example: Call) -> Run:
     roomy = arguments.with_room(example)
     fits, shape = roomy is example, arguments.shape_of(roomy)
     size = arguments.blocks_of(blocks.FORWARD, roomy, shape, 1)
+    size = arguments.invariant_blocks_of(roomy, shape) if ordered else size
     numbers = {**_numbers(example), **plans.numbers_of(shape)}
-    launch = arguments.launcher(kernel, arguments.constants_of(example, shape, size), q.dtype, _TENSORS, numbers)
+    constants = (*arguments.constants_of(example, shape, size), ("ORDERED", ordered))
+    launch = arguments.launcher(kernel, constants, q.dtype, _TENSORS, numbers)
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:
         call = Call(*given) if fits else arguments.with_room(Call(*given))

@@ -9,6 +9,12 @@ from opkit.attn.operator import attention_operator
 from opkit.op.operator import use_kernel
 from opkit.testing import Interpreter
 
+OPERATORS = {
+    "opkit::attention": attention_operator,
+    "opkit::attention_backward": gradients.backward_operator,
+    "opkit::attention_bias_backward": gradients.bias_backward_operator,
+}
+
 
 class Interpreted:
     """Operators in the interpreter, which computes no products of bfloat16."""
@@ -28,7 +34,7 @@ class OnGpu:
     narrow = torch.bfloat16
 
     def __call__(self, op, *args, kernel="triton"):
-        found = {"opkit::attention": attention_operator, "opkit::attention_backward": gradients.backward_operator}[op]()
+        found = OPERATORS[op]()
         there = pytree.tree_map_only(torch.Tensor, lambda x: x.cuda(), args)
         with use_kernel(found, kernel):
             return pytree.tree_map_only(torch.Tensor, lambda x: x.cpu(), found(*there))

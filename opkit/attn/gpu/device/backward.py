@@ -57,7 +57,7 @@ def _clean(x, PARTIAL: tl.constexpr):
 
 
 @triton.jit
-def _sums(lse, delta, i, queries, BOUNDED: tl.constexpr):
+def sums_of(lse, delta, i, queries, BOUNDED: tl.constexpr):
     """Of rows the log-sum-exp times log2(e), infinite where nothing is seen so that probabilities are 0, and delta."""
     if BOUNDED:
         sums, deltas = (
@@ -70,12 +70,11 @@ def _sums(lse, delta, i, queries, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def _slopes(
-    s, products, sums, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, lower, upper, scale, softcap, rescale,
-    MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
-    DROPPED: tl.constexpr, PARTIAL: tl.constexpr,
+def slopes_of_logits(
+    s, products, sums, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, scale, softcap, rescale,
+    BIAS: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
-    """The probabilities by which values are weighed, and the gradients of products of queries and keys before ``scale``.
+    """The probabilities by which values are weighed, the gradients of the logits, and the tanh of the cap; no mask yet.
 
     ``s`` are products of queries and keys, ``products`` those of gradients and values; ``i``, ``j``, ``sums`` and ``delta``
     broadcast to them; ``drawn`` says which probabilities dropout keeps.
@@ -90,7 +89,20 @@ def _slopes(
     if DROPPED:
         products = tl.where(drawn, products * rescale, 0.0)
         weights = tl.where(drawn, p * rescale, 0.0)
-    slopes = p * (products - delta)
+    return weights, p * (products - delta), t
+
+
+@triton.jit
+def _slopes(
+    s, products, sums, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, lower, upper, scale, softcap, rescale,
+    MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
+    DROPPED: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """The probabilities by which values are weighed, and the gradients of products of queries and keys before ``scale``."""
+    weights, slopes, t = slopes_of_logits(
+        s, products, sums, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, scale, softcap, rescale,
+        BIAS, CAPPED, FOLDED, DROPPED,
+    )  # fmt: skip
     if CAPPED:
         slopes *= 1.0 - t * t
     if PARTIAL:
@@ -206,7 +218,7 @@ def _keys_step(
         s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
     upstream = rows_of(gradient, gradient_row, i, queries, 0, E0, E, PARTIAL)
     products = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
-    sums, deltas = _sums(lse, delta, i, queries, PARTIAL)
+    sums, deltas = sums_of(lse, delta, i, queries, PARTIAL)
     drawn = sums
     if DROPPED:
         drawn = tl.trans(kept(seed, threshold, row, i, first + 4 * tl.arange(0, KEYS // 4)))
@@ -259,7 +271,7 @@ def attention_of_queries(
     q1 = q0
     if D1 > 0:
         q1 = rows_of(q, q_stride_2, i, queries, D0, D1, D, True)
-    sums, deltas = _sums(lse + row.to(tl.int64) * queries, delta + row.to(tl.int64) * queries, i, queries, True)
+    sums, deltas = sums_of(lse + row.to(tl.int64) * queries, delta + row.to(tl.int64) * queries, i, queries, True)
 
     limit = keys
     if lengths is not None:

@@ -288,12 +288,12 @@ def _rows(
     else:
         found = tl.load(pointers)
     if FP8:
-        return _from_fp8(found).to(COMPUTE)
+        return from_fp8(found).to(COMPUTE)
     return found.to(COMPUTE)
 
 
 @triton.jit
-def _from_fp8(x):
+def from_fp8(x):
     """Bytes of float8_e4m3fn as float16 without their factor of 256: the exponents' biases differ by 8."""
     wide = x.to(tl.uint16)
     bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
@@ -336,7 +336,7 @@ def _odd(
         key, at = tl.sum(tl.where(here, j, 0), 0), tl.sum(tl.where(here, at_v, 0), 0)
         there = tl.sum(here.to(tl.int32), 0) > 0
         value = tl.load(v + at + column, mask=(column < DV) & there, other=0)
-        value = (_from_fp8(value) if FP8 else value).to(tl.float32)
+        value = (from_fp8(value) if FP8 else value).to(tl.float32)
         weight = tl.sum(tl.where(here[None, :], p.to(tl.float32), 0.0), 1)
         distance = key - position
         seen = (distance >= lower) & (distance <= upper)

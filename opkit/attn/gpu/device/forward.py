@@ -2,7 +2,8 @@
 
 A program has one tile of queries of one head and goes over the tiles of keys that it sees, first over those that it sees wholly,
 for which no mask is evaluated, then over the others (Dao, "FlashAttention-2", 2023, https://arxiv.org/abs/2307.08691). Logits
-are in base 2, the softmax is online, a query that sees nothing gives zeros.
+are in base 2, the softmax is online, a query that sees nothing gives zeros. ``ORDERED``: it goes over tiles in order and treats
+all of them alike, so that what a query gives does not depend, to the last bit, on the other queries of its tile.
 
 FLOPs: ``2 * (d + d_v)`` for each pair of a query and a key of a live tile; bytes: the queries and results once, keys and values
 once for each tile of queries, from L2 where those of one head fit there.
@@ -40,7 +41,8 @@ def attention_forward(
     programs, heads, group, queries, keys, lower, upper, scale, softcap, threshold, rescale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr,
-    FOLDED: tl.constexpr, DROPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    FOLDED: tl.constexpr, DROPPED: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries ``ROWS * program_id(0)`` and those after them, of head ``program_id(1)``; of bands the last tiles come first."""
     slots = (
@@ -73,21 +75,33 @@ def attention_forward(
         begin = full * 0
         partial = begin
         last = tl.cdiv(keys, KEYS) - 1
+        whole, taken = full, begin
+        if ORDERED:
+            full = begin
     else:
         low, high = lower, upper
         if not BANDED:
             low, high = -keys - queries, keys + queries
         rows_end = tl.minimum(first + ROWS, queries) - 1
         start, begin, end, stop = tiles_of_keys(first, rows_end, low, high, limit, KEYS)
-        if len(MASK) > 0:  # without lists of tiles each one that the bands leave is asked
+        if len(MASK) > 0 or (ORDERED and not FOLDED):  # without lists of tiles each one that the bands leave is asked
             begin, end = start, start
         full, partial = end - begin, begin - start
         total, last = stop - start, start
+        whole, taken = full, full
 
-    m, l = _started(sinks, h, ROWS)
+    m, l = started(sinks, h, ROWS)
     acc = tl.zeros([ROWS, E0], tl.float32)
     row = b * heads + h
     shift = keys - queries
+    if ORDERED and not LISTED:
+        for t in tl.range(0, partial):
+            m, l, acc = _step(
+                start + t, m, l, acc, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit,
+                shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED,
+                DROPPED, ORDERED, KEYS, PRECISION, True,
+            )  # fmt: skip
+        total, partial = total - partial, partial * 0
     for t in tl.range(0, full):
         if LISTED:
             n = tl.load(tiles + t)
@@ -96,17 +110,19 @@ def attention_forward(
         m, l, acc = _step(
             n, m, l, acc, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit, shift,
             lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED,
-            KEYS, PRECISION, False,
+            ORDERED, KEYS, PRECISION, False,
         )  # fmt: skip
     for t in tl.range(0, total - full):
-        if LISTED:
+        if LISTED and ORDERED:
+            n, taken = _next(tiles, taken, whole, last, t, total)
+        elif LISTED:
             n = tl.load(tiles + last - t)
         else:
             n = tl.where(t < partial, start + t, end + t - partial)
         m, l, acc = _step(
             n, m, l, acc, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit, shift,
             lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED,
-            KEYS, PRECISION, True,
+            ORDERED, KEYS, PRECISION, True,
         )  # fmt: skip
 
     factor = 1.0 / tl.where(l == 0, 1.0, l)
@@ -117,7 +133,7 @@ def attention_forward(
 
 
 @triton.jit
-def _started(sinks, h, ROWS: tl.constexpr):
+def started(sinks, h, ROWS: tl.constexpr):
     """The greatest logit and the sum of a row that has seen nothing but its head's sink."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     if sinks is not None:
@@ -126,18 +142,44 @@ def _started(sinks, h, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _next(tiles, taken, whole, last, t, total):
+    """The next tile in order of two lists, each in order: the first from its front on, ``taken`` of it so far."""
+    wholly = tl.load(tiles + taken, mask=taken < whole, other=1 << 30)
+    partly = tl.load(tiles + last - (t - taken), mask=t - taken < total - whole, other=1 << 30)
+    return tl.minimum(wholly, partly), taken + (wholly < partly).to(tl.int32)
+
+
+@triton.jit
 def _step(
     n, m, l, acc, q0, q1, k, v, k_row, v_row, seed, slots, numbers, b, h, row, i, queries, limit, shift,
     lower, upper, scale, softcap, threshold, rescale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
-    DROPPED: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
+    DROPPED: tl.constexpr, ORDERED: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: the greatest logits, the sums and the results so far, not yet divided by the sums."""
     j = n * KEYS + tl.arange(0, KEYS)
     s = tl.dot(q0, columns_of(k, k_row, j, limit, 0, D0, D, PARTIAL), input_precision=PRECISION)
     if D1 > 0:
         s = tl.dot(q1, columns_of(k, k_row, j, limit, D0, D1, D, PARTIAL), s, input_precision=PRECISION)
+    m, l, decay, p, shown = weights_of(
+        s, m, l, slots, numbers, b, h, i, j, queries, limit, shift, lower, upper, scale, softcap, MASK, BIAS, BANDED, CAPPED,
+        FOLDED, ORDERED, PARTIAL,
+    )  # fmt: skip
+    if DROPPED:
+        p = tl.where(kept(seed, threshold, row, i, n * KEYS + 4 * tl.arange(0, KEYS // 4)), p * rescale, 0.0)
+    values = rows_of(v, v_row, j, limit, 0, E0, E, PARTIAL)
+    return m, l, weighed(acc * decay[:, None], p, values, shown, PRECISION, PARTIAL)
+
+
+@triton.jit
+def weights_of(
+    s, m, l, slots, numbers, b, h, i, j, queries, limit, shift, lower, upper, scale, softcap,
+    MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
+    ORDERED: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """From a tile of products: the greatest logits, the sums, what earlier sums are times, weights, and what is seen."""
+    shown = s
     if not FOLDED:
         s, _ = logits(
             s, scale, softcap, slots, numbers, b, h, i[:, None], j[None, :], queries, limit, shift, BIAS, CAPPED
@@ -150,18 +192,25 @@ def _step(
     base = top
     if PARTIAL or len(BIAS) > 0:
         base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
-    p = tl.exp2(s * fold - base[:, None])
     decay = tl.exp2(m - base)
-    l = l * decay + tl.sum(p, 1)
-    if DROPPED:
-        p = tl.where(kept(seed, threshold, row, i, n * KEYS + 4 * tl.arange(0, KEYS // 4)), p * rescale, 0.0)
-    values = rows_of(v, v_row, j, limit, 0, E0, E, PARTIAL)
-    acc = _weighed(acc * decay[:, None], p, values, shown if PARTIAL else s, PRECISION, PARTIAL)
-    return top, l, acc
+    if ORDERED:  # a compiler that fuses here and not there, or sums a row in another order, must not change a bit
+        p = tl.exp2(tl.fma(s, tl.zeros_like(s) + fold, tl.zeros_like(s) - base[:, None]))
+        return top, tl.fma(l, decay, _sum(p)), decay, p, shown
+    p = tl.exp2(s * fold - base[:, None])
+    return top, l * decay + tl.sum(p, 1), decay, p, shown
 
 
 @triton.jit
-def _weighed(acc, p, v, shown, PRECISION: tl.constexpr, PARTIAL: tl.constexpr):
+def _sum(x):
+    """The sums of rows of at most 64, by halves: of two numbers there is but one sum, in whichever threads they are."""
+    for _ in tl.static_range(6):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), 1)
+    return tl.reshape(x, (x.shape[0],))
+
+
+@triton.jit
+def weighed(acc, p, v, shown, PRECISION: tl.constexpr, PARTIAL: tl.constexpr):
     """``acc + p @ v``. What is not finite in a partly visible tile reaches the queries that see it, as NaN, and no others."""
     if PARTIAL:
         odd = ~(tl.abs(v.to(tl.float32)) < float("inf"))

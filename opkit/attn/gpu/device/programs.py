@@ -89,10 +89,26 @@ def kept(seed, threshold, row, i, j):
     ``row`` is batch * heads + head, ``i`` the queries (rows,), ``j`` the first key of each four, (columns / 4,); see
     :func:`opkit.attn.philox.kept`.
     """
-    key = (tl.load(seed) & 0xFFFFFFFF) | ((tl.load(seed + 1) & 0xFFFFFFFF) << 32)
     quads = (j // 4).to(tl.uint32)[None, :] + tl.zeros([i.shape[0], 1], tl.uint32)
-    rows = i.to(tl.uint32)[:, None] + tl.zeros([1, j.shape[0]], tl.uint32)
-    heads = tl.zeros_like(quads) + row.to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(key, quads, rows, heads, tl.zeros_like(quads))
+    w0, w1, w2, w3 = _words(seed, row, i, quads)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return words.reshape(i.shape[0], 4 * j.shape[0]).to(tl.int64) >= threshold
+
+
+@triton.jit
+def kept_each(seed, threshold, row, i, j):
+    """As :func:`kept`, for keys ``j``, (columns,), that need not come in fours: four times the work."""
+    quads = (j // 4).to(tl.uint32)[None, :] + tl.zeros([i.shape[0], 1], tl.uint32)
+    w0, w1, w2, w3 = _words(seed, row, i, quads)
+    place = (j % 4)[None, :]
+    word = tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
+    return word.to(tl.int64) >= threshold
+
+
+@triton.jit
+def _words(seed, row, i, quads):
+    """The four words of Philox for each of ``quads``, (rows, columns)."""
+    key = (tl.load(seed) & 0xFFFFFFFF) | ((tl.load(seed + 1) & 0xFFFFFFFF) << 32)
+    rows = tl.zeros_like(quads) + i.to(tl.uint32)[:, None]
+    heads = tl.zeros_like(quads) + row.to(tl.uint32)
+    return tl.philox(key, quads, rows, heads, tl.zeros_like(quads))

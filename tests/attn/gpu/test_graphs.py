@@ -1,0 +1,87 @@
+"""On a GPU: CUDA graphs that replay forward and backward with new data, and the same bits in every run."""
+
+import pytest
+import torch
+
+import opkit
+from opkit.masks import Causal, Dense, KeyPadding, Segments, SlidingWindow
+
+pytestmark = pytest.mark.gpu
+
+BATCH, HEADS, SHARED, LENGTH, HEAD = 2, 8, 4, 700, 64
+MASKS = {
+    "no mask": lambda data: None,
+    "causal": lambda data: Causal(),
+    "a window and lengths": lambda data: SlidingWindow(100, 20) & KeyPadding(data["lengths"]),
+    "causal documents": lambda data: Causal() & Segments(data["documents"]),
+    "bools": lambda data: Dense(data["seen"]),
+}
+
+
+def given(seed, dtype=torch.bfloat16, length=LENGTH):
+    """A call's tensors by name; documents and lengths are others for another seed."""
+    random = torch.Generator("cuda").manual_seed(seed)
+    shapes = {"q": (HEADS, HEAD), "k": (SHARED, HEAD), "v": (SHARED, HEAD), "gradient": (HEADS, HEAD)}
+    found = {
+        name: torch.randn(BATCH, heads, length, head, generator=random, device="cuda").to(dtype)
+        for name, (heads, head) in shapes.items()
+    }
+    drawn = torch.rand(BATCH, length, generator=random, device="cuda")
+    found["documents"] = (drawn > 0.99).cumsum(1).int()
+    found["lengths"] = torch.randint(0, length, (BATCH,), generator=random, device="cuda").int()
+    found["seen"] = torch.rand(length, length, generator=random, device="cuda") > 0.3
+    return found
+
+
+def step(mask, data, **how):
+    """The result, the log-sum-exp and the gradients, all by the portable kernels."""
+    leaves = [data[name].detach().requires_grad_() for name in "qkv"]
+    made = MASKS[mask](data)
+    out, lse = opkit.attention(*leaves, mask=made, return_lse=True, kernel="triton", **how)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, data["gradient"])
+
+
+def captured(mask, data, **how):
+    """A graph of :func:`step`, and what it writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(mask, data, **how)  # what is compiled and noted with the first call
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(mask, data, **how)
+    return graph, found
+
+
+def same(found, expected):
+    return all(torch.equal(mine, right) for mine, right in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_graph_replays_with_new_data(mask):
+    held, others = given(0), [given(1), given(2), given(0)]
+    graph, found = captured(mask, held)
+    for other in others:
+        for name, value in other.items():
+            held[name].copy_(value)
+        graph.replay()
+        assert same(found, step(mask, other))
+
+
+def test_dropout_draws_anew_in_every_replay():
+    held = given(0)
+    graph, found = captured("causal", held, dropout_p=0.5)
+    graph.replay()
+    before = [x.clone() for x in found]
+    graph.replay()
+    assert torch.equal(before[1], found[1])  # of the log-sum-exp nothing is dropped
+    assert not any(torch.equal(x, y) for i, (x, y) in enumerate(zip(before, found, strict=True)) if i != 1)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_run_gives_the_same_bits(mask, dtype):
+    data = given(0, dtype, 1500)
+    first = step(mask, data)
+    assert all(same(step(mask, data), first) for _ in range(10))
