@@ -174,26 +174,38 @@ def bridge() -> None:
 
 @cache_app.command("list")
 def cache_list() -> None:
-    """List the kernels in the build cache."""
+    """List the kernels in the build cache, and say how many Triton kernels are kept."""
     from opkit.kernels import cache
+    from opkit.kernels.triton import stored
 
     entries = cache.entries()
     if entries:
         headings = ("kernel", "size", "age", "compiler", "key")
         terminal.console().print(terminal.table(headings, [_entry(entry) for entry in entries]))
     terminal.console().print(f"{_amount(entries)} in {escape(printable(str(cache.root())))}")
+    if compiled := stored.files():
+        size = _bytes(sum(path.stat().st_size for path in compiled))
+        terminal.console().print(f"{_triton(len(compiled))}, {size}, in {escape(printable(str(stored.root())))}")
 
 
 @cache_app.command("clear")
 def cache_clear() -> None:
-    """Remove every kernel from the build cache; they are built again when they are needed."""
+    """Remove every kernel from the build cache, and those of Triton; they are built again when they are needed."""
     from opkit.kernels import cache
+    from opkit.kernels.triton import stored
 
     entries = cache.entries()
     with terminal.bad_input(errors.CacheError):
         removed = cache.clear()
+        compiled = stored.clear()
     damaged = f", and {removed - len(entries)} damaged" if removed > len(entries) else ""
     terminal.console().print(f"Removed {_amount(entries)}{damaged}, from {escape(printable(str(cache.root())))}")
+    if compiled:
+        terminal.console().print(f"Removed {_triton(compiled)}, from {escape(printable(str(stored.root())))}")
+
+
+def _triton(count: int) -> str:
+    return f"{count} Triton kernel{'' if count == 1 else 's'}"
 
 
 @cache_app.command("verify")

@@ -108,3 +108,16 @@ def test_sizes_and_ages(tmp_path, size, age, shown):
 
 def test_without_a_command_it_helps():
     assert "verify" in run().output
+
+
+def test_triton_kernels_are_counted_and_cleared(place):
+    folder = place.parent / "triton" / "ab"
+    folder.mkdir(parents=True)
+    kept = [folder / ("ab" + digit * 62) for digit in "01"]
+    for path in kept:
+        path.write_bytes(b"x" * 1024)
+    (folder / "of another").write_text("")
+    assert "2 Triton kernels, 2 KiB" in run("list").stdout
+    assert "Removed 2 Triton kernels" in run("clear").stdout
+    assert [path.name for path in folder.iterdir()] == ["of another"]
+    assert "Triton" not in run("list").stdout

@@ -12,15 +12,18 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import stat
 import tempfile
 from pathlib import Path
 
 from opkit import config
+from opkit.errors import CacheError
 from opkit.kernels import cache
 from opkit.kernels.triton.binaries import Binary
 
 _VERSION = 1  # of the files
+_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def key(identity: str) -> str | None:
@@ -66,8 +69,36 @@ def keep(name: str, binary: Binary) -> None:
         _write(path, json.dumps(noted).encode() + b"\n" + binary.image)
 
 
+def root() -> Path:
+    """Where binaries are kept."""
+    return Path(os.path.abspath(config.get().cache_dir)) / "triton"
+
+
+def files() -> list[Path]:
+    """The files of binaries, whether they can be trusted or not."""
+    try:
+        return sorted(path for path in root().glob("[0-9a-f][0-9a-f]/*") if _KEY.fullmatch(path.name))
+    except OSError:
+        return []
+
+
+def clear() -> int:
+    """Remove every binary, and nothing else; returns how many there were.
+
+    Raises:
+        CacheError: one could not be removed.
+    """
+    found = files()
+    try:
+        for path in found:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CacheError(f"The Triton kernels in {root()} cannot be removed: {error}") from error
+    return len(found)
+
+
 def _path(name: str) -> Path:
-    return Path(os.path.abspath(config.get().cache_dir)) / "triton" / name[:2] / name
+    return root() / name[:2] / name
 
 
 def _private_folder(path: Path) -> None:
