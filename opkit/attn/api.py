@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from opkit.attn import arguments, biases, reference
+from opkit.attn import arguments, biases, float8, reference
 from opkit.attn.lowering import Sizes
 from opkit.attn.lowering import lower as lower_mask
 from opkit.attn.masks import Mask, as_mask
@@ -18,10 +18,10 @@ from opkit.op.operator import use_kernel
 from opkit.op.recent import Known, Recent, bind
 from opkit.op.selection import REFERENCE, Selection
 
-_OPERATOR = attention_operator()
+_OPERATOR, _FLOAT8 = attention_operator(), float8.attention_float8_operator()
 _Known = Known[tuple[Any, ...]]
 _RECENT: Recent[tuple[Any, ...]] = Recent()  # of a mask, the operator's program and numbers
-_DTYPES = arguments.DTYPES
+_DTYPES = arguments.DTYPES | float8.DTYPES
 Bias = Tensor | biases.Bias | list[Any] | tuple[Any, ...]
 
 
@@ -37,6 +37,7 @@ def attention(
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
+    descales: float8.Descales | None = ...,
     return_lse: Literal[False] = ...,
     layout: str = ...,
     kernel: str | None = ...,
@@ -55,6 +56,7 @@ def attention(
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
+    descales: float8.Descales | None = ...,
     return_lse: Literal[True],
     layout: str = ...,
     kernel: str | None = ...,
@@ -72,6 +74,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    descales: float8.Descales | None = None,
     return_lse: bool = False,
     layout: str = "bhsd",
     kernel: str | None = None,
@@ -81,7 +84,8 @@ def attention(
     Computed in float32, or float64 for float64 ``q``. A query that sees no key gives zeros, and has zero gradients.
 
     Args:
-        q: queries, (batch, heads, queries, d), float32, float64, bfloat16 or float16, of any strides.
+        q: queries, (batch, heads, queries, d), float32, float64, bfloat16, float16, float8_e4m3fn or float8_e5m2, of any
+            strides. In float8 there are no gradients and no dropout.
         k: keys, (batch, key heads, keys, d) of ``q``'s dtype. ``heads`` is a multiple of the key heads: as many
             consecutive query heads share a head of keys.
         v: values, (batch, key heads, keys, d_v) of ``q``'s dtype.
@@ -92,6 +96,8 @@ def attention(
         softcap: the logits become ``softcap * tanh(logits / softcap)``, before biases are added.
         sinks: (heads,), a further logit of every query of a head, which has no value.
         dropout_p: the share of probabilities set to zero; their seed comes from torch's generator.
+        descales: for float8 alone, what the numbers of q, k and v are to be multiplied by: three floats, or float32 tensors
+            that broadcast to (batch, key heads). None: ones.
         return_lse: also give the logarithm of the sum of the exponentials of each row's logits.
         layout: "bhsd" as above; "bshd", (batch, sequence, heads, head size); or "thd", (total, heads, head size) for
             sequences packed one after another. Masks and biases have queries and keys last in every layout, and the batch
@@ -99,8 +105,9 @@ def attention(
         kernel: the name of a kernel to force, or "reference"; None: the best that takes the call.
 
     Returns:
-        The result, in ``layout`` and contiguous, of ``q``'s dtype; with ``return_lse`` also the log-sum-exp, (batch,
-        heads, queries), or (heads, total) for "thd", in float32 or float64; minus infinity for a query that sees nothing.
+        The result, in ``layout`` and contiguous, of ``q``'s dtype, or bfloat16 for float8; with ``return_lse`` also the
+        log-sum-exp, (batch, heads, queries), or (heads, total) for "thd", in float32 or float64; minus infinity for a query
+        that sees nothing.
 
     Raises:
         ShapeError, DtypeError, ArgumentTypeError, ArgumentError: an argument does not fit; the message says which.
@@ -116,7 +123,8 @@ def attention(
     model card", 2025, https://arxiv.org/abs/2508.10925; softcap: Gemma 2, 2024, https://arxiv.org/abs/2408.00118.
     """
     known = go = flags = None
-    if bias is None and sinks is None and dropout_p == 0 and kernel is None and not is_dynamo_compiling():
+    plain = bias is None and sinks is None and dropout_p == 0 and kernel is None and descales is None
+    if plain and not is_dynamo_compiling():
         flags = (mask, scale, softcap, layout, is_grad_enabled())
         known = _known(q, k, v, flags)
         go = None if known is None else known.go
@@ -125,8 +133,11 @@ def attention(
         out, lse = go(*_heads_first(q, k, v, layout), [], [], None, None, program[:], [], *numbers)
     else:
         call = _lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout)
-        out, lse = _OPERATOR(*call) if kernel is None else _forced(kernel, call)
-        if flags:
+        if descales is not None or call[0].dtype in float8.DTYPES:
+            out, lse = _in_float8(kernel, call, descales)
+        else:
+            out, lse = _OPERATOR(*call) if kernel is None else _forced(kernel, call)
+        if flags and call[0].dtype not in float8.DTYPES:
             _note(q, k, v, flags, known, call)
     if layout != "bhsd":
         out, lse = _in_layout(out, lse, layout)
@@ -144,6 +155,7 @@ def select(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    descales: float8.Descales | None = None,
     layout: str = "bhsd",
 ) -> Selection:
     """The kernel that :func:`opkit.attention` would run for these arguments, and why each other one was refused.
@@ -156,7 +168,10 @@ def select(
     >>> select(q, q, q).operator
     'opkit::attention'
     """
-    return _OPERATOR.select(*_lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout))
+    call = _lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout)
+    if descales is not None or call[0].dtype in float8.DTYPES:
+        return _FLOAT8.select(*float8.of_call(call, descales))
+    return _OPERATOR.select(*call)
 
 
 def _known(q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...]) -> _Known | None:
@@ -248,7 +263,8 @@ def _autocasts(device: str) -> bool:
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values in the dtype of autocast, float64 excepted, as ``scaled_dot_product_attention`` has them."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+    kept = (torch.float64, *float8.DTYPES)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype not in kept else x for x in tensors)
 
 
 def _sizes(q: Any, k: Any, v: Any, layout: str) -> Sizes:
@@ -285,6 +301,14 @@ def _forced(kernel: str, call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         return reference.attention(*call)
     with use_kernel(_OPERATOR, kernel):
         return _OPERATOR(*call)
+
+
+def _in_float8(kernel: str | None, call: tuple[Any, ...], descales: float8.Descales | None) -> tuple[Tensor, Tensor]:
+    given = float8.of_call(call, descales)
+    if kernel is None:
+        return _FLOAT8(*given)
+    with use_kernel(_FLOAT8, kernel):
+        return _FLOAT8(*given)
 
 
 def _in_layout(out: Tensor, lse: Tensor, layout: str) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 
 DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 LAYOUTS = {
     "bhsd": "(batch, heads, sequence, head size)",
     "bshd": "(batch, sequence, heads, head size)",
@@ -55,10 +56,10 @@ def _names(layout: str) -> list[str]:
 def _check_tensor(name: str, tensor: Any, q: Tensor, layout: str) -> None:
     if not isinstance(tensor, Tensor):
         raise ArgumentTypeError(f"opkit.attention: {name} must be a tensor, got {type(tensor).__name__}: {tensor!r}.")
-    if tensor.dtype not in DTYPES:
+    if tensor.dtype not in DTYPES | FLOAT8:
         raise DtypeError(
-            f"opkit.attention: {name} has dtype {tensor.dtype}, expected float32, float64, bfloat16 or float16. Convert it with "
-            ".to(torch.float32)."
+            f"opkit.attention: {name} has dtype {tensor.dtype}, expected float32, float64, bfloat16, float16, float8_e4m3fn or "
+            "float8_e5m2. Convert it with .to(torch.float32)."
         )
     if tensor.dtype != q.dtype:
         raise DtypeError(

@@ -64,3 +64,28 @@ class BiasCall(NamedTuple):
     wanted: list[int]
     seed: Tensor | None = None
     dropout_p: float = 0.0
+
+
+class Float8Call(NamedTuple):
+    """The arguments of :func:`opkit.attn.float8.attention_float8`, which says what they are."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    descales: list[Tensor]
+    mask_tensors: list[Tensor]
+    bias_tensors: list[Tensor]
+    sinks: Tensor | None
+    mask: list[int]
+    bias: list[int]
+    scale: float
+    softcap: float
+    heads_inside: bool
+
+    @property
+    def plain(self) -> Call:
+        """The same as a call of ``opkit::attention``, without descales."""
+        return Call(
+            self.q, self.k, self.v, self.mask_tensors, self.bias_tensors, self.sinks, None, self.mask, self.bias, self.scale,
+            self.softcap, 0.0, self.heads_inside,
+        )  # fmt: skip

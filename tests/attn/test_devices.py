@@ -164,6 +164,16 @@ def test_dropout_keeps_what_its_seed_says(dtype, device):
     near(found[0], [x.double().cpu() for x in found[1]], dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("case", ["everything", "causal documents", "padding", "sinks", "slopes"])
+def test_float8(case, dtype, device):
+    q, k, v, _ = inputs(device, dtype)
+    found = opkit.attention(q, k, v, return_lse=True, descales=(0.5, 2.0, 1.5), **CASES[case](device))
+    wide = q.double().cpu() * 0.5, k.double().cpu() * 2, v.double().cpu() * 1.5
+    expected = opkit.attention(*wide, return_lse=True, kernel="reference", **CASES[case]("cpu"))
+    near(found, expected, torch.bfloat16)
+
+
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_decoding(queries, dtype, device):

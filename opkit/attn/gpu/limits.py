@@ -23,7 +23,21 @@ def takes(
     bias: list[int],
 ) -> bool:
     """Whether they take a call: no float64, heads of at most 576, values' of at most 512, all tensors there."""
-    if q.dtype not in _DTYPES or not shapes_fit(q, k, v) or q.shape[3] > LARGEST_HEAD:
+    return q.dtype in _DTYPES and sizes_fit(q, k, v, mask_tensors, bias_tensors, sinks, mask, bias)
+
+
+def sizes_fit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    sinks: Tensor | None,
+    mask: list[int],
+    bias: list[int],
+) -> bool:
+    """What :func:`takes` says of all but the dtype of queries."""
+    if not shapes_fit(q, k, v) or q.shape[3] > LARGEST_HEAD:
         return False
     sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if v.shape[3] > LARGEST_VALUES or (sinks is not None and tuple(sinks.shape) != (q.shape[1],)):

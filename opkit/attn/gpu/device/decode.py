@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from opkit.attn.gpu.device.tile import FP8_SCALE, from_fp8
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-FP8_SCALE = tl.constexpr(256.0)  # what decoded float8 elements are still to be multiplied by
 
 
 RUN_TIME = (
@@ -290,15 +291,6 @@ def _rows(
     if FP8:
         return from_fp8(found).to(COMPUTE)
     return found.to(COMPUTE)
-
-
-@triton.jit
-def from_fp8(x):
-    """Bytes of float8_e4m3fn as float16 without their factor of 256: the exponents' biases differ by 8."""
-    wide = x.to(tl.uint16)
-    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    bits = tl.where((wide & 0x7F) == 0x7F, 0x7E00, bits)
-    return bits.to(tl.float16, bitcast=True)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from opkit.attn.gpu.device.programs import LOG2E, kept
-from opkit.attn.gpu.device.tile import columns_of, logits, rows_of, seen, store_rows, tiles_of_keys
+from opkit.attn.gpu.device.tile import columns_of, logits, rows_of, seen, store_rows, tiles_of_keys, widened
 
 LN2 = tl.constexpr(0.6931471805599453)
 RUN_TIME = (
@@ -30,7 +30,7 @@ RUN_TIME = (
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def attention_forward(
-    q, k, v, out, lse, sinks, seed, lengths, tiles, counts,
+    q, k, v, q_by, k_by, v_by, out, lse, sinks, seed, lengths, tiles, counts,
     q_stride_0, q_stride_1, q_stride_2, k_stride_0, k_stride_1, k_stride_2, v_stride_0, v_stride_1, v_stride_2,
     out_stride_0, out_stride_1, out_stride_2, lse_stride_0, lse_stride_1, lengths_stride_0,
     tiles_stride_0, tiles_stride_1, tiles_stride_2, counts_stride_0, counts_stride_1, counts_stride_2,
@@ -42,9 +42,13 @@ def attention_forward(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr,
     FOLDED: tl.constexpr, DROPPED: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Queries ``ROWS * program_id(0)`` and those after them, of head ``program_id(1)``; of bands the last tiles come first."""
+    """Queries ``ROWS * program_id(0)`` and those after them, of head ``program_id(1)``; of bands the last tiles come first.
+
+    ``q_by``, ``k_by`` and ``v_by``, (batch, key heads) and contiguous, are what elements are multiplied by, or None. ``FP8`` is
+    as :func:`opkit.attn.gpu.device.tile.widened` has it.
+    """
     slots = (
         (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
         (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
@@ -60,10 +64,13 @@ def attention_forward(
     q += b.to(tl.int64) * q_stride_0 + h.to(tl.int64) * q_stride_1
     k += b.to(tl.int64) * k_stride_0 + (h // group).to(tl.int64) * k_stride_1
     v += b.to(tl.int64) * v_stride_0 + (h // group).to(tl.int64) * v_stride_1
-    q0 = rows_of(q, q_stride_2, i, queries, 0, D0, D, True)
+    q0 = widened(rows_of(q, q_stride_2, i, queries, 0, D0, D, True), FP8, False)
     q1 = q0
     if D1 > 0:
-        q1 = rows_of(q, q_stride_2, i, queries, D0, D1, D, True)
+        q1 = widened(rows_of(q, q_stride_2, i, queries, D0, D1, D, True), FP8, False)
+    of_head = b * (heads // group) + h // group
+    if q_by is not None:
+        scale *= tl.load(q_by + of_head) * tl.load(k_by + of_head)
 
     limit = keys
     if lengths is not None:
@@ -99,7 +106,7 @@ def attention_forward(
             m, l, acc = _step(
                 start + t, m, l, acc, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit,
                 shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED,
-                DROPPED, ORDERED, KEYS, PRECISION, True,
+                DROPPED, ORDERED, KEYS, PRECISION, FP8, True,
             )  # fmt: skip
         total, partial = total - partial, partial * 0
     for t in tl.range(0, full):
@@ -110,7 +117,7 @@ def attention_forward(
         m, l, acc = _step(
             n, m, l, acc, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit, shift,
             lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED,
-            ORDERED, KEYS, PRECISION, False,
+            ORDERED, KEYS, PRECISION, FP8, False,
         )  # fmt: skip
     for t in tl.range(0, total - full):
         if LISTED and ORDERED:
@@ -122,10 +129,12 @@ def attention_forward(
         m, l, acc = _step(
             n, m, l, acc, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit, shift,
             lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED,
-            ORDERED, KEYS, PRECISION, True,
+            ORDERED, KEYS, PRECISION, FP8, True,
         )  # fmt: skip
 
     factor = 1.0 / tl.where(l == 0, 1.0, l)
+    if v_by is not None:
+        factor *= tl.load(v_by + of_head)
     out += b.to(tl.int64) * out_stride_0 + h.to(tl.int64) * out_stride_1
     store_rows(out, out_stride_2, i, queries, acc * factor[:, None], 0, E0, E)
     lse += b.to(tl.int64) * lse_stride_0 + h * lse_stride_1
@@ -155,20 +164,22 @@ def _step(
     lower, upper, scale, softcap, threshold, rescale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
-    DROPPED: tl.constexpr, ORDERED: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
+    DROPPED: tl.constexpr, ORDERED: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, FP8: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: the greatest logits, the sums and the results so far, not yet divided by the sums."""
     j = n * KEYS + tl.arange(0, KEYS)
-    s = tl.dot(q0, columns_of(k, k_row, j, limit, 0, D0, D, PARTIAL), input_precision=PRECISION)
+    s = tl.dot(q0, widened(columns_of(k, k_row, j, limit, 0, D0, D, PARTIAL), FP8, False), input_precision=PRECISION)
     if D1 > 0:
-        s = tl.dot(q1, columns_of(k, k_row, j, limit, D0, D1, D, PARTIAL), s, input_precision=PRECISION)
+        k1 = widened(columns_of(k, k_row, j, limit, D0, D1, D, PARTIAL), FP8, False)
+        s = tl.dot(q1, k1, s, input_precision=PRECISION)
     m, l, decay, p, shown = weights_of(
         s, m, l, slots, numbers, b, h, i, j, queries, limit, shift, lower, upper, scale, softcap, MASK, BIAS, BANDED, CAPPED,
         FOLDED, ORDERED, PARTIAL,
     )  # fmt: skip
     if DROPPED:
         p = tl.where(kept(seed, threshold, row, i, n * KEYS + 4 * tl.arange(0, KEYS // 4)), p * rescale, 0.0)
-    values = rows_of(v, v_row, j, limit, 0, E0, E, PARTIAL)
+    values = widened(rows_of(v, v_row, j, limit, 0, E0, E, PARTIAL), FP8, True)
     return m, l, weighed(acc * decay[:, None], p, values, shown, PRECISION, PARTIAL)
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opkit.attn.gpu.device.decode import FP8_SCALE, from_fp8
 from opkit.attn.gpu.device.forward import LN2, started, weighed, weights_of
-from opkit.attn.gpu.device.tile import rows_of, store_rows, tiles_of_keys
+from opkit.attn.gpu.device.tile import FP8_SCALE, from_fp8, rows_of, store_rows, tiles_of_keys
 
 PAGED_RUN_TIME = ("programs", "tall", "heads", "group", "pages", "width", "lower", "upper", "table_stride_0")
 

@@ -11,6 +11,8 @@ import triton.language as tl
 
 from opkit.attn.gpu.device.programs import LOG2E, biased, visible
 
+FP8_SCALE = tl.constexpr(256.0)  #: what :func:`from_fp8` leaves out
+
 
 @triton.jit
 def rows_of(x, stride, at, count, FIRST: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, BOUNDED: tl.constexpr):
@@ -40,6 +42,32 @@ def columns_of(
     if BOUNDED:
         return tl.load(pointers, mask=(at < count)[None, :], other=0.0)
     return tl.load(pointers)
+
+
+@triton.jit
+def widened(x, FP8: tl.constexpr, ALWAYS: tl.constexpr):
+    """Elements as they are multiplied: of "e4m3" and "e5m2", which come as bytes, float16, to the last bit.
+
+    Of "native" float8, which the tensor cores multiply, float16 too where ``ALWAYS``; of "" what they are.
+    """
+    found = x
+    if FP8 == "e4m3":
+        found = from_fp8(x) * FP8_SCALE
+    if FP8 == "e5m2":
+        found = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    if ALWAYS:
+        if FP8 == "native":
+            found = x.to(tl.float16)
+    return found
+
+
+@triton.jit
+def from_fp8(x):
+    """Bytes of float8_e4m3fn as float16 without their factor of 256: the exponents' biases differ by 8."""
+    wide = x.to(tl.uint16)
+    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    bits = tl.where((wide & 0x7F) == 0x7F, 0x7E00, bits)
+    return bits.to(tl.float16, bitcast=True)
 
 
 @triton.jit

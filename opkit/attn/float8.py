@@ -1,0 +1,112 @@
+"""``opkit::attention_float8``: attention to queries, keys and values in float8, with what they are to be multiplied by."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkit.attn import arguments, reference
+from opkit.attn.calls import Float8Call
+from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
+from opkit.op.definition import custom_op
+from opkit.op.operator import CustomOp
+
+DTYPES = arguments.FLOAT8
+RESULT = torch.bfloat16  #: the dtype of results
+Descales = Sequence[Tensor | float]
+
+
+def attention_float8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    descales: list[Tensor],
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    sinks: Tensor | None,
+    mask: list[int],
+    bias: list[int],
+    scale: float,
+    softcap: float,
+    heads_inside: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention in float32 to ``q``, ``k`` and ``v`` times their descales; the result in bfloat16, and the log-sum-exp.
+
+    Args:
+        descales: three of float32, (batch, key heads): what the numbers of q, k and v are multiplied by.
+        q: and all others: those of :func:`opkit.attn.reference.attention`.
+    """
+    q_by, k_by, v_by = (each[:, :, None, None] for each in descales)
+    wide = [x.to(torch.float32) for x in (q, k, v)]
+    shared = wide[0].unflatten(1, (k.shape[1], -1)) * q_by.unsqueeze(2)
+    out, lse = reference.attention(
+        shared.flatten(1, 2), wide[1] * k_by, wide[2] * v_by, mask_tensors, bias_tensors, sinks, None, mask, bias, scale,
+        softcap, 0.0, heads_inside,
+    )  # fmt: skip
+    return out.to(RESULT), lse
+
+
+@functools.cache
+def attention_float8_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
+    """``opkit::attention_float8``, defined and given its kernel when it is first asked for."""
+    from opkit.attn.gpu import float8
+
+    op = custom_op("opkit::attention_float8", mutates_args=())(attention_float8)
+    float8.register(op)
+    return op
+
+
+def of_call(call: Sequence[Any], descales: Descales | None) -> Float8Call:
+    """The operator's arguments, given those of ``opkit::attention`` and the user's descales.
+
+    Raises:
+        ArgumentError: the call has dropout, records a gradient, or is not in float8.
+        ArgumentTypeError, ShapeError: the descales are no three numbers or tensors that broadcast to (batch, key heads).
+    """
+    q, k, v, mask_tensors, bias_tensors, sinks, seed, mask, bias, scale, softcap, _, heads_inside = call
+    if q.dtype not in DTYPES:
+        raise ArgumentError(
+            f"opkit.attention: descales= is for float8, and q has dtype {q.dtype}. Leave it out, and multiply q, k and v."
+        )
+    if seed is not None:
+        raise ArgumentError(
+            f"opkit.attention: there is no dropout in {q.dtype}. Leave dropout_p out, or convert q, k and v."
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *bias_tensors) if isinstance(x, Tensor)):
+        raise ArgumentError(
+            f"opkit.attention: there are no gradients in {q.dtype}. Call it under torch.no_grad(), or convert q, k and v."
+        )
+    made = _descales(descales, (q.shape[0], k.shape[1]), q.device)
+    return Float8Call(
+        q, k, v, made, mask_tensors, bias_tensors, sinks, mask, bias, scale, softcap, heads_inside
+    )  # fmt: skip
+
+
+def _descales(given: Descales | None, sizes: tuple[int, int], device: torch.device) -> list[Tensor]:
+    if given is None:
+        return [torch.ones(sizes, dtype=torch.float32, device=device)] * 3
+    if not isinstance(given, (list, tuple)) or len(given) != 3:
+        raise ArgumentTypeError(f"opkit.attention: descales must be three, of q, k and v, got {given!r}.")
+    return [_descale(name, each, sizes, device) for name, each in zip("qkv", given, strict=True)]
+
+
+def _descale(name: str, given: Tensor | float, sizes: tuple[int, int], device: torch.device) -> Tensor:
+    if isinstance(given, (int, float)):
+        return torch.full(sizes, float(given), dtype=torch.float32, device=device)
+    if not isinstance(given, Tensor):
+        raise ArgumentTypeError(f"opkit.attention: the descale of {name} must be a number or a tensor, got {given!r}.")
+    if given.device != device:
+        raise ArgumentError(
+            f"opkit.attention: the descale of {name} is on {given.device}, q is on {device}. Move it there."
+        )
+    try:
+        return given.to(torch.float32).expand(sizes)
+    except RuntimeError:
+        raise ShapeError(
+            f"opkit.attention: the descale of {name} of shape {tuple(given.shape)} does not broadcast to (batch, key heads), "
+            f"{sizes}."
+        ) from None
