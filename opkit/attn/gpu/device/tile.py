@@ -55,9 +55,8 @@ def widened(x, FP8: tl.constexpr, ALWAYS: tl.constexpr):
         found = from_fp8(x) * FP8_SCALE
     if FP8 == "e5m2":
         found = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    if ALWAYS:
-        if FP8 == "native":
-            found = x.to(tl.float16)
+    if FP8 == "native" and ALWAYS:
+        found = x.to(tl.float16)
     return found
 
 
