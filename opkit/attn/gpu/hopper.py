@@ -32,7 +32,9 @@ _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _MOST = 256  #: channels
 _ROWS = 64  #: queries of a warpgroup
 _OWNERS = 4  #: marks of a program beside those of its tiles
-_TENSORS = ("q", "k", "v", "out", "lse", "sinks", "counter", "tiles", "counts", *plans.TENSORS)
+_OF_MASKS = ("tiles", "counts", *plans.TENSORS)
+_NO_MASK: tuple[Tensor | None, ...] = (None,) * len(_OF_MASKS)
+_TENSORS = ("q", "k", "v", "out", "lse", "sinks", "counter", *_OF_MASKS)
 Run = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -165,14 +167,12 @@ def _prepared(call: Call, tile: Tile) -> Run:
     roomy = arguments.with_room(call)
     fits, shape = roomy is call, arguments.shape_of(roomy)
     kernel, numbers = _kernel(tile, shape.mask), _numbers(call, shape)
-    as_they_lie, copied = (
-        PreparedLaunch(kernel, _TENSORS, numbers) for _ in range(2)
-    )  # copies have strides of their own
+    as_they_lie, copied = (PreparedLaunch(kernel, _TENSORS, numbers) for _ in range(2))  # copies have other strides
     new_out = like(rows(call.q, call.v.shape[3], call.heads_inside))
     new_lse = like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     described = all(describable(each) for each in call[:3])
     counter = counters(call.q.device, _marks(call, tile))
-    told = _told(shape, tile)
+    told = _told(shape, tile) if _listed(shape) else None
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:
         q, k, v, _, _, sinks = given[:6]
@@ -182,7 +182,8 @@ def _prepared(call: Call, tile: Tile) -> Run:
             launch = copied
         out, lse = new_out(), new_lse()
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        launch(q, k, v, out, lse, sinks, counter(), *told(Call(*given) if fits else arguments.with_room(Call(*given))))
+        of_mask = _NO_MASK if told is None else told(Call(*given) if fits else arguments.with_room(Call(*given)))
+        launch(q, k, v, out, lse, sinks, counter(), *of_mask)
         return out, lse
 
     return run
@@ -192,9 +193,6 @@ def _told(shape: Shape, tile: Tile) -> Callable[[Call], Sequence[Tensor | None]]
     """A function that gives the list of tiles of a call and the tensors that its mask reads."""
     from opkit.attn.gpu import arguments, tile_lists
 
-    if not _listed(shape):
-        nothing = [None] * (2 + len(plans.TENSORS))
-        return lambda call: nothing
     blocks = Blocks(tile.warpgroups * _ROWS, tile.keys, 0, 0)
     return lambda call: [*tile_lists.lists_of(call, shape, blocks, by_keys=False), *arguments.tensors_of(call, shape)]
 
