@@ -11,6 +11,7 @@ from torch import Tensor
 
 from opkit.attn import arguments, reference
 from opkit.attn.calls import Float8Call
+from opkit.attn.operator import attention_operator
 from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp
@@ -40,22 +41,44 @@ def attention_float8(
         descales: three of float32, (batch, key heads): what the numbers of q, k and v are multiplied by.
         q: and all others: those of :func:`opkit.attn.reference.attention`.
     """
-    q_by, k_by, v_by = (each[:, :, None, None] for each in descales)
-    wide = [x.to(torch.float32) for x in (q, k, v)]
-    shared = wide[0].unflatten(1, (k.shape[1], -1)) * q_by.unsqueeze(2)
     out, lse = reference.attention(
-        shared.flatten(1, 2), wide[1] * k_by, wide[2] * v_by, mask_tensors, bias_tensors, sinks, None, mask, bias, scale,
-        softcap, 0.0, heads_inside,
-    )  # fmt: skip
+        *_wide(q, k, v, descales),
+        mask_tensors,
+        bias_tensors,
+        sinks,
+        None,
+        mask,
+        bias,
+        scale,
+        softcap,
+        0.0,
+        heads_inside,
+    )
+    return out.to(RESULT), lse
+
+
+def _wide(q: Tensor, k: Tensor, v: Tensor, descales: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """What the numbers stand for, in float32."""
+    q_by, k_by, v_by = (each[:, :, None, None] for each in descales)
+    shared = q.to(torch.float32).unflatten(1, (k.shape[1], -1)) * q_by.unsqueeze(2)
+    return shared.flatten(1, 2), k.to(torch.float32) * k_by, v.to(torch.float32) * v_by
+
+
+def in_float32(*given: Any) -> tuple[Tensor, Tensor]:
+    """On processors: ``opkit::attention`` in float32, by whatever kernel it has; the operator's own arguments."""
+    call = Float8Call(*given)
+    q, k, v = _wide(call.q, call.k, call.v, call.descales)
+    out, lse = attention_operator()(*call.plain._replace(q=q, k=k, v=v))
     return out.to(RESULT), lse
 
 
 @functools.cache
 def attention_float8_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
-    """``opkit::attention_float8``, defined and given its kernel when it is first asked for."""
+    """``opkit::attention_float8``, defined and given its kernels when it is first asked for."""
     from opkit.attn.gpu import float8
 
     op = custom_op("opkit::attention_float8", mutates_args=())(attention_float8)
+    op.register_kernel("cpu", in_float32, name="float32")
     float8.register(op)
     return op
 
