@@ -220,3 +220,19 @@ def keep_failed(place: Path, key: str, workspace: Path) -> None:
 def failed_folder(place: Path, key: str) -> Path:
     """Where the sources of a build that failed are kept."""
     return place / cache.FAILED / key[:16]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that only this user can read, which appears whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name[:8]}-", dir=path.parent)
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -13,7 +13,6 @@ import importlib.metadata
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,16 +148,9 @@ def write(identity: str, content: Any) -> None:
     """Keep an entry, in terms of JSON; where that cannot be done, the next process makes it again."""
     path = _path(identity)
     with contextlib.suppress(OSError):
-        text = json.dumps(content)
+        text = json.dumps(content).encode()
         storing.prepare_own(path.parent)
-        handle, name = tempfile.mkstemp(prefix=f".{identity[:8]}-", dir=path.parent)
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        storing.write_whole(path, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
 
 
 def find(identity: str) -> tuple[Plan, tuple[str, ...]] | None:

@@ -13,13 +13,11 @@ import hashlib
 import json
 import os
 import re
-import stat
-import tempfile
 from pathlib import Path
 
 from opkit import config
 from opkit.errors import CacheError
-from opkit.kernels import cache
+from opkit.kernels import cache, storing
 from opkit.kernels.triton.binaries import Binary
 
 _VERSION = 1  # of the files
@@ -64,9 +62,8 @@ def keep(name: str, binary: Binary) -> None:
     path = _path(name)
     noted = {"sha256": hashlib.sha256(binary.image).hexdigest(), "launch": binary.to_json()}
     with contextlib.suppress(OSError):
-        _private_folder(path.parent.parent)
-        _private_folder(path.parent)
-        _write(path, json.dumps(noted).encode() + b"\n" + binary.image)
+        storing.prepare_own(path.parent)
+        storing.write_whole(path, json.dumps(noted).encode() + b"\n" + binary.image)
 
 
 def root() -> Path:
@@ -99,20 +96,3 @@ def clear() -> int:
 
 def _path(name: str) -> Path:
     return root() / name[:2] / name
-
-
-def _private_folder(path: Path) -> None:
-    path.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """The file appears whole, or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
