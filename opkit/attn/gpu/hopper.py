@@ -96,7 +96,12 @@ def takes(
     """
     if config.get().batch_invariant or not _fits(q, k, v, mask_tensors, sinks, mask, bias, scale, dropout_p):
         return False
-    return q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) == (9, 0)
+    return on_hopper(q)
+
+
+def on_hopper(x: Tensor) -> bool:
+    """Whether a tensor is on a GPU of compute capability 9.0."""
+    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 def _fits(

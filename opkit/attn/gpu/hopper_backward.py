@@ -13,7 +13,7 @@ from torch import Tensor
 from opkit.attn import program
 from opkit.attn.allocation import dense_rows, like, rows
 from opkit.attn.calls import GradientCall
-from opkit.attn.gpu.hopper import counters, describable, processors
+from opkit.attn.gpu.hopper import counters, describable, on_hopper, processors
 from opkit.attn.memory_safety import shapes_fit
 from opkit.errors import KernelError
 from opkit.op.prepared import PreparedKernel
@@ -71,9 +71,7 @@ def takes(
     dropout_p: float,
 ) -> bool:
     """Whether :func:`backward` takes a call: what it says there, on a GPU of compute capability 9.0."""
-    if not _fits(gradient, of_lse, q, k, v, out, lse, mask, bias, scale, dropout_p):
-        return False
-    return q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) == (9, 0)
+    return _fits(gradient, of_lse, q, k, v, out, lse, mask, bias, scale, dropout_p) and on_hopper(q)
 
 
 def _fits(

@@ -13,7 +13,7 @@ from opkit.attn.allocation import like, rows
 from opkit.attn.calls import Call
 from opkit.attn.gpu import decoding
 from opkit.attn.gpu.decode_plan import device_of, splits_of
-from opkit.attn.gpu.hopper import describable
+from opkit.attn.gpu.hopper import describable, on_hopper
 from opkit.attn.memory_safety import mask_fits, shapes_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
@@ -60,14 +60,7 @@ def takes(
     """Whether a call is for :func:`forward`: what it says there, few queries, on a GPU of compute capability 9.0."""
     if k.shape[2] < decoding.MANY or q.shape[2] * 4 > k.shape[2] or q.shape[1] < FEWEST * k.shape[1]:
         return False
-    if not fits(q, k, v, mask_tensors, sinks, mask, bias, scale, dropout_p):
-        return False
-    return on_hopper(q)
-
-
-def on_hopper(q: Tensor) -> bool:
-    """Whether a tensor is on a GPU of compute capability 9.0."""
-    return q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) == (9, 0)
+    return fits(q, k, v, mask_tensors, sinks, mask, bias, scale, dropout_p) and on_hopper(q)
 
 
 def fits(

@@ -11,8 +11,8 @@ from torch import Tensor
 from opkit.attn.allocation import dense_rows, like
 from opkit.attn.gpu import decoding
 from opkit.attn.gpu.decode_plan import device_of, power, splits_of
-from opkit.attn.gpu.hopper import describable
-from opkit.attn.gpu.mla import DTYPES, MOST, NAME, STEP, VALUES, Queries, factors, on_hopper
+from opkit.attn.gpu.hopper import describable, on_hopper
+from opkit.attn.gpu.mla import DTYPES, MOST, NAME, STEP, VALUES, Queries, factors
 from opkit.attn.gpu.paged import paged as split_paged
 from opkit.attn.paged_cpu import PagedCall
 from opkit.errors import KernelError
