@@ -81,19 +81,25 @@ def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
     return begin.elapsed_time(end)
 
 
-def measure(shape: tuple[int, int, int, int, int | None], rounds: int) -> dict[str, float]:
-    """TFLOP/s of each kernel."""
+def medians(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Milliseconds of each call, in graphs that take turns."""
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
-    for name, call in calls(*shape).items():
+    for name, call in calls.items():
         first = graph_of(call, 2)
         milliseconds(first)
         times = max(2, round(2 * _MILLISECONDS / milliseconds(first)))
         graphs[name] = graph_of(call, times), times
     found: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, (graph, times) in graphs.items():
+    for number in range(rounds):
+        for name in list(graphs) if number % 2 == 0 else list(graphs)[::-1]:
+            graph, times = graphs[name]
             found[name].append(milliseconds(graph) / times)
-    return {name: operations(*shape) / statistics.median(each) / 1e9 for name, each in found.items()}
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def measure(shape: tuple[int, int, int, int, int | None], rounds: int) -> dict[str, float]:
+    """TFLOP/s of each kernel."""
+    return {name: operations(*shape) / each / 1e9 for name, each in medians(calls(*shape), rounds).items()}
 
 
 def host(call: Call) -> float:

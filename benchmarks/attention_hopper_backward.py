@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 
 import torch
-from attention_hopper import Call, graph_of, mask_of, milliseconds
+from attention_hopper import Call, mask_of, medians, operations
 
 from opkit.attn.gpu import hopper, hopper_backward
 
@@ -31,7 +30,6 @@ SHAPES = {  # batch, heads, sequence, head, and how many keys back a query sees:
     "2x16x8192x64": (2, 16, 8192, 64, None),
     "2x16x16384x128 window": (2, 16, 16384, 128, 1024),
 }
-_MILLISECONDS = 8.0  #: of a graph
 
 
 def calls(batch: int, heads: int, length: int, head: int, back: int | None) -> dict[str, Call]:
@@ -63,25 +61,9 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Ten
     return lambda: aten._scaled_dot_product_cudnn_attention_backward(*given, scale=scale)
 
 
-def operations(batch: int, heads: int, length: int, head: int, back: int | None) -> float:
-    seen = length if back is None else length / 2 if back < 0 else back
-    return 10.0 * batch * heads * head * length * seen
-
-
 def measure(shape: tuple[int, int, int, int, int | None], rounds: int) -> dict[str, float]:
-    """TFLOP/s of each kernel."""
-    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
-    for name, call in calls(*shape).items():
-        first = graph_of(call, 2)
-        milliseconds(first)
-        times = max(2, round(2 * _MILLISECONDS / milliseconds(first)))
-        graphs[name] = graph_of(call, times), times
-    found: dict[str, list[float]] = {name: [] for name in graphs}
-    for number in range(rounds):
-        for name in list(graphs) if number % 2 == 0 else list(graphs)[::-1]:
-            graph, times = graphs[name]
-            found[name].append(milliseconds(graph) / times)
-    return {name: operations(*shape) / statistics.median(each) / 1e9 for name, each in found.items()}
+    """TFLOP/s of each kernel, by five products where the forward has two."""
+    return {name: 2.5 * operations(*shape) / each / 1e9 for name, each in medians(calls(*shape), rounds).items()}
 
 
 def main() -> None:
