@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from opkit.attn.gpu import decoding
+from opkit.attn.gpu.decode import decoding
 from opkit.attn.operator import attention_operator
 from opkit.attn.paged import paged_attention_operator
 from opkit.op.operator import CustomOp

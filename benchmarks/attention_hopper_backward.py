@@ -16,7 +16,8 @@ import json
 import torch
 from attention_hopper import Call, mask_of, medians, operations
 
-from opkit.attn.gpu import hopper, hopper_backward
+from opkit.attn.gpu.hopper import backward as hopper_backward
+from opkit.attn.gpu.hopper import forward as hopper
 
 SHAPES = {  # batch, heads, sequence, head, and how many keys back a query sees: None for all, -1 for all before it
     "8x16x2048x128 causal": (8, 16, 2048, 128, -1),

@@ -75,7 +75,7 @@ def in_float32(*given: Any) -> tuple[Tensor, Tensor]:
 @functools.cache
 def attention_float8_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     """``opkit::attention_float8``, defined and given its kernels when it is first asked for."""
-    from opkit.attn.gpu import float8
+    from opkit.attn.gpu.portable import float8
 
     op = custom_op("opkit::attention_float8", mutates_args=())(attention_float8)
     op.register_kernel("cpu", in_float32, name="float32")

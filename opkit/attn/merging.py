@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.gpu import merging as on_gpu
+from opkit.attn.gpu.portable import merging as on_gpu
 from opkit.errors import ArgumentError, DtypeError, ShapeError
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from opkit.attn import batch_invariant, paged_cpu, paged_reference
-from opkit.attn.gpu import invariant, mla_paged
-from opkit.attn.gpu.append import register_append
-from opkit.attn.gpu.paged import register_paged
+from opkit.attn.gpu.decode.append import register_append
+from opkit.attn.gpu.decode.paged import register_paged
+from opkit.attn.gpu.mla import paged as mla_paged
+from opkit.attn.gpu.portable import invariant
 from opkit.errors import ArgumentError, DtypeError, ShapeError
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp, use_kernel

@@ -11,8 +11,13 @@ from torch import Tensor
 from opkit import config
 from opkit.attn import gradients
 from opkit.attn.calls import BiasCall, Call, GradientCall
-from opkit.attn.gpu import decoding, hopper, hopper_backward, invariant, mla, packed
+from opkit.attn.gpu.decode import decoding
+from opkit.attn.gpu.hopper import backward as hopper_backward
+from opkit.attn.gpu.hopper import forward as hopper
+from opkit.attn.gpu.hopper import packed
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, takes
+from opkit.attn.gpu.mla import decode as mla
+from opkit.attn.gpu.portable import invariant
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
@@ -100,7 +105,7 @@ def forward(*given: Any) -> Any:
     call = Call(*given)
     _see_to(takes(*call[:6], call.mask, call.bias), call)
     _refuse_batch_invariance()
-    from opkit.attn.gpu import portable
+    from opkit.attn.gpu.portable import forward as portable
 
     return portable.forward(call)
 
@@ -114,7 +119,7 @@ def backward(*given: Any) -> Any:
     """
     call = GradientCall(*given)
     _see_to(takes_gradients(*call[:11]), call)
-    from opkit.attn.gpu import portable_backward
+    from opkit.attn.gpu.portable import backward as portable_backward
 
     return portable_backward.backward(call)
 
@@ -128,7 +133,7 @@ def bias_backward(*given: Any) -> Any:
     """
     call = BiasCall(*given)
     _see_to(takes_bias_gradients(*call[:10], call.wanted), call)
-    from opkit.attn.gpu import portable_bias
+    from opkit.attn.gpu.portable import bias as portable_bias
 
     return portable_bias.backward(call)
 

@@ -5,7 +5,7 @@ import os
 from torch import Tensor
 
 import opkit
-from opkit.attn.gpu import decoding
+from opkit.attn.gpu.decode import decoding
 from opkit.attn.merging import merge_attention_operator
 from opkit.attn.operator import attention_operator
 from opkit.attn.paged import append_kv_operator, paged_attention_operator

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hopper_calls import CAUSAL, FAR
 
 from opkit.attn import gradients, program, reference
-from opkit.attn.gpu import hopper_backward
+from opkit.attn.gpu.hopper import backward as hopper_backward
 
 
 def arguments(q, k, v, out=None, lse=None, gradient=None, of_lse=None, mask=(), scale=None, softcap=0.0, bias=(), dropout_p=0.0,

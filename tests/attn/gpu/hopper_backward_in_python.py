@@ -18,13 +18,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import gluon_in_python
 
 with gluon_in_python.installed():
-    from opkit.attn.gpu.device import hopper_backward as device
+    from opkit.attn.gpu.hopper.device import backward as device
 
 from hopper_backward_calls import CALLS, HIDING, called, compared, compared_where_hidden
 from hopper_calls import FP16, shaped
 
-from opkit.attn.gpu import hopper_backward
-from opkit.attn.gpu.hopper_backward import Tile
+from opkit.attn.gpu.hopper import backward as hopper_backward
+from opkit.attn.gpu.hopper.backward import Tile
 
 _PROGRAMS = 3
 _HALF, _WIDE, _KEYS = 64, 32, 128

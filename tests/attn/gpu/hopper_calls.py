@@ -11,7 +11,7 @@ import torch
 import triton
 
 from opkit.attn import program, reference
-from opkit.attn.gpu import hopper
+from opkit.attn.gpu.hopper import forward as hopper
 from opkit.kernels.triton import compiling
 from opkit.op.triton.examples import request_for
 from opkit.op.triton.launch import recording

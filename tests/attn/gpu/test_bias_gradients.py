@@ -8,7 +8,8 @@ import torch
 import opkit
 from opkit.attn import gradients, program, reference
 from opkit.attn.calls import BiasCall, GradientCall
-from opkit.attn.gpu import blocks, kernels, portable_bias
+from opkit.attn.gpu import blocks, kernels
+from opkit.attn.gpu.portable import bias as portable_bias
 from opkit.attn.program import AND, BAND, BIAS_ALIBI, BIAS_DENSE, BIAS_REL, DENSE, LENGTH, SEGMENTS
 from opkit.masks import ALiBi, Causal, RelativePosition, Segments
 from opkit.op.triton.launch import recording

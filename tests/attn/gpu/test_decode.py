@@ -15,7 +15,8 @@ import decoding_kernels
 from attention_oracle import naive
 
 import opkit
-from opkit.attn.gpu import decode_plan, decoding
+from opkit.attn.gpu.decode import decoding
+from opkit.attn.gpu.decode import plan as decode_plan
 from opkit.errors import KernelError
 from opkit.kernels.triton import compiling, resources
 from opkit.op.triton.examples import request_for

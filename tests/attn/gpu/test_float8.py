@@ -12,7 +12,7 @@ import float8_kernels
 
 from opkit.attn import program
 from opkit.attn.float8 import attention_float8
-from opkit.attn.gpu import float8
+from opkit.attn.gpu.portable import float8
 from opkit.attn.program import AND, BAND, BIAS_ALIBI, DENSE, LENGTH, OR, SEGMENTS
 from opkit.errors import KernelError
 from opkit.op.operator import use_kernel

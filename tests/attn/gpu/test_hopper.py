@@ -23,7 +23,7 @@ from hopper_calls import (
 
 from opkit.attn import program, reference
 from opkit.attn.calls import Call
-from opkit.attn.gpu import hopper
+from opkit.attn.gpu.hopper import forward as hopper
 from opkit.errors import KernelError
 from opkit.kernels.triton import compiling
 

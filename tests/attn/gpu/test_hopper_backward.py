@@ -13,7 +13,7 @@ from hopper_calls import BF16, CAUSAL, FAR, FP16, SHARED, assembled, filled, on_
 
 from opkit.attn import program
 from opkit.attn.calls import GradientCall
-from opkit.attn.gpu import hopper_backward
+from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.errors import KernelError
 from opkit.kernels.triton import compiling
 from opkit.op.triton.examples import request_for

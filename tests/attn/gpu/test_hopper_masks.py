@@ -11,7 +11,7 @@ from hopper_calls import BF16, CAUSAL, FP16, arguments, check_compiled, compared
 
 from opkit.attn import program as p
 from opkit.attn import reference
-from opkit.attn.gpu import hopper
+from opkit.attn.gpu.hopper import forward as hopper
 
 SPILLED = 256  # bytes: in tiles that are partly seen a mask's numbers come beside logits, probabilities and sums
 

@@ -15,7 +15,8 @@ import decoding_kernels
 import opkit
 from opkit.attn import paged_reference, reference
 from opkit.attn.api import _lowered
-from opkit.attn.gpu import blocks, invariant
+from opkit.attn.gpu import blocks
+from opkit.attn.gpu.portable import invariant
 from opkit.attn.operator import attention_operator
 from opkit.attn.paged import paged_attention_operator
 from opkit.attn.program import BAND, DENSE, SEGMENTS

@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import decoding_kernels
 
-from opkit.attn.gpu import merging
+from opkit.attn.gpu.portable import merging
 from opkit.attn.merging import merge_attention_operator, reference
 from opkit.op.operator import use_kernel
 from opkit.testing import Interpreter, compile_launches

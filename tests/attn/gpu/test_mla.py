@@ -17,8 +17,12 @@ from test_paged import Cache, expected
 import opkit
 from opkit.attn import program
 from opkit.attn.calls import Call
-from opkit.attn.gpu import decode_plan, decoding, mla, mla_paged, portable
-from opkit.attn.gpu.paged import paged as split_paged
+from opkit.attn.gpu.decode import decoding
+from opkit.attn.gpu.decode import plan as decode_plan
+from opkit.attn.gpu.decode.paged import paged as split_paged
+from opkit.attn.gpu.mla import decode as mla
+from opkit.attn.gpu.mla import paged as mla_paged
+from opkit.attn.gpu.portable import forward as portable
 from opkit.attn.operator import attention_operator
 from opkit.errors import KernelError
 from opkit.op.triton.examples import request_for

@@ -13,7 +13,9 @@ from hopper_calls import CAUSAL, arguments, compared, on_hopper, shaped
 
 from opkit.attn import reference
 from opkit.attn.calls import Call
-from opkit.attn.gpu import decode_plan, hopper, packed
+from opkit.attn.gpu.decode import plan as decode_plan
+from opkit.attn.gpu.hopper import forward as hopper
+from opkit.attn.gpu.hopper import packed
 from opkit.attn.operator import attention_operator
 from opkit.errors import KernelError
 

@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import decoding_kernels
 
 import opkit
-from opkit.attn.gpu import decode_plan, decoding, paged
+from opkit.attn.gpu.decode import decoding, paged
+from opkit.attn.gpu.decode import plan as decode_plan
 from opkit.errors import KernelError
 from opkit.kernels.triton import compiling, resources
 from opkit.op.triton.examples import request_for

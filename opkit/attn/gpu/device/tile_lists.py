@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opkit.attn.gpu.device.forward import RUN_TIME
 from opkit.attn.gpu.device.programs import AND, BAND, DENSE, LENGTH, NOT, OR, SEGMENTS, element, number
+from opkit.attn.gpu.portable.device.forward import RUN_TIME
 
 LEAST, MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 

@@ -1,0 +1,164 @@
+"""Decoding on GPUs: the kernel of ``opkit::attention`` for few queries to a head of keys."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from opkit import config
+from opkit.attn import program
+from opkit.attn.allocation import dense_rows, like, rows
+from opkit.attn.calls import Call
+from opkit.attn.gpu.decode.plan import Shape, blocks_of, device_of, parts
+from opkit.attn.memory_safety import shapes_fit
+from opkit.errors import KernelError
+from opkit.op.operator import CustomOp
+from opkit.op.prepared import PreparedKernel
+
+if TYPE_CHECKING:
+    from opkit.attn.gpu.decode.launches import Plan
+
+NAME = "split"
+FEW = 128  #: rows of a head of keys, with which reading keys takes longer than the products
+MANY = 256  #: keys; with fewer there is nothing to divide
+LONG = 4096  #: keys; with more rows than FEW, dividing pays where there are too few tiles for the GPU
+LARGEST_HEAD = 576
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FAR = 2**30  #: a limit of bands that no distance reaches
+_PRIORITY = 2  # above the kernels for many queries
+TINY = 1e-30  #: stands for a scale of 0, times which minus infinity would be NaN
+
+
+def register(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::attention`` the kernel for few queries."""
+    op.register_kernel(where(), decode, when=takes_few, name=NAME, priority=_PRIORITY)
+
+
+def where() -> list[str]:
+    """The devices that the kernel runs on: the CPU too in a process in which Triton interprets."""
+    return ["cuda", "cpu"] if os.environ.get("TRITON_INTERPRET") == "1" else ["cuda"]
+
+
+# ---- what is taken ---------------------------------------------------------------------------------------------------
+
+
+def takes_few(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: list[int], bias: list[int], dropout_p: float
+) -> bool:
+    """Whether a call is for :func:`decode`: few rows to a head of keys, or too few tiles of rows for the GPU."""
+    if k.shape[2] < MANY or not takes(q, k, v, sinks, mask, bias, dropout_p):
+        return False
+    height = q.shape[2] * (q.shape[1] // max(k.shape[1], 1))
+    tiles = q.shape[0] * k.shape[1] * -(-height // FEW)
+    return height <= FEW or (k.shape[2] >= LONG and 2 * tiles <= device_of(index_of(q)).processors)
+
+
+def takes(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: list[int], bias: list[int], dropout_p: float
+) -> bool:
+    """Whether :func:`decode` can compute a call: no mask but one band, no bias, no dropout."""
+    if not shapes_fit(q, k, v) or q.dtype not in FLOATS or max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
+        return False
+    banded = not mask or (len(mask) == 3 and mask[0] == program.BAND)
+    sunk = sinks is None or tuple(sinks.shape) == (q.shape[1],)
+    return banded and sunk and not bias and dropout_p == 0 and max(q.shape[2], k.shape[2]) < FAR
+
+
+def _see_to(call: Call) -> None:
+    """A kernel that is forced is not asked whether it takes the call."""
+    if takes(*call[:3], call.sinks, call.mask, call.bias, call.dropout_p):
+        return
+    shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
+    raise KernelError(
+        f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes} with mask={call.mask}, bias={call.bias}, "
+        f"dropout_p={call.dropout_p}. It takes one band or no mask, and heads up to {LARGEST_HEAD}. Leave the choice to opkit, "
+        "which opkit.attn.api.select explains, or force kernel='reference'."
+    )
+
+
+def refuse_batch_invariance(operator: str) -> None:
+    """How a call is divided, and so the last bits of its results, depends on how many sequences it has.
+
+    Raises:
+        KernelError: ``OPKIT_BATCH_INVARIANT`` is set.
+    """
+    if config.get().batch_invariant:
+        raise KernelError(
+            f"{operator}: OPKIT_BATCH_INVARIANT is set, and kernel {NAME!r}, which was forced, divides a call by how "
+            "many sequences it has. Leave the choice to opkit, or force kernel='batch_invariant' or 'reference'."
+        )
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+@PreparedKernel
+def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The operator's result and log-sum-exp, of its own arguments; :func:`takes` says of which.
+
+    Keys and values are read once for all heads that share them and all queries of a tile. The number of splits follows
+    from shapes and the GPU alone, and splits are merged in order: equal calls give equal bits. Nothing waits for the GPU.
+
+    Raises:
+        KernelError: it was forced on a call that it does not compute, or batch invariance is asked for.
+    """
+    call = Call(*given)
+    _see_to(call)
+    refuse_batch_invariance("opkit::attention")
+    lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
+    out = rows(call.q, call.v.shape[3], call.heads_inside)
+    new = like(out), like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
+    if 0 in call.q.shape[:3]:
+        return lambda *_: (new[0](), new[1]())
+    numbers = numbers_of(lower, upper, call.scale, call.softcap)
+    plans = [_plan(call, numbers, shared) for shared in ((False, True) if may_share(call.k, call.v) else (False,))]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, _m: Any, _b: Any, sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+        out, lse = new[0](), new[1]()
+        plan = plans[len(plans) > 1 and k.data_ptr() == v.data_ptr()]
+        plan.run(out, lse, sinks, (dense_rows(q), dense_rows(k), dense_rows(v)))
+        return out, lse
+
+    return run
+
+
+def numbers_of(lower: int, upper: int, scale: float, softcap: float) -> dict[str, Any]:
+    """What the kernel is given of a band and of logits."""
+    ends = {name: max(-FAR, min(int(end), FAR)) for name, end in (("lower", lower), ("upper", upper))}
+    return {**ends, "scale": abs(float(scale)) or TINY, "softcap": float(softcap)}
+
+
+def may_share(k: Tensor, v: Tensor) -> bool:
+    """Whether ``v`` may be the first columns of ``k``, as in multi-head latent attention."""
+    return v.shape[3] == parts(k.shape[3])[0] < k.shape[3] and k.stride() == v.stride()
+
+
+def _plan(call: Call, numbers: dict[str, Any], shared: bool) -> Plan:
+    from opkit.attn.gpu.decode import launches as decode_launches
+
+    q, k, v = call[:3]
+    group, sizes, item = q.shape[1] // k.shape[1], (k.shape[3], v.shape[3]), k.element_size()
+    gpu, height, kv_heads = device_of(index_of(q)), group * q.shape[2], k.shape[1]
+    banded = numbers["lower"] > -FAR or numbers["upper"] < FAR
+    mixed = banded and q.shape[2] > 1
+    shape = Shape(
+        height, q.shape[0] * kv_heads, k.shape[2], *sizes, item, item, shared=shared, mixed=mixed and group % 64 > 0
+    )
+    blocks = blocks_of(shape, gpu)
+    constants = {
+        **decode_launches.constants_of(blocks, group, sizes, q.dtype, gpu),
+        "PAGE": 0, "BATCH": 1, "SHARED": shared, "CAPPED": call.softcap > 0, "SINKS": call.sinks is not None,
+        "NEGATIVE": call.scale < 0, "MIXED": mixed and group % blocks.rows != 0,
+        "WHOLE": not banded and k.shape[2] % blocks.block == 0, "K_SCALED": False, "V_SCALED": False, "FP8": False,
+    }  # fmt: skip
+    slots = q.shape[0] * -(-height // blocks.rows)
+    return decode_launches.plan(blocks, constants, slots, kv_heads, min(height, blocks.rows), numbers)
+
+
+def index_of(x: Tensor) -> int:
+    """The number of its GPU; -1 for a CPU tensor."""
+    return -1 if x.device.type == "cpu" else x.get_device()

@@ -1,0 +1,161 @@
+"""Launches of the decoding kernel: the kernel for a set of constants, and the merging one where there are splits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from opkit.attn.gpu.decode.device.decode import decode
+from opkit.attn.gpu.decode.device.merge import merge
+from opkit.attn.gpu.decode.plan import Blocks, Device, parts, power
+from opkit.op.triton.declare import triton_kernel
+from opkit.op.triton.kernel import TritonKernel
+from opkit.op.triton.launch import PreparedLaunch
+
+Pages = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+NO_PAGES: Pages = (None, None, None, None, None)
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_DECODED = ("q", "k", "v", "out", "lse", "sinks", "partial", "table", "lengths", "starts", "k_scale", "v_scale")
+_MERGED = ("partial", "out", "lse", "sinks", "lengths", "starts")
+_MERGE_CONSTANTS = ("GROUP", "DV", "DV_WIDE", "DV_REST", "ROWS", "BATCH", "SINKS", "PDL")
+
+
+class Plan(NamedTuple):
+    """The launches of calls of some shapes.
+
+    Attributes:
+        decode: of the kernel in :mod:`opkit.attn.gpu.decode.device.decode`.
+        merge: of that in :mod:`opkit.attn.gpu.decode.device.merge`; None where there is one split.
+        partial: elements of what is merged.
+    """
+
+    decode: PreparedLaunch
+    merge: PreparedLaunch | None
+    partial: int
+
+    def run(
+        self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES
+    ) -> None:
+        """Launch on what is written, sinks, ``read`` (queries, keys, values), and of pages: table, lengths, starts, scales."""
+        partial = lse if self.merge is None else lse.new_empty(self.partial)
+        given = lse if sinks is None else sinks.contiguous()
+        self.decode(*read, out, lse, given, partial, *pages)
+        if self.merge is not None:
+            self.merge(partial, out, lse, given, pages[1], pages[2])
+
+
+def plan(
+    blocks: Blocks, constants: dict[str, Any], slots: int, kv_heads: int, height: int, numbers: dict[str, Any]
+) -> Plan:
+    """The launches of a division.
+
+    Args:
+        blocks: the division.
+        constants: of :func:`constants_of`, and the others that ``decode`` has.
+        slots: of tiles, for each head of keys.
+        kv_heads: heads of keys of a sequence.
+        height: the most rows that a tile has.
+        numbers: the other values that ``decode`` is given.
+    """
+    tiles = slots * kv_heads
+    shared = {"slots": slots, "splits": blocks.splits, "kv_heads": kv_heads}
+    shared |= {"keys": numbers["keys"]} if "keys" in numbers else {}
+    kernel = _kernel(blocks.warps, blocks.stages, tuple(constants.items()))
+    given = {**numbers, **shared, "programs": tiles * blocks.splits}
+    if blocks.splits == 1:
+        return Plan(PreparedLaunch(kernel, _DECODED, given), None, 0)
+    width = constants["DV_WIDE"] + constants["DV_REST"] + 2
+    merge = merged(constants, {**shared, "height": height})
+    return Plan(PreparedLaunch(kernel, _DECODED, given), merge, tiles * blocks.splits * blocks.rows * width)
+
+
+def merged(constants: dict[str, Any], numbers: dict[str, int]) -> PreparedLaunch:
+    """The launch that merges splits; its tensors are partial results, out, lse, sinks, and of pages lengths and starts.
+
+    Args:
+        constants: of :func:`constants_of`, and the others that ``merge`` has.
+        numbers: slots, splits, kv_heads, the rows of a tile as ``height``, and of pages the most keys.
+    """
+    named = tuple((n, constants[n]) for n in _MERGE_CONSTANTS)
+    kernel = _merging(power(numbers["splits"]), constants["PAGE"] > 0, named)
+    programs = numbers["slots"] * numbers["kv_heads"] * numbers["height"]
+    return PreparedLaunch(kernel, _MERGED, {**numbers, "programs": programs})
+
+
+def constants_of(
+    blocks: Blocks, group: int, sizes: tuple[int, int], compute: torch.dtype, gpu: Device
+) -> dict[str, Any]:
+    """The constants that follow from a division, ``group`` query heads to one of keys, and the sizes of heads."""
+    (wide, rest), (wide_v, rest_v) = parts(sizes[0]), parts(sizes[1])
+    return {
+        "GROUP": group, "D": sizes[0], "D_WIDE": wide, "D_REST": rest, "DV": sizes[1], "DV_WIDE": wide_v,
+        "DV_REST": rest_v, "ROWS": blocks.rows, "BLOCK": blocks.block, "SPLIT": blocks.splits > 1,
+        "PDL": gpu.overlaps, "COMPUTE": torch.float32 if gpu.interprets else compute,
+        "PRECISION": gpu.precision if compute == torch.float32 else "tf32",
+    }  # fmt: skip
+
+
+@functools.cache
+def _kernel(warps: int, stages: int, constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
+    named = dict(constants)
+    named["COMPUTE"] = _TYPES[named["COMPUTE"]]
+    paged = named["PAGE"] > 0
+    strides, unused = _strides(("q", "k", "v", "out", "lse"), paged)
+    sizes = {"batch": "lengths_size_0", "queries": "q_size_0", "pages": "k_size_0", "table_b": "table_stride_0"}
+    if not paged:
+        sizes, unused = {"batch": "q_size_0", "queries": "q_size_2", "keys": "k_size_2"}, {"pages": 0, "table_b": 0}
+    for x in ("k", "v"):
+        scaled = named[f"{x.upper()}_SCALED"]
+        names = {f"{x}s_{d}": f"{x}_scale_stride_{n}" for n, d in enumerate("bth")}
+        sizes |= names if scaled else {}
+        unused |= {} if scaled else dict.fromkeys(names, 0)
+    bind = {**strides, **sizes}
+    return triton_kernel(
+        decode, grid=_programs, bind=bind, num_warps=warps, STAGES=stages, **named, **unused, **_early(named["PDL"])
+    )
+
+
+@functools.cache
+def _merging(most: int, paged: bool, constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
+    strides, unused = _strides(("out", "lse"), paged)
+    sizes = {"batch": "lengths_size_0", "queries": "out_size_0"}
+    if not paged:
+        sizes, unused = {"batch": "out_size_0", "queries": "out_size_2"}, {"keys": 0}
+    named = dict(constants)
+    warps = max(1, min(4, most * named["DV_WIDE"] // 4096))
+    bind = {**strides, **sizes}
+    return triton_kernel(
+        merge,
+        grid=_programs,
+        bind=bind,
+        num_warps=warps,
+        MOST=most,
+        PAGED=paged,
+        **named,
+        **unused,
+        **_early(named["PDL"]),
+    )
+
+
+def _early(overlaps: bool) -> dict[str, Any]:
+    """The option by which a kernel may start before the one before it has ended; it waits where it must."""
+    return {"launch_pdl": True} if overlaps else {}
+
+
+def _programs(programs: int) -> int:
+    return programs
+
+
+def _strides(tensors: tuple[str, ...], paged: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """What the kernels' strides are those of, and those that are none: queries of all sequences have no batch."""
+    bound: dict[str, str] = {}
+    for x in tensors:
+        dims = "bht" if not paged else "bth" if x in "kv" else "th"
+        bound |= {f"{x}_{d}": f"{x}_stride_{n}" for n, d in enumerate(dims)}
+    return bound, {f"{x}_b": 0 for x in tensors if paged and x not in "kv"}

@@ -1,0 +1,290 @@
+"""The backward kernel for sm_90 (:mod:`opkit.attn.gpu.hopper.device.backward`): which calls it takes, and a call of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkit.attn import program
+from opkit.attn.allocation import dense_rows, like, rows
+from opkit.attn.calls import GradientCall
+from opkit.attn.gpu.hopper.forward import counters, describable, on_hopper, processors
+from opkit.attn.memory_safety import shapes_fit
+from opkit.errors import KernelError
+from opkit.op.prepared import PreparedKernel
+from opkit.op.triton.declare import triton_kernel
+from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
+from opkit.op.triton.launch import PreparedLaunch
+
+DTYPES = (torch.bfloat16, torch.float16)
+_FAR = 2**30  #: further than any two positions are apart
+_LOG2E = 1.4426950408889634
+_CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those that shall stay in the L2 cache
+_ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
+_KEYS = 128  #: of a program
+_WIDE = 32  #: floats in a row of the sums
+_Four = tuple[Tensor, Tensor, Tensor, Tensor]
+Run = Callable[..., _Four]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How the work of a program is laid out.
+
+    Attributes:
+        rows: queries of a step.
+        grouped: whether numbers of rows lie in memory so that a thread reads four at once.
+        apart: whether each thread counts buffers in a register of its own.
+        registers: of a thread that multiplies, of the other warps, and of all before they are shared out.
+    """
+
+    rows: int
+    grouped: bool
+    apart: bool
+    registers: tuple[int, int, int] = (240, 24, 168)
+
+
+TILES = {64: Tile(128, True, True), 128: Tile(64, False, False)}
+"""By the size of the larger head, rounded up. Half of a block's gradient of queries is 64 x 64 in both.
+
+On an H200, causal, TFLOP/s with ``grouped`` and ``apart``, and without: 1 x 16 heads of 64, 16384 queries, 452 and 412; 2 x 16
+heads of 128, 8192 queries, 507 and 539.
+"""
+
+
+def takes(
+    gradient: Tensor,
+    of_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: list[int],
+    bias: list[int],
+    scale: float,
+    dropout_p: float,
+) -> bool:
+    """Whether :func:`backward` takes a call: what it says there, on a GPU of compute capability 9.0."""
+    return _fits(gradient, of_lse, q, k, v, out, lse, mask, bias, scale, dropout_p) and on_hopper(q)
+
+
+def _fits(
+    gradient: Tensor,
+    of_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: list[int],
+    bias: list[int],
+    scale: float,
+    dropout_p: float,
+) -> bool:
+    if q.dtype not in DTYPES or not shapes_fit(q, k, v) or 0 in q.shape or 0 in v.shape:
+        return False
+    results = all(each.shape == (*q.shape[:3], v.shape[3]) and each.dtype == q.dtype for each in (out, gradient))
+    sums = [lse] if of_lse is None else [lse, of_lse]
+    numbers = all(each.shape == q.shape[:3] and each.dtype == torch.float32 for each in sums)
+    heads = all(size % _ALIGNED == 0 and size <= max(TILES) for size in (q.shape[3], v.shape[3]))
+    lengths = max(q.shape[2], k.shape[2]) < _FAR and q.shape[0] * q.shape[1] * (q.shape[2] + _KEYS) < 2**29
+    banded = not mask or (len(mask) == 3 and mask[0] == program.BAND)
+    return results and numbers and heads and lengths and banded and not bias and dropout_p == 0 and scale > 0
+
+
+@PreparedKernel
+def backward(*given: Any) -> Run:
+    """The gradients of q, k and v, and delta; its arguments are a :class:`~opkit.attn.calls.GradientCall`.
+
+    It takes bfloat16 and float16; heads of up to 128 channels that 8 divides, those of queries and of values of any two such
+    sizes; grouped heads; any numbers of queries and keys but none; no mask, or one BAND; a positive scale; a soft cap; a
+    gradient of the log-sum-exp. It takes no other masks, no biases and no dropout.
+
+    Probabilities and the gradients of logits are rounded to q's dtype before they are multiplied further; sums are in float32.
+    Keys, values and queries that are hidden from one another do not reach each other's gradients, whatever they hold. The
+    gradients of a row that sees a key or a value that is not finite, and of the keys that such a row sees, may be NaN where the
+    reference has numbers, or other numbers.
+
+    Parts of the gradient of queries are added up in memory in any order, so that its last bits differ from run to run, unless
+    ``torch.are_deterministic_algorithms_enabled()`` at the time of a call: then they are added up by the order of keys. The
+    other gradients are the same in every run.
+
+    Tensors are read as they lie where TMA can follow their strides, and copied where it cannot.
+
+    Raises:
+        KernelError: it does not take the call.
+    """
+    call = GradientCall(*given)
+    if not _fits(*call[:7], call.mask, call.bias, call.scale, call.dropout_p):
+        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in (call.q, call.k, call.v))
+        raise KernelError(
+            f"opkit::attention_backward: kernel 'hopper' does not take q, k, v of {shapes}, mask={call.mask}, "
+            f"bias={call.bias}, scale={call.scale}, dropout_p={call.dropout_p}. Leave the choice to opkit, or force "
+            "kernel='reference'."
+        )
+    return _prepared(call, TILES[_padded(max(call.q.shape[3], call.v.shape[3]))])
+
+
+def _prepared(call: GradientCall, tile: Tile) -> Run:
+    new = [like(rows(each, each.shape[3], call.heads_inside)) for each in call[2:5]]
+    new.append(like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32)))
+    as_they_lie, copied = (_launches(call, tile) for _ in range(2))  # copies have strides of their own
+    described = all(describable(each) for each in (call.gradient, *call[2:5]))
+
+    def run(
+        gradient: Tensor, of_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any
+    ) -> _Four:
+        launch = as_they_lie
+        if not described or (q.data_ptr() | k.data_ptr() | v.data_ptr() | gradient.data_ptr()) % 16:
+            gradient, q, k, v = (each.clone(memory_format=torch.contiguous_format) for each in (gradient, q, k, v))
+            launch = copied
+        of_q, of_k, of_v, delta = (make() for make in new)
+        launch(gradient, of_lse, q, k, v, dense_rows(rest[0]), rest[1], of_q, of_k, of_v, delta)
+        return of_q, of_k, of_v, delta
+
+    return run
+
+
+def _launches(call: GradientCall, tile: Tile) -> Callable[..., None]:
+    """A function of the tensors of a call, which TMA can follow, and of its results, which launches the three kernels."""
+    q, v, of_rows, numbers = call.q, call.v, _row_numbers(call.q), _numbers(call)
+    wide = _padded(max(q.shape[3], v.shape[3]))
+    blocks = of_rows["programs"] * _blocks(q.shape[2], tile.rows)
+    memory, counter = functools.partial(torch.empty, device=q.device), counters(q.device, 2)
+    begin = PreparedLaunch(_begin_kernel(v.shape[3], wide, tile), _BEGIN, of_rows)
+    main = [PreparedLaunch(_kernel(tile, ordered, bool(call.mask)), _MAIN, numbers) for ordered in (False, True)]
+    end = PreparedLaunch(_end_kernel(q.shape[3], wide, tile.rows), _END, {**of_rows, "scale": call.scale})
+
+    def launch(
+        gradient: Tensor, of_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, of_q: Tensor,
+        of_k: Tensor, of_v: Tensor, delta: Tensor,
+    ) -> None:  # fmt: skip
+        ordered = torch.are_deterministic_algorithms_enabled()
+        sums = memory(blocks * 2 * tile.rows, dtype=torch.float32)
+        total = memory((blocks * tile.rows * wide // _WIDE, _WIDE), dtype=torch.float32)
+        turns = memory(blocks, dtype=torch.int32) if ordered else None
+        begin(out, gradient, of_lse, lse, delta, sums, total, turns)
+        main[ordered](q, k, v, gradient, sums, total, of_k, of_v, turns, counter())
+        end(total, of_q)
+
+    return launch
+
+
+def _row_numbers(q: Tensor) -> dict[str, Any]:
+    batch, heads, queries, _ = q.shape
+    return {"programs": batch * heads, "heads": heads, "queries": queries}
+
+
+def _numbers(call: GradientCall) -> dict[str, Any]:
+    """What the kernel is told of a call beside its tensors. The exponents' base is 2."""
+    lower, upper = call.mask[1:] or (-_FAR, _FAR)
+    capped = call.softcap > 0
+    return {
+        "lower": max(min(lower, _FAR), -_FAR),
+        "upper": max(min(upper, _FAR), -_FAR),
+        "CAPPED": capped,
+        "factor": (call.softcap if capped else call.scale) * _LOG2E,
+        "inner": call.scale / call.softcap if capped else 1.0,
+        "scale": call.scale,
+        "processors": processors(call.q.device),
+    }
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+
+_BEGIN = ("out", "gradient", "of_lse", "lse", "delta", "sums", "total", "turns")
+_MAIN = ("q", "k", "v", "gradient", "sums", "total", "of_k", "of_v", "turns", "counter")
+_END = ("total", "of_q")
+
+
+def _padded(channels: int) -> int:
+    return next(size for size in TILES if channels <= size)
+
+
+def _blocks(queries: int, ROWS: int) -> int:
+    return -(-queries // ROWS)
+
+
+@functools.cache
+def _begin_kernel(columns: int, wide: int, tile: Tile) -> TritonKernel:
+    from opkit.attn.gpu.hopper.device.backward_rows import hopper_backward_begin
+
+    return triton_kernel(
+        hopper_backward_begin, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
+        E=columns, E0=wide, D=wide, ROWS=tile.rows, GROUPED=tile.grouped,
+    )  # fmt: skip
+
+
+@functools.cache
+def _end_kernel(channels: int, wide: int, block: int) -> TritonKernel:
+    from opkit.attn.gpu.hopper.device.backward_rows import hopper_backward_end
+
+    return triton_kernel(
+        hopper_backward_end, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
+        E=channels, D=wide, ROWS=block,
+    )  # fmt: skip
+
+
+@functools.cache
+def _kernel(tile: Tile, ordered: bool, banded: bool) -> TritonKernel:
+    from triton.experimental.gluon import language as gl
+
+    from opkit.attn.gpu.hopper.device.backward import hopper_backward
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    of_sums = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    of_total = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    loops, others, all_threads = tile.registers
+    half = 64
+    of_rows = functools.partial(_block, tile.rows)
+    of_keys = functools.partial(_block, half)
+    return triton_kernel(
+        hopper_backward,
+        grid=lambda tiles, processors: min(tiles, processors),
+        q_desc=tensor_descriptor("q", block=lambda q, v: of_rows(q, v), layout=layout),
+        k_desc=tensor_descriptor("k", block=lambda q, v: of_keys(q, v), layout=layout),
+        v_desc=tensor_descriptor("v", block=lambda q, v: of_keys(q, v), layout=layout),
+        gradient_desc=tensor_descriptor("gradient", block=lambda q, v: of_rows(q, v), layout=layout),
+        sums_desc=tensor_descriptor("sums", block=(half,), layout=of_sums),
+        sum_desc=tensor_descriptor("total", block=(half * half // _WIDE, _WIDE), layout=of_total),
+        of_k_desc=tensor_descriptor("of_k", block=lambda q, v: of_keys(q, v), layout=layout),
+        of_v_desc=tensor_descriptor("of_v", block=lambda q, v: of_keys(q, v), layout=layout),
+        **_SIZES,
+        section=lambda q, k, v: _section(q, k, v, tile.rows),
+        ROWS=tile.rows,
+        BANDED=banded,
+        ORDERED=ordered,
+        GROUPED=tile.grouped,
+        APART=tile.apart,
+        REGISTERS=loops,
+        OTHER_REGISTERS=others,
+        num_warps=4,
+        maxnreg=all_threads,
+        targets=("sm_90",),
+    )
+
+
+def _block(rows: int, q: Any, v: Any) -> tuple[int, int, int, int]:
+    return 1, 1, rows, _padded(max(q.shape[3], v.shape[3]))
+
+
+def _section(q: Any, k: Any, v: Any, block: int) -> int:
+    """How many heads of keys to interleave: so many that their queries, with what belongs to these, fit into the cache."""
+    group = q.shape[1] // k.shape[1]
+    of_head = group * q.shape[2] * _padded(max(q.shape[3], v.shape[3])) * (2 + 2 + 4)
+    return min(max(_CACHED // of_head, 1), k.shape[0] * k.shape[1])
+
+
+_SIZES: dict[str, Any] = {
+    "queries": lambda q: q.shape[2],
+    "keys": lambda k: k.shape[2],
+    "heads": lambda q: q.shape[1],
+    "key_heads": lambda k: k.shape[1],
+    "tiles": lambda k: k.shape[0] * k.shape[1] * -(-k.shape[2] // _KEYS),
+}

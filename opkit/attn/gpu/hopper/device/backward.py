@@ -1,0 +1,280 @@
+"""The gradients of attention for sm_90 in Gluon: a program has 128 keys of a head, and goes through the queries that see them.
+
+Two warpgroups multiply, 64 keys each: logits and probabilities are (keys, queries), so that probabilities and their gradients
+feed the products for values and keys from registers, where the sums of these stay. The gradients of logits of both
+warpgroups meet in shared memory, for the gradient of queries: a warpgroup multiplies half of it, and a warp of its own
+adds that to memory by TMA, in float32. Another warp loads (the method is that of FlashAttention-3, Shah et al., 2024,
+section 3, and its files ``hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp`` and ``flash_attn/cute/flash_bwd_sm90.py``).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from opkit.attn.gpu.hopper.device.backward_moves import add, load
+from opkit.attn.gpu.hopper.device.backward_work import (
+    AHEAD,
+    BATCH,
+    HALF,
+    HEAD,
+    NOUGHT,
+    PLACE,
+    STAGES,
+    STEPS,
+    TOLD,
+    WIDE,
+    Slopes,
+    cleaned,
+    following,
+    in_order,
+    meet,
+    numbers_of,
+    told,
+)
+from opkit.attn.gpu.hopper.device.softmax import capped, exp2
+
+
+@gluon.jit
+def _multiply(ME: gl.constexpr, problem, buffers, barriers, results, numbers):
+    """The gradients of 64 keys and values of each tile, and half of those of the queries that see any of the 128."""
+    keys, values, tiles = buffers[0], buffers[1], buffers[8]
+    keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
+    of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, problem.D, 16])
+    n = problem.tiles * 0
+    mbarrier.wait(told_full.index(0), 0)
+    slot, phase = n, n
+    if problem.APART:
+        slot = told(tiles, NOUGHT, 4)
+    steps = told(tiles, STEPS, 4)
+    while steps >= 0:
+        dk = gl.zeros([HALF, problem.D], gl.float32, layout=of_sums)
+        dv = gl.zeros([HALF, problem.D], gl.float32, layout=of_sums)
+        mbarrier.wait(keys_full.index(0), n % 2)
+        if problem.BANDED and steps > 0:
+            cleaned(keys.index(ME).reshape([HALF, problem.D]))
+            fence_async_shared()
+            meet()
+        mbarrier.wait(values_full.index(0), n % 2)
+        # Where there is a band, the warp that loads tells of rows.
+        row, last = slot * 0, problem.last_whole(told(tiles, n % AHEAD * TOLD + PLACE, 4) + ME * HALF)
+        for _ in range(steps * (problem.heads // problem.key_heads)):
+            dk, dv = _step(ME, problem, buffers, barriers, numbers, slot, phase, n, row, row > last, dk, dv)
+            slot, phase = following(slot, phase)
+            row += problem.ROWS
+            row = gl.where(row < problem.queries, row, 0)
+        meet()  # the other warpgroup reads these keys for its half of the gradient of queries
+        _finish(ME, problem, keys, values, tiles, n, results, dk * numbers[2], dv)
+        mbarrier.arrive(told_empty.index(n % AHEAD), count=1)
+        mbarrier.arrive(keys_empty.index(0), count=1)
+        n += 1
+        mbarrier.wait(told_full.index(n % AHEAD), n // AHEAD % 2)
+        steps = told(tiles, n % AHEAD * TOLD + STEPS, 4)
+
+
+@gluon.jit
+def _finish(ME: gl.constexpr, problem, keys, values, tiles, n, results, dk, dv):
+    """Store the gradients of 64 keys and values, by way of where these were."""
+    dk_desc, dv_desc = results
+    tile = n % AHEAD * TOLD
+    at = told(tiles, tile + PLACE, 4) + ME * HALF
+    batch, head = told(tiles, tile + BATCH, 4), told(tiles, tile + HEAD, 4)
+    values.index(ME).reshape([HALF, problem.D]).store(dv.to(problem.DTYPE))
+    keys.index(ME).reshape([HALF, problem.D]).store(dk.to(problem.DTYPE))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dv_desc, [batch, head, at, 0], values.index(ME))
+    tma.async_copy_shared_to_global(dk_desc, [batch, head, at, 0], keys.index(ME))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, slot, phase, n, row, part, dk, dv):
+    """The gradients of keys and values so far, after those of one block of queries."""
+    keys, values, queries, gradients, sums, deltas, meeting, parts, tiles, blocks = buffers
+    queries_full, queries_empty, gradients_full, gradients_empty = barriers[1]
+    part_full, part_empty = barriers[2]
+    q = queries.index(slot).reshape([problem.ROWS, problem.D])
+    gradient = gradients.index(slot).reshape([problem.ROWS, problem.D])
+    k = keys.index(ME).reshape([HALF, problem.D])
+    v = values.index(ME).reshape([HALF, problem.D])
+    mbarrier.wait(queries_full.index(slot), phase)
+    if problem.BANDED:
+        described = told(blocks, slot, 4)
+        row = described // HALF * HALF
+        part = described // (ME + 1) % 2 != 0
+    of_block = (meeting.index(slot * 2 + ME), tiles, n, row, part)
+    HALVES: gl.constexpr = problem.ROWS // HALF
+    first = _rows(q, 0)
+    s = _product(k, first)
+    mbarrier.wait(gradients_full.index(slot), phase)
+    dp = _product(v, _rows(gradient, 0))
+    if HALVES == 2:
+        next_s = _product(k, _rows(q, 1))
+        power = numbers_of(sums.index(slot * 2), problem.GROUPED)
+        s = warpgroup_mma_wait(2, deps=(s,))
+        s, p, narrow = _weights(ME, 0, problem, numbers, of_block, s, power)
+        dv = warpgroup_mma(narrow, _rows(gradient, 0), dv, is_async=True)
+        delta = numbers_of(deltas.index(slot * 2), problem.GROUPED)
+        dp = warpgroup_mma_wait(2, deps=(dp,))
+        first_ds = _slopes(ME, 0, problem, of_block, s, p, dp, delta)
+        dp = _product(v, _rows(gradient, 1))
+        power = numbers_of(sums.index(slot * 2 + 1), problem.GROUPED)
+        s = warpgroup_mma_wait(2, deps=(next_s,))
+    else:
+        power = numbers_of(sums.index(slot), problem.GROUPED)
+        s = warpgroup_mma_wait(1, deps=(s,))
+    s, p, narrow = _weights(ME, HALVES - 1, problem, numbers, of_block, s, power)
+    delta = numbers_of(deltas.index(slot * HALVES + HALVES - 1), problem.GROUPED)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    ds = _slopes(ME, HALVES - 1, problem, of_block, s, p, dp, delta)
+    dv = warpgroup_mma(narrow, _rows(gradient, HALVES - 1), dv, is_async=True)  # begun earlier it is slower
+    if problem.BANDED and part:
+        cleaned(q.slice(ME * (problem.ROWS // 2), problem.ROWS // 2, dim=0))
+    fence_async_shared()
+    meet()
+    dq = _part(ME, problem, keys, meeting, slot)
+    if HALVES == 2:
+        dk = warpgroup_mma(first_ds, first, dk, is_async=True)
+    dk = warpgroup_mma(ds, _rows(q, HALVES - 1), dk, is_async=True)
+    dq, dv = warpgroup_mma_wait(HALVES, deps=(dq, dv))
+    mbarrier.arrive(gradients_empty.index(slot), count=1)
+    mbarrier.wait(part_empty.index(ME), slot ^ 1)
+    parts.index(ME).store(in_order(dq))
+    fence_async_shared()
+    mbarrier.arrive(part_full.index(ME), count=1)
+    dk = warpgroup_mma_wait(0, deps=(dk,))
+    mbarrier.arrive(queries_empty.index(slot), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _rows(buffer, I: gl.constexpr):
+    """64 rows of a buffer."""
+    if buffer.shape[0] == HALF:
+        return buffer
+    return buffer.slice(I * HALF, HALF, dim=0)
+
+
+@gluon.jit
+def _product(a, b):
+    """Begin the product of two buffers of 64 rows each, row by row."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    none = gl.zeros([HALF, HALF], gl.float32, layout=layout)
+    return warpgroup_mma(a, b.permute((1, 0)), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _shown(ME: gl.constexpr, I: gl.constexpr, problem, of_block, x):
+    """``x`` of 64 of the queries of a block, with zeros where they do not see keys."""
+    _, tiles, n, row, part = of_block
+    if part:
+        x = problem.shown(x, row + I * HALF, told(tiles, n % AHEAD * TOLD + PLACE, 4) + ME * HALF)
+    return x
+
+
+@gluon.jit
+def _weights(ME: gl.constexpr, I: gl.constexpr, problem, numbers, of_block, s, power):
+    """Capped logits of 64 keys and 64 of the queries of a block, their probabilities, and these as a product takes them."""
+    inner, factor, _ = numbers
+    s = capped(s, inner, problem.CAPPED)
+    p = _shown(ME, I, problem, of_block, exp2(s * factor - power[None, :]))
+    return s, p, _narrow(problem, p)
+
+
+@gluon.jit
+def _narrow(problem, x):
+    """``x`` as the left side of a product into the sums of a warpgroup's keys or values."""
+    of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, problem.D, 16])
+    return gl.convert_layout(x.to(problem.DTYPE), gl.DotOperandLayout(0, of_sums, k_width=2))
+
+
+@gluon.jit
+def _slopes(ME: gl.constexpr, I: gl.constexpr, problem, of_block, s, p, dp, delta):
+    """Put the gradients of logits where the other warpgroup finds them too; give them as a product takes them."""
+    meeting = of_block[0]
+    ds = p * (dp - delta[None, :])
+    if problem.CAPPED:
+        ds *= 1.0 - s * s
+    ds = _shown(ME, I, problem, of_block, ds).to(problem.DTYPE)
+    if problem.ROWS > HALF:
+        meeting = meeting.slice(I * HALF, HALF, dim=1)
+    meeting.store(ds)
+    return _narrow(problem, ds)
+
+
+@gluon.jit
+def _part(ME: gl.constexpr, problem, keys, meeting, slot):
+    """Begin the product for this warpgroup's part of the gradient of queries: half of the queries, or of the channels."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    dq = gl.zeros([HALF, HALF], gl.float32, layout=layout)
+    for c in gl.static_range(2):
+        ds = meeting.index(slot * 2 + c)
+        k = keys.index(c).reshape([HALF, problem.D])
+        if problem.ROWS > HALF:
+            ds = ds.slice(ME * HALF, HALF, dim=1)
+        else:
+            k = k.slice(ME * HALF, HALF, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=c > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
+    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(found.index(i), count=arrivals)
+    return found
+
+
+_INTS = ("queries", "keys", "heads", "key_heads", "lower", "upper", "section", "tiles")
+
+
+@gluon.jit(do_not_specialize=_INTS)
+def hopper_backward(
+    q_desc, k_desc, v_desc, gradient_desc, sums_desc, sum_desc, of_k_desc, of_v_desc, turns, counter,
+    queries, keys, heads, key_heads, lower, upper, section, tiles, factor, inner, scale,
+    ROWS: gl.constexpr, BANDED: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, GROUPED: gl.constexpr,
+    APART: gl.constexpr, REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    problem = Slopes(
+        queries.to(gl.int32), keys.to(gl.int32), heads.to(gl.int32), key_heads.to(gl.int32), lower.to(gl.int32),
+        upper.to(gl.int32), section.to(gl.int32), tiles.to(gl.int32), D, ROWS, BANDED, CAPPED, ORDERED, GROUPED, APART,
+        q_desc.dtype,
+    )  # fmt: skip
+    meeting: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    buffers = (
+        gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, HALF, D], k_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, HALF, D], v_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, ROWS, D], gradient_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES * ROWS // HALF, HALF], sums_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES * ROWS // HALF, HALF], sums_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [2 * STAGES, HALF, ROWS], meeting),
+        gl.allocate_shared_memory(gl.float32, [2, HALF * HALF // WIDE, WIDE], sum_desc.layout),
+        gl.allocate_shared_memory(gl.int32, [AHEAD * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+    )
+    barriers = (
+        (_barriers(1, 1), _barriers(1, 1), _barriers(1, 2), _barriers(AHEAD, 1), _barriers(AHEAD, 3)),
+        (_barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1), _barriers(STAGES, 2)),
+        (_barriers(2, 1), _barriers(2, 1)),
+    )
+    fence_async_shared()
+    results = (of_k_desc, of_v_desc)
+    numbers = (inner, factor, scale)
+    gl.warp_specialize(
+        [
+            (_multiply, (0, problem, buffers, barriers, results, numbers)),
+            (_multiply, (1, problem, buffers, barriers, results, numbers)),
+            (load, (problem, (q_desc, k_desc, v_desc, gradient_desc, sums_desc), buffers, barriers, counter)),
+            (add, (problem, sum_desc, turns, buffers, barriers)),
+        ],
+        [4, 1, 1],
+        [REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+    )

@@ -1,0 +1,140 @@
+"""The warps of the Hopper backward that move data by TMA: one loads, one adds up the gradient of queries in memory."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from opkit.attn.gpu.hopper.device.backward_work import (
+    AHEAD,
+    BATCH,
+    FIRST,
+    HALF,
+    HEAD,
+    PLACE,
+    STEPS,
+    TOLD,
+    WIDE,
+    added,
+    following,
+    reduce_add,
+    tell,
+    told,
+)
+from opkit.attn.gpu.hopper.device.forward import put_back
+
+
+@gluon.jit
+def load(problem, descriptors, buffers, barriers, counter):
+    """Hand out tiles: their keys and values, and the queries that see them with their gradients, block by block."""
+    q_desc, k_desc, v_desc, gradient_desc, sums_desc = descriptors
+    keys, values, queries, gradients, sums, deltas, _, _, tiles, blocks = buffers
+    keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
+    queries_full, queries_empty, gradients_full, gradients_empty = barriers[1]
+    HALVES: gl.constexpr = problem.ROWS // HALF
+    group = problem.heads // problem.key_heads
+    tile = gl.program_id(0).to(gl.int32)
+    programs = gl.num_programs(0).to(gl.int32)
+    n, slot, phase = tile * 0, tile * 0, tile * 0 + 1
+    while tile < problem.tiles:
+        batch, key_head, at = problem.place(tile)
+        first, steps = problem.span(at)
+        mbarrier.wait(told_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
+        _tell_all(tiles, n, (steps, first, at, batch, key_head, 0))
+        mbarrier.arrive(told_full.index(n % AHEAD), count=1)
+        for g in range(group):
+            head = key_head * group + g
+            of_head = (batch * problem.heads + head) * problem.blocks()
+            for i in range(steps):
+                block = first + i
+                row = block * problem.ROWS
+                place = (of_head + block) * (2 * problem.ROWS)
+                full = queries_full.index(slot)
+                mbarrier.wait(queries_empty.index(slot), phase)
+                if problem.BANDED:
+                    tell(blocks, slot, problem.described(row, at))
+                mbarrier.expect(full, q_desc.block_type.nbytes + HALVES * sums_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, queries.index(slot))
+                _load_sums(HALVES, sums_desc, place, full, sums, slot)
+                if (g == 0) & (i == 0):
+                    mbarrier.wait(keys_empty.index(0), n % 2 ^ 1)
+                    _load_half(k_desc, batch, key_head, at, keys_full, keys)
+                full = gradients_full.index(slot)
+                mbarrier.wait(gradients_empty.index(slot), phase)
+                mbarrier.expect(full, gradient_desc.block_type.nbytes + HALVES * sums_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(gradient_desc, [batch, head, row, 0], full, gradients.index(slot))
+                _load_sums(HALVES, sums_desc, place + problem.ROWS, full, deltas, slot)
+                if (g == 0) & (i == 0):
+                    _load_half(v_desc, batch, key_head, at, values_full, values)
+                slot, phase = following(slot, phase)
+        if steps == 0:
+            mbarrier.wait(keys_empty.index(0), n % 2 ^ 1)
+            mbarrier.arrive(keys_full.index(0), count=1)
+            mbarrier.arrive(values_full.index(0), count=1)
+        n += 1
+        # Not earlier: a tile that is taken while another one is far from its end would begin late.
+        tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
+    mbarrier.wait(told_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
+    _tell_all(tiles, n, (-1, tile, tile, tile, tile, 0))
+    mbarrier.arrive(told_full.index(n % AHEAD), count=1)
+    put_back(counter, programs)
+
+
+@gluon.jit
+def _tell_all(tiles, n, numbers):
+    """Tell the other warps of tile ``n`` of this program."""
+    for i in gl.static_range(TOLD):
+        tell(tiles, n % AHEAD * TOLD + i, numbers[i])
+
+
+@gluon.jit
+def _load_sums(HALVES: gl.constexpr, descriptor, place, full, buffers, slot):
+    """Load numbers of a block of queries."""
+    for i in gl.static_range(HALVES):
+        at = place + i * HALF
+        tma.async_copy_global_to_shared(descriptor, [at], full, buffers.index(slot * HALVES + i))
+
+
+@gluon.jit
+def _load_half(descriptor, batch, head, at, full, buffers):
+    """Load the 128 keys, or values, of a tile."""
+    mbarrier.expect(full.index(0), 2 * descriptor.block_type.nbytes)
+    for c in gl.static_range(2):
+        tma.async_copy_global_to_shared(descriptor, [batch, head, at + c * HALF, 0], full.index(0), buffers.index(c))
+
+
+@gluon.jit
+def add(problem, sum_desc, turns, buffers, barriers):
+    """Add the parts of the gradient of queries to memory as they come."""
+    parts, tiles = buffers[7], buffers[8]
+    told_full, told_empty = barriers[0][3], barriers[0][4]
+    full, empty = barriers[2]
+    group = problem.heads // problem.key_heads
+    SIZE: gl.constexpr = HALF * HALF // WIDE
+    n, phase = problem.tiles * 0, problem.tiles * 0
+    mbarrier.wait(told_full.index(0), 0)
+    steps = told(tiles, n % AHEAD * TOLD + STEPS, 1)
+    while steps >= 0:
+        first, at = told(tiles, n % AHEAD * TOLD + FIRST, 1), told(tiles, n % AHEAD * TOLD + PLACE, 1)
+        batch, key_head = told(tiles, n % AHEAD * TOLD + BATCH, 1), told(tiles, n % AHEAD * TOLD + HEAD, 1)
+        mbarrier.arrive(told_empty.index(n % AHEAD), count=1)
+        for g in range(group):
+            of_head = (batch * problem.heads + key_head * group + g) * problem.blocks()
+            for i in range(steps):
+                block = first + i
+                if problem.ORDERED:
+                    while gl.atomic_add(turns + of_head + block, 0, sem="acquire") < problem.turn(block, at):
+                        pass
+                for c in gl.static_range(2):
+                    mbarrier.wait(full.index(c), phase)
+                    reduce_add(sum_desc, [((of_head + block) * 2 + c) * SIZE, 0], parts.index(c))
+                for c in gl.static_range(2):
+                    tma.store_wait(1 - c)
+                    mbarrier.arrive(empty.index(c), count=1)
+                if problem.ORDERED:
+                    added()
+                    gl.atomic_add(turns + of_head + block, 1, sem="release")
+                phase ^= 1
+        n += 1
+        mbarrier.wait(told_full.index(n % AHEAD), n // AHEAD % 2)
+        steps = told(tiles, n % AHEAD * TOLD + STEPS, 1)
+    added()

@@ -1,0 +1,79 @@
+"""What goes before and after the backward for sm_90, row by row: sums of rows, and the gradient of queries from its sum.
+
+The gradient of queries is summed up in float32 in memory of its own, whole blocks of queries one after another, each of them
+two parts of 64 x 64 in the order of :func:`opkit.attn.gpu.hopper.device.backward_work.in_order`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from opkit.attn.gpu.device.programs import LOG2E
+from opkit.attn.gpu.portable.device.backward import delta_of
+
+PART = tl.constexpr(64)  #: rows and columns of a part
+
+
+@triton.jit(do_not_specialize=("heads", "queries"))
+def hopper_backward_begin(
+    out, gradient, of_lse, lse, delta, sums, total, turns, out_stride_0, out_stride_1, out_stride_2, gradient_stride_0,
+    gradient_stride_1, gradient_stride_2, of_lse_stride_0, of_lse_stride_1, of_lse_stride_2, lse_stride_0, lse_stride_1,
+    lse_stride_2, heads, queries, E: tl.constexpr, E0: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Of a block of rows delta, what the other kernel reads of them, and zeros for the sum of their gradients.
+
+    That is the log-sum-exp times log2(e), infinite for rows that see nothing or are not there, so that their
+    probabilities are 0; then delta. ``delta`` and what follows is contiguous.
+    """
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    within = tl.arange(0, ROWS)
+    if GROUPED:
+        within = grouped(within)
+    found = delta_of(
+        out, gradient, of_lse, b, h, i, out_stride_0, out_stride_1, out_stride_2, gradient_stride_0, gradient_stride_1,
+        gradient_stride_2, of_lse_stride_0, of_lse_stride_1, of_lse_stride_2, queries, E, E0,
+    )  # fmt: skip
+    tl.store(delta + (b * heads + h).to(tl.int64) * queries + i, found, mask=i < queries)
+    lse += b.to(tl.int64) * lse_stride_0 + h.to(tl.int64) * lse_stride_1
+    power = tl.load(lse + i * lse_stride_2, mask=i < queries, other=float("-inf")) * LOG2E
+    block = (b * heads + h).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(sums + block * (2 * ROWS) + within, tl.where(power == float("-inf"), float("inf"), power))
+    tl.store(sums + block * (2 * ROWS) + ROWS + within, found)
+    tl.store(total + block * (ROWS * D) + tl.arange(0, ROWS * D), tl.zeros([ROWS * D], tl.float32))
+    if turns is not None:
+        tl.store(turns + block, 0)
+
+
+@triton.jit
+def grouped(row):
+    """Where the number of a row lies among those of its block, so that a thread finds four of those that it needs together."""
+    return row // 16 * 16 + row % 8 // 2 * 4 + row // 8 % 2 * 2 + row % 2
+
+
+@triton.jit
+def places(ROWS: tl.constexpr, D: tl.constexpr):
+    """Where the numbers of a block of rows lie in its sum: (ROWS, D)."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
+    part = row // PART + column // PART
+    row, column = row % PART, column % PART
+    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+    return part * (PART * PART) + column // 8 * 512 + thread * 4 + row // 8 % 2 * 2 + column % 2
+
+
+@triton.jit(do_not_specialize=("heads", "queries", "scale"))
+def hopper_backward_end(
+    total, of_q, of_q_stride_0, of_q_stride_1, of_q_stride_2, heads, queries, scale,
+    E: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a block of queries: what was summed up for it, times ``scale``, rounded."""
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    block = (b * heads + h).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    found = tl.load(total + block * (ROWS * D) + places(ROWS, D)) * scale
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, D)
+    at = of_q + b.to(tl.int64) * of_q_stride_0 + h.to(tl.int64) * of_q_stride_1
+    seen = (i < queries)[:, None] & (column < E)[None, :]
+    tl.store(at + i[:, None] * of_q_stride_2 + column[None, :], found.to(of_q.dtype.element_ty), mask=seen)

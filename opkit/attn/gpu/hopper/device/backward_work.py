@@ -1,0 +1,235 @@
+"""What the warps of the Hopper backward share: the problem, the order of its programs, and who sees what."""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.language.core import _aggregate as aggregate
+
+KEYS = gl.constexpr(128)  #: keys of a program
+HALF = gl.constexpr(64)  #: keys of one warpgroup, and rows and columns of its part of the gradient of queries
+STAGES = gl.constexpr(2)  #: blocks of queries that are there at once
+AHEAD = gl.constexpr(2)  #: tiles of a program that are told of at once
+STEPS, FIRST, PLACE, BATCH, HEAD, NOUGHT, TOLD = (gl.constexpr(i) for i in range(7))
+"""What is told of a tile: how many blocks of queries of a head there are, -1 after the last tile; the first of them; the first
+key; the batch; the head of keys; 0. And how many numbers these are."""
+WIDE = gl.constexpr(32)  #: floats in a row of the memory that sums up the gradient of queries
+
+
+@aggregate
+class Slopes:
+    """The sizes of a call and its mask: query ``i`` sees key ``j`` if ``lower <= j - i <= upper``, where it is BANDED."""
+
+    queries: gl.tensor
+    keys: gl.tensor
+    heads: gl.tensor  # of queries
+    key_heads: gl.tensor
+    lower: gl.tensor
+    upper: gl.tensor
+    section: gl.tensor  # heads of keys, of all batches, whose tiles are interleaved
+    tiles: gl.tensor  # blocks of keys, of all heads
+    D: gl.constexpr  # channels, padded
+    ROWS: gl.constexpr  # queries of a step
+    BANDED: gl.constexpr
+    CAPPED: gl.constexpr
+    ORDERED: gl.constexpr  # whether programs add to the gradient of queries in turn
+    GROUPED: gl.constexpr  # whether the numbers of rows lie in memory so that a thread reads four at once
+    APART: gl.constexpr  # whether each thread counts buffers in a register of its own
+    DTYPE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        queries,
+        keys,
+        heads,
+        key_heads,
+        lower,
+        upper,
+        section,
+        tiles,
+        D,
+        ROWS,
+        BANDED,
+        CAPPED,
+        ORDERED,
+        GROUPED,
+        APART,
+        DTYPE,
+    ):
+        self.queries = queries
+        self.keys = keys
+        self.heads = heads
+        self.key_heads = key_heads
+        self.lower = lower
+        self.upper = upper
+        self.section = section
+        self.tiles = tiles
+        self.D = gl.constexpr(D)
+        self.ROWS = gl.constexpr(ROWS)
+        self.BANDED = gl.constexpr(BANDED)
+        self.CAPPED = gl.constexpr(CAPPED)
+        self.ORDERED = gl.constexpr(ORDERED)
+        self.GROUPED = gl.constexpr(GROUPED)
+        self.APART = gl.constexpr(APART)
+        self.DTYPE = gl.constexpr(DTYPE)
+
+    @gluon.jit
+    def blocks(self):
+        """How many steps there are at most for a head: blocks of queries."""
+        return (self.queries + self.ROWS - 1) // self.ROWS
+
+    @gluon.jit
+    def place(self, tile):
+        """The batch, the head of keys and the first key of a tile.
+
+        The queries of a section fit into the L2 cache, with what is summed up for them. The first keys come first, since of a
+        causal mask they have the most to do. Where tiles add in turn, the last keys come first: of a causal mask they begin
+        with blocks of queries that no other keys have seen, so that nothing waits, and no tile waits for one that begins later.
+        """
+        of_head = (self.keys + KEYS - 1) // KEYS
+        size = self.section * of_head
+        first = tile // size * self.section
+        rest = tile % size
+        width = gl.minimum(self.section, self.tiles // of_head - first)
+        head = first + rest % width
+        block = rest // width
+        if self.ORDERED:
+            block = of_head - 1 - block
+        return head // self.key_heads, head % self.key_heads, block * KEYS
+
+    @gluon.jit
+    def span(self, at):
+        """The first block of queries that sees some of the keys from ``at``, and how many blocks do, perhaps none."""
+        if self.BANDED:
+            last = gl.minimum(gl.minimum(at + KEYS, self.keys) - 1 - self.lower, self.queries - 1)
+            first = gl.maximum(at - self.upper, 0) // self.ROWS
+            return first, gl.maximum((gl.maximum(last, -1) + self.ROWS) // self.ROWS - first, 0)
+        return at * 0, self.blocks()
+
+    @gluon.jit
+    def turn(self, block, at):
+        """How many tiles add to a block of queries before that of the keys from ``at``: those of later keys that it sees."""
+        last = (self.keys - 1) // KEYS
+        if self.BANDED:
+            last = gl.minimum(last, ((block + 1) * self.ROWS - 1 + self.upper) // KEYS)
+        return last - at // KEYS
+
+    @gluon.jit
+    def partial(self, row, at):
+        """Whether some of a block of queries from ``row`` do not see some of 64 keys from ``at``, or are not there."""
+        past = (row + self.ROWS > self.queries) | (at + HALF > self.keys)
+        if self.BANDED:
+            past |= (at + (HALF - 1) - row > self.upper) | (at - row - (self.ROWS - 1) < self.lower)
+        return past
+
+    @gluon.jit
+    def last_whole(self, at):
+        """Without a band, the last row from which on a block of queries is not partial, or -1."""
+        return gl.where(at + HALF > self.keys, -1, self.queries - self.ROWS)
+
+    @gluon.jit
+    def described(self, row, at):
+        """The first of a block of queries, and in bits 0 and 1 for which half of the keys from ``at`` it is partial."""
+        return row + self.partial(row, at).to(gl.int32) + 2 * self.partial(row, at + HALF).to(gl.int32)
+
+    @gluon.jit
+    def shown(self, x, row, at):
+        """``x``, (keys from ``at``, queries from ``row``), with zeros where a query does not see a key, whatever was there."""
+        layout: gl.constexpr = x.type.layout
+        here = _nothing()  # without it all of this is reckoned before the steps, and kept
+        keys = here + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))[:, None]
+        rows = here + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+        seen = (keys < self.keys - at) & (rows < self.queries - row)
+        if self.BANDED:
+            apart = keys - rows
+            seen &= (apart >= self.lower + (row - at)) & (apart <= self.upper + (row - at))
+        return gl.where(seen, x, 0.0)
+
+
+@gluon.jit
+def _nothing():
+    """A zero of which the compiler does not know."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@builtin
+def reduce_add(descriptor, place, source, _semantic=None):
+    """Begin to add a block in shared memory to one in memory, by TMA."""
+    at = _semantic._convert_to_ir_values(place, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, source.handle)
+
+
+@gluon.jit
+def meet():
+    """Wait for the other warpgroup that multiplies."""
+    gl.inline_asm_elementwise("bar.sync 8, 256; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def cleaned(buffer):
+    """Put zeros in place of what is not finite in 16-bit rows in shared memory: times the zero of what is hidden it is NaN."""
+    ROWS: gl.constexpr = buffer.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for c in gl.static_range(buffer.shape[1] // 64):
+        part = buffer.slice(c * 64, 64, dim=1)
+        x = part.load(layout)
+        part.store(gl.where(gl.abs(x.to(gl.float32)) < float("inf"), x, gl.zeros([ROWS, 64], x.dtype, layout=layout)))
+
+
+@gluon.jit
+def in_order(x):
+    """A part of the gradient of queries, (64, 64), in the order in which threads hold it: rows of 32.
+
+    Each thread's numbers are then stored four at a time, and those of a warp to different banks.
+    :func:`opkit.attn.gpu.hopper.device.backward_rows.places` says where in memory each one is then.
+    """
+    there = x.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    return there.reshape([HALF * HALF // WIDE, WIDE])
+
+
+_FOUR_A_THREAD = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [64]
+    )
+)  # fmt: skip
+
+
+@gluon.jit
+def numbers_of(buffer, GROUPED: gl.constexpr):
+    """Numbers of 64 queries, for logits (keys, queries).
+
+    :func:`opkit.attn.gpu.hopper.device.backward_rows.grouped` says how they lie if they are GROUPED.
+    """
+    layout: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16]))
+    if GROUPED:
+        x = buffer.load(_FOUR_A_THREAD).reshape([4, 4, 2, 2]).permute([0, 2, 1, 3]).reshape([HALF])
+        return gl.convert_layout(x, layout, assert_trivial=True)
+    return buffer.load(layout)
+
+
+@gluon.jit
+def following(slot, phase):
+    """The buffers of the next block of queries, and the parity of their barriers. What is linear in steps the compiler keeps
+    in registers for each buffer."""
+    return slot ^ 1, phase ^ slot
+
+
+@gluon.jit
+def tell(table, I, number):
+    """Put a number into a table in shared memory; one warp does."""
+    table.index(I).store(gl.full([1], number, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def told(table, I, WARPS: gl.constexpr):
+    """A number of a table."""
+    return gl.max(table.index(I).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def added():
+    """Wait until all that was begun by :func:`reduce_add` is in memory."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )

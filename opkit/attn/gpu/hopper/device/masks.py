@@ -1,0 +1,101 @@
+"""Masks on Hopper that are more than a band: lists of live tiles, and programs of which only these are asked.
+
+:mod:`opkit.attn.gpu.device.tile_lists` makes the lists, :mod:`opkit.attn.gpu.device.programs` says what a program means. What a
+program reads lies in a table in shared memory: in most tiles every key is seen, and nothing of it is needed.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from opkit.attn import program
+from opkit.attn.gpu.device import programs
+from opkit.attn.gpu.hopper.device.table import MASK, keep, kept
+
+_LENGTHS = gl.constexpr(MASK + 0)  #: place of the address of lengths, and of their stride
+_SLOTS = gl.constexpr(MASK + 2)
+_NUMBERS = gl.constexpr(MASK + 2 + 6 * 5)
+_visible = gluon.jit(programs.visible.fn)
+
+
+@gluon.constexpr_function
+def _slots_read(PROGRAM):
+    """Of each slot that a program reads, from the first to the last, whether it holds bools."""
+    bools = {word[1]: True for word in PROGRAM if word[0] == program.DENSE}
+    numbers = {word[1]: False for word in PROGRAM if word[0] in (program.SEGMENTS, program.LENGTH, program.BAND_AT)}
+    others = {word[2]: False for word in PROGRAM if word[0] == program.SEGMENTS}
+    found = {**bools, **numbers, **others}
+    return tuple(found[slot] for slot in sorted(found))
+
+
+@gluon.constexpr_function
+def _numbers_used(PROGRAM):
+    places = [word[1] for word in PROGRAM if word[0] == program.BAND]
+    return max([place + 2 for place in places + [word[2] for word in PROGRAM if word[0] == program.BAND_AT]], default=0)
+
+
+@gluon.jit
+def keep_mask(table, problem, lengths, stride, slots, numbers):
+    """Put into the table what a mask reads."""
+    if problem.LENGTHS:
+        keep(table, _LENGTHS, lengths)
+        keep(table, _LENGTHS + 1, stride)
+    for i in gl.static_range(len(_slots_read(problem.MASK))):
+        for part in gl.static_range(5):
+            keep(table, _SLOTS + 5 * i + part, slots[i][part])
+    for i in gl.static_range(_numbers_used(problem.MASK)):
+        keep(table, _NUMBERS + i, numbers[i])
+
+
+@gluon.jit
+def _slot(table, I: gl.constexpr, BOOLS: gl.constexpr):
+    FIRST: gl.constexpr = _SLOTS + 5 * I
+    TYPE: gl.constexpr = gl.int8 if BOOLS else gl.int32
+    address = kept(table, FIRST).to(gl.pointer_type(TYPE), bitcast=True)
+    return address, kept(table, FIRST + 1), kept(table, FIRST + 2), kept(table, FIRST + 3), kept(table, FIRST + 4)
+
+
+@gluon.jit
+def end_of(problem, table, batch):
+    """The number of keys that there are for a batch."""
+    if problem.LENGTHS:
+        at = kept(table, _LENGTHS).to(gl.pointer_type(gl.int32), bitcast=True) + batch * kept(table, _LENGTHS + 1)
+        return gl.minimum(gl.maximum(gl.load(at), 0), problem.keys)
+    return problem.keys
+
+
+@gluon.jit
+def sees(problem, table, batch, head, rows, columns):
+    """Which of the keys ``columns`` the queries ``rows`` see, which broadcast to a tile."""
+    seen = columns < end_of(problem, table, batch)
+    if problem.BANDED:
+        seen = seen & (columns - rows >= problem.lower) & (columns - rows <= problem.upper)
+    if len(problem.MASK) > 0:
+        slots = ()
+        for i in gl.static_range(len(_slots_read(problem.MASK))):
+            slots = slots + (_slot(table, i, _slots_read(problem.MASK)[i]),)
+        numbers = ()
+        for i in gl.static_range(_numbers_used(problem.MASK)):
+            numbers = numbers + (kept(table, _NUMBERS + i).to(gl.int32),)
+        seen = seen & _visible(problem.MASK, slots, numbers, batch, head, rows, columns, problem.queries, problem.keys)
+    return seen
+
+
+# ---- the tiles that a block of queries visits ------------------------------------------------------------------------
+
+
+@gluon.jit
+def list_of(lists, batch, head, block):
+    """Where the list of a block of queries begins, how many tiles of it are whole, and how many there are."""
+    tiles, tile_strides, counts, count_strides = lists
+    of_tiles = batch * tile_strides[0].to(gl.int64) + head * tile_strides[1] + block * tile_strides[2]
+    of_counts = batch * count_strides[0].to(gl.int64) + head * count_strides[1] + block * count_strides[2]
+    return tiles + of_tiles, gl.load(counts + of_counts), gl.load(counts + of_counts + 1)
+
+
+@gluon.jit
+def visit(tiles, whole, total, others, step):
+    """The tile of a step, twice, and one more if it is partly seen; those come first. What is not there counts as partly seen."""
+    partly = total - whole
+    index = gl.where(step < partly, others - 1 - step, step - partly)
+    found = gl.load(tiles + index, mask=step < total, other=0)
+    return 2 * found + ((step < partly) | (total == 0)).to(gl.int32)

@@ -1,0 +1,145 @@
+"""Results that are not numbers, computed again so that a value reaches only the rows that see it.
+
+In the product of a step, a value that is not a number reaches rows that do not see it, as 0 * NaN. It shows in the results, so
+these are looked at: 64 rows with such a result are marked, and at its end a warpgroup goes once more over those that it has
+marked, row by row, reading of the values those alone that a row sees. That is slow; usually there are none.
+
+Marks are numbers of owners in memory, one for 64 rows, and one for each warpgroup that says whether it made any. They are put
+back to 0, as the counter of tiles is, beside which they lie.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from opkit.attn.gpu.hopper.device.masks import sees
+from opkit.attn.gpu.hopper.device.softmax import capped, exp2
+from opkit.attn.gpu.hopper.device.table import OUT, SIZES, K, Q, V, keep, keep_tensor, kept, size_kept
+from opkit.attn.gpu.hopper.device.work import ROWS
+
+OWNERS = gl.constexpr(4)  #: numbers of a program's warpgroups
+_FIRST = gl.constexpr(2)  #: place of the first mark
+_BARRIER = gl.constexpr(12)  #: the first of the named barriers that the threads of one warpgroup use
+_KEYS = gl.constexpr(32)
+_CHANNELS = gl.constexpr(64)
+
+
+@gluon.jit
+def _owner(ME: gl.constexpr):
+    return gl.program_id(0).to(gl.int32) * OWNERS + ME
+
+
+@gluon.jit
+def _marks(counter):
+    """Where the marks of 64 rows each begin, after those of the warpgroups."""
+    return counter + _FIRST + gl.num_programs(0).to(gl.int32) * OWNERS
+
+
+@gluon.jit
+def mark_rows(ME: gl.constexpr, counter, acc, place):
+    """Mark 64 rows of which some results are not numbers; ``place`` is their number among all."""
+    sums = gl.sum(acc, 1)
+    bad = sums != sums
+    zeros = gl.zeros_like(sums).to(gl.int32)
+    gl.store(_marks(counter) + place + zeros, _owner(ME) + 1 + zeros, mask=bad)
+    gl.store(counter + _FIRST + _owner(ME) + zeros, 1 + zeros, mask=bad)
+
+
+@gluon.constexpr_function
+def _together(number):
+    return f"cp.async.bulk.wait_group 0; bar.sync {number}, 128; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def _meet(ME: gl.constexpr):
+    """Wait for the other threads of this warpgroup, and for what they have stored."""
+    text: gl.constexpr = _together(_BARRIER + ME)
+    gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def mend(ME: gl.constexpr, problem, others):
+    """Compute again what this warpgroup has marked."""
+    counter = others[7]
+    _meet(ME)
+    mine = counter + _FIRST + _owner(ME)
+    if gl.load(mine, volatile=True) != 0:
+        blocks = size_kept(others[2], 0) * problem.WARPGROUPS
+        for place in range(size_kept(others[2], 1) * problem.WARPGROUPS):
+            mark = _marks(counter) + place
+            if gl.load(mark, volatile=True) == _owner(ME) + 1:
+                row = place % blocks * ROWS
+                for i in range(row, gl.minimum(row + ROWS, problem.queries)):
+                    _mend_row(problem, others, place // blocks, i)
+                _meet(ME)  # all have seen the mark
+                gl.store(mark, 0)
+        _meet(ME)
+        gl.store(mine, 0)
+
+
+@gluon.jit
+def _mend_row(problem, others, head, i):
+    """The results of one row, ``head`` counted among those of all batches."""
+    _, _, table, lse, _, inner, factor, _ = others
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    power = gl.load(lse + head.to(gl.int64) * problem.queries + i) * 1.4426950408889634
+    base = gl.where(power == float("-inf"), 0.0, power)
+    batch = head // size_kept(table, 2)
+    head = head % size_kept(table, 2)
+    key_head = head // size_kept(table, 3)
+    begin, end = gl.to_tensor(0), problem.keys
+    if problem.BANDED:
+        begin, end = gl.maximum(i + problem.lower, 0), gl.minimum(i + problem.upper, problem.keys - 1) + 1
+    for c in range(0, problem.DV, _CHANNELS):
+        sums = gl.zeros([_KEYS, _CHANNELS], gl.float32, layout=layout)
+        for at in range(begin, end, _KEYS):
+            keys = at + gl.arange(0, _KEYS, layout=gl.SliceLayout(1, layout))
+            seen = keys < end
+            if problem.LISTED:
+                seen = seen & sees(problem, table, batch, head, i, keys)
+            s = _logits(problem, table, batch, head, key_head, i, keys, seen, layout)
+            p = gl.where(seen, exp2(capped(s, inner, problem.CAPPED) * factor - base), 0.0)
+            sums += p[:, None] * _rows(problem, table, V, batch, key_head, keys, seen, c, layout)
+        at, there = _channels(problem, table, OUT, batch, head, c, layout)
+        gl.store(at + i.to(gl.int64) * kept(table, OUT + 3), gl.sum(sums, 0).to(problem.DTYPE), mask=there)
+
+
+@gluon.jit
+def _logits(problem, table, batch, head, key_head, i, keys, seen, layout: gl.constexpr):
+    """The products of query ``i`` with some keys."""
+    found = gl.zeros([_KEYS], gl.float32, layout=gl.SliceLayout(1, layout))
+    for c in range(0, problem.D, _CHANNELS):
+        at, there = _channels(problem, table, Q, batch, head, c, layout)
+        query = gl.load(at + i.to(gl.int64) * kept(table, Q + 3), mask=there, other=0.0).to(gl.float32)
+        key = _rows(problem, table, K, batch, key_head, keys, seen, c, layout)
+        found += gl.sum(query[None, :] * key, 1)
+    return found
+
+
+@gluon.jit
+def _rows(problem, table, TENSOR: gl.constexpr, batch, head, keys, seen, c, layout: gl.constexpr):
+    """Channels from ``c`` of the keys or values that are seen; the others are zeros."""
+    at, there = _channels(problem, table, TENSOR, batch, head, c, layout)
+    offsets = keys.to(gl.int64) * kept(table, TENSOR + 3)
+    inside = seen[:, None] & there[None, :]
+    return gl.load(at[None, :] + offsets[:, None], mask=inside, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _channels(problem, table, TENSOR: gl.constexpr, batch, head, c, layout: gl.constexpr):
+    """Where channels from ``c`` of the first row of a head lie in one of q, k, v, out, and which of them there are."""
+    base = kept(table, TENSOR) + 2 * (batch * kept(table, TENSOR + 1) + head * kept(table, TENSOR + 2))
+    columns = c + gl.arange(0, _CHANNELS, layout=gl.SliceLayout(0, layout))
+    return base.to(gl.pointer_type(problem.DTYPE), bitcast=True) + columns, columns < kept(table, TENSOR + 4)
+
+
+@gluon.jit
+def keep_all(table, q, k, v, out, strides, head_size, value_size, problem):
+    """Put into the table what :func:`mend` needs."""
+    keep_tensor(table, Q, q, strides[0], head_size)
+    keep_tensor(table, K, k, strides[1], head_size)
+    keep_tensor(table, V, v, strides[2], value_size)
+    keep_tensor(table, OUT, out, strides[3], value_size)
+    keep(table, SIZES, problem.blocks)
+    keep(table, SIZES + 1, problem.tiles)
+    keep(table, SIZES + 2, problem.heads)
+    keep(table, SIZES + 3, problem.group)

@@ -1,0 +1,325 @@
+"""The forward kernel for sm_90 (:mod:`opkit.attn.gpu.hopper.device.forward`): which calls it takes, and a call of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkit import config
+from opkit.attn.allocation import like, rows
+from opkit.attn.calls import Call
+from opkit.attn.gpu import plans
+from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.gpu.plans import Shape, Words
+from opkit.attn.memory_safety import mask_fits, shapes_fit
+from opkit.errors import KernelError
+from opkit.op import torch_private as private
+from opkit.op.prepared import PreparedKernel
+from opkit.op.triton.declare import triton_kernel
+from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
+from opkit.op.triton.launch import PreparedLaunch
+
+DTYPES = (torch.bfloat16, torch.float16)
+_FAR = 2**30  #: further than any two positions are apart
+_LOG2E = 1.4426950408889634
+_CACHED = 32 << 20  #: bytes of keys and values that shall stay in the L2 cache
+_ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
+_MOST = 256  #: channels
+_ROWS = 64  #: queries of a warpgroup
+_OWNERS = 4  #: marks of a program beside those of its tiles
+_OF_MASKS = ("tiles", "counts", *plans.TENSORS)
+_NO_MASK: tuple[Tensor | None, ...] = (None,) * len(_OF_MASKS)
+_TENSORS = ("q", "k", "v", "out", "lse", "sinks", "counter", *_OF_MASKS)
+Run = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How the work of a program is laid out.
+
+    Attributes:
+        warpgroups: that multiply, 64 queries of a tile each.
+        keys: of a step.
+        stages: buffers for the keys, and for the values, of a step.
+        row_stages: buffers for the queries of a tile; with 2, the first product of the next one overlaps the end of a tile.
+        own_results: whether results have other buffers than queries.
+        registers: of a thread that multiplies, of the warp that loads, and of all before they are shared out.
+        turns: whether the warpgroups take turns at the tensor cores.
+    """
+
+    warpgroups: int
+    keys: int
+    stages: int
+    row_stages: int
+    own_results: bool
+    registers: tuple[int, int, int]
+    turns: bool = True
+
+
+TILES = {
+    64: Tile(2, 128, 4, 2, True, (240, 24, 168)),
+    128: Tile(2, 128, 2, 2, True, (240, 24, 168)),
+    256: Tile(2, 64, 2, 1, False, (240, 24, 168)),
+}
+"""By the size of the larger head, rounded up."""
+
+LONG = Tile(3, 128, 2, 2, True, (160, 24, 128), turns=False)
+"""For heads of 64 and many queries that see many keys: three warpgroups, since exponentials take most of the time there."""
+
+_LONG_FROM = {False: 2048, True: 8192}
+"""From how many queries and keys that each sees LONG is faster, without and with a band.
+
+On an H200, TFLOP/s of ``TILES[64]`` and LONG: 8 x 16 heads of 2048 403 and 441, 2 x 16 of 8192 419 and 472; causal, 2 x 16 of
+8192 438 and 451, 16 of 16384 444 and 474; but 16 x 16 of 1024 385 and 378, causal 306 and 232.
+"""
+
+
+def takes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_tensors: list[Tensor],
+    sinks: Tensor | None,
+    mask: list[int],
+    bias: list[int],
+    scale: float,
+    dropout_p: float,
+) -> bool:
+    """Whether a call is for :func:`forward`: what it says there, on a GPU of compute capability 9.0.
+
+    Not where batch invariance is asked for.
+    """
+    if config.get().batch_invariant or not _fits(q, k, v, mask_tensors, sinks, mask, bias, scale, dropout_p):
+        return False
+    return on_hopper(q)
+
+
+def on_hopper(x: Tensor) -> bool:
+    """Whether a tensor is on a GPU of compute capability 9.0."""
+    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+def _fits(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_tensors: list[Tensor],
+    sinks: Tensor | None,
+    mask: list[int],
+    bias: list[int],
+    scale: float,
+    dropout_p: float,
+) -> bool:
+    if q.dtype not in DTYPES or not shapes_fit(q, k, v) or 0 in q.shape or 0 in v.shape:
+        return False
+    heads = all(size % _ALIGNED == 0 and size <= _MOST for size in (q.shape[3], v.shape[3]))
+    lengths = max(q.shape[2], k.shape[2]) < _FAR and q.shape[0] * q.shape[1] * q.shape[2] < 2**31
+    plain = not bias and dropout_p == 0 and scale > 0 and (sinks is None or tuple(sinks.shape) == (q.shape[1],))
+    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    return heads and lengths and plain and mask_fits(mask, mask_tensors, sizes)
+
+
+@PreparedKernel
+def forward(*given: Any) -> Run:
+    """The operator's result and log-sum-exp, of its own arguments.
+
+    It takes bfloat16 and float16; heads of up to 256 channels that 8 divides, those of queries and of values of any two such
+    sizes; grouped heads; any numbers of queries and keys but none; every mask; a positive scale; a soft cap; sinks. It takes
+    no biases and no dropout.
+
+    Probabilities are rounded to q's dtype before they are multiplied with the values. Keys and values that are hidden do not
+    reach a result, whatever they hold: 64 rows with a result that is not a number are computed once more, slowly, of what they
+    see alone. Where a visible logit is infinite, or a value, results and log-sum-exp may be NaN where the reference has an
+    infinity. A call's results do not depend on other calls, nor on the GPU's multiprocessors.
+
+    Tensors are read as they lie where TMA can follow their strides, and copied where it cannot.
+
+    Raises:
+        KernelError: it does not take the call.
+    """
+    call = Call(*given)
+    if not _fits(*call[:4], call.sinks, call.mask, call.bias, call.scale, call.dropout_p):
+        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
+        raise KernelError(
+            f"opkit::attention: kernel 'hopper' does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
+            f"scale={call.scale}, dropout_p={call.dropout_p}. Leave the choice to opkit, or force kernel='reference'."
+        )
+    return _prepared(call, tile_of(call))
+
+
+def tile_of(call: Call) -> Tile:
+    """The layout that a call gets."""
+    size = _padded(max(call.q.shape[3], call.v.shape[3]))
+    shape = plans.shape_of(tuple(call.mask), ())
+    seen = min(call.k.shape[2], shape.upper - shape.lower)
+    long = size == 64 and not _listed(shape) and min(call.q.shape[2], seen) >= _LONG_FROM[shape.banded]
+    return LONG if long else TILES[size]
+
+
+def _listed(shape: Shape) -> bool:
+    """Whether a mask says more than a band: then the tiles to visit come from a list."""
+    return bool(shape.mask or shape.lengths)
+
+
+def _prepared(call: Call, tile: Tile) -> Run:
+    from opkit.attn.gpu import arguments
+
+    roomy = arguments.with_room(call)
+    fits, shape = roomy is call, arguments.shape_of(roomy)
+    kernel, numbers = _kernel(tile, shape.mask), _numbers(call, shape)
+    as_they_lie, copied = (PreparedLaunch(kernel, _TENSORS, numbers) for _ in range(2))  # copies have other strides
+    new_out = like(rows(call.q, call.v.shape[3], call.heads_inside))
+    new_lse = like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
+    described = all(describable(each) for each in call[:3])
+    counter = counters(call.q.device, _marks(call, tile))
+    told = _told(shape, tile) if _listed(shape) else None
+
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, _, _, sinks = given[:6]
+        launch = as_they_lie
+        if not described or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            q, k, v = (each.clone(memory_format=torch.contiguous_format) for each in (q, k, v))
+            launch = copied
+        out, lse = new_out(), new_lse()
+        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+        of_mask = _NO_MASK if told is None else told(Call(*given) if fits else arguments.with_room(Call(*given)))
+        launch(q, k, v, out, lse, sinks, counter(), *of_mask)
+        return out, lse
+
+    return run
+
+
+def _told(shape: Shape, tile: Tile) -> Callable[[Call], Sequence[Tensor | None]]:
+    """A function that gives the list of tiles of a call and the tensors that its mask reads."""
+    from opkit.attn.gpu import arguments, tile_lists
+
+    blocks = Blocks(tile.warpgroups * _ROWS, tile.keys, 0, 0)
+    return lambda call: [*tile_lists.lists_of(call, shape, blocks, by_keys=False), *arguments.tensors_of(call, shape)]
+
+
+def _numbers(call: Call, shape: Shape) -> dict[str, Any]:
+    """What the kernel is told of a call beside its tensors. The exponents' base is 2."""
+    capped = call.softcap > 0
+    return {
+        **plans.numbers_of(shape),
+        "BANDED": shape.banded,
+        "CAPPED": capped,
+        "factor": (call.softcap if capped else call.scale) * _LOG2E,
+        "inner": call.scale / call.softcap if capped else 1.0,
+        "processors": processors(call.q.device),
+    }
+
+
+def _marks(call: Call, tile: Tile) -> int:
+    """How many numbers a launch counts and marks with, as :mod:`opkit.attn.gpu.hopper.device.mend` lays them out."""
+    batch, heads, queries, _ = call.q.shape
+    tiles = batch * heads * -(-queries // (tile.warpgroups * _ROWS)) if call.mask else 0
+    return 2 + _OWNERS * processors(call.q.device) + tiles * tile.warpgroups
+
+
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+# ---- the counter of tiles --------------------------------------------------------------------------------------------
+
+_known_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def counters(device: torch.device, size: int) -> Callable[[], Tensor]:
+    """A function that gives the zeros, ``size`` or more, with which a launch counts tiles and marks those that it must mend.
+
+    A kernel leaves them as zeros, so that launches on one stream can share them. A graph that is captured may run beside
+    others, and gets its own.
+    """
+    new = functools.partial(torch.zeros, size, dtype=torch.int32, device=device)
+    if device.type != "cuda":
+        return new
+
+    def counter() -> Tensor:
+        if private.capturing():
+            return new()
+        key = device.index, private.current_stream(device.index)
+        found = _known_counters.get(key)
+        if found is None or found.shape[0] < size:
+            found = _known_counters[key] = new()
+        return found
+
+    return counter
+
+
+# ---- tensors for TMA -------------------------------------------------------------------------------------------------
+
+
+def describable(x: Tensor) -> bool:
+    """Whether TMA can follow the strides."""
+    return x.stride(3) == 1 and all(0 < stride < 2**37 and stride % _ALIGNED == 0 for stride in x.stride()[:3])
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+
+def _padded(channels: int) -> int:
+    return next(size for size in TILES if channels <= size)
+
+
+@functools.cache
+def _kernel(tile: Tile, mask: Words) -> TritonKernel:
+    from triton.experimental.gluon import language as gl
+
+    from opkit.attn.gpu.hopper.device.forward import hopper_forward
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    of_queries, of_keys = (functools.partial(_block, rows) for rows in (_ROWS, tile.keys))
+    block = tile.warpgroups * _ROWS
+    loops, loads, all_threads = tile.registers
+    return triton_kernel(
+        hopper_forward,
+        grid=lambda work, processors: min(work, processors),
+        q_desc=tensor_descriptor("q", block=lambda q: of_queries(q), layout=layout),
+        k_desc=tensor_descriptor("k", block=lambda k: of_keys(k), layout=layout),
+        v_desc=tensor_descriptor("v", block=lambda v: of_keys(v), layout=layout),
+        out_desc=tensor_descriptor("out", block=lambda out: of_queries(out), layout=layout),
+        **_SIZES,
+        blocks=lambda q: -(-q.shape[2] // block),
+        work=lambda q: q.shape[0] * q.shape[1] * -(-q.shape[2] // block),
+        MASK=mask,
+        SINKS=lambda sinks: sinks is not None,
+        WARPGROUPS=tile.warpgroups,
+        STAGES=tile.stages,
+        ROW_STAGES=tile.row_stages,
+        TURNS=tile.turns,
+        OWN_RESULTS=lambda q, v: tile.own_results or _padded(q.shape[3]) != _padded(v.shape[3]),
+        REGISTERS=loops,
+        LOADER_REGISTERS=loads,
+        num_warps=4,
+        maxnreg=all_threads,
+        targets=("sm_90",),
+    )
+
+
+def _block(rows: int, x: Any) -> tuple[int, int, int, int]:
+    return 1, 1, rows, _padded(x.shape[3])
+
+
+def _section(q: Any, k: Any, v: Any) -> int:
+    """How many heads of queries to interleave: so many that their keys and values fit into the cache."""
+    group = q.shape[1] // k.shape[1]
+    of_head = k.shape[2] * (_padded(k.shape[3]) + _padded(v.shape[3])) * 2
+    return min(group * max(_CACHED // of_head, 1), q.shape[0] * q.shape[1])
+
+
+_SIZES: dict[str, Any] = {
+    "queries": lambda q: q.shape[2],
+    "keys": lambda k: k.shape[2],
+    "heads": lambda q: q.shape[1],
+    "group": lambda q, k: q.shape[1] // k.shape[1],
+    "head_size": lambda q: q.shape[3],
+    "value_size": lambda v: v.shape[3],
+    "section": _section,
+}

@@ -1,0 +1,1 @@
+"""Attention in plain Triton: the same source for every GPU, and for the interpreter."""

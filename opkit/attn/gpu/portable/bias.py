@@ -1,0 +1,160 @@
+"""Calls of the portable kernel of the gradients of biases: from the operator's arguments to launches."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opkit.attn import program
+from opkit.attn.allocation import dense_rows
+from opkit.attn.calls import BiasCall
+from opkit.attn.gpu import arguments, blocks, plans
+from opkit.attn.gpu.arguments import Run
+from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.gpu.portable.device.bias import attention_of_bias
+from opkit.op.triton.declare import triton_kernel
+from opkit.op.triton.kernel import TritonKernel
+
+_TENSORS = ("of_bias", "q", "k", "v", "gradient", "lse", "delta", "seed", *plans.TENSORS)
+_PROGRAMS = 4  # for each multiprocessor; where tiles are fewer, several share one out among them
+_LEAST = 16  # keys of a tile
+
+
+class Term(NamedTuple):
+    """How a term of a bias's program depends on one of its tensors.
+
+    Attributes:
+        tensor: its number.
+        depends: whether on the batch, the head, the query, and on the row and the column of the keys.
+        high, wide: rows and columns of the keys; one row but for relative positions.
+        distances: whether it is times minus the distance of query and key.
+    """
+
+    tensor: int
+    depends: tuple[bool, bool, bool, bool, bool]
+    high: int
+    wide: int
+    distances: bool = False
+
+
+def terms_of(bias: Sequence[int], shapes: Sequence[Sequence[int]], keys: int) -> Iterator[Term]:
+    """The terms of a bias's program whose tensors have these shapes, for so many keys; one for each tensor of a term.
+
+    >>> next(terms_of([program.BIAS_DENSE, 0], [(1, 2, 1, 5)], 5))
+    Term(tensor=0, depends=(False, True, False, False, True), high=1, wide=5, distances=False)
+    """
+    at = 0
+    while at < len(bias):
+        kind, first = bias[at], bias[at + 1]
+        wide = [size > 1 for size in shapes[first]]
+        if kind == program.BIAS_DENSE:
+            yield Term(first, (wide[0], wide[1], wide[2], False, wide[3]), 1, keys)
+        elif kind == program.BIAS_ALIBI:
+            yield Term(first, (wide[0], wide[1], False, False, False), 1, keys, True)
+        else:
+            yield from _relative(first, bias[at + 2], shapes)
+        at += 4 if kind == program.BIAS_REL else 2
+
+
+def _relative(of_rows: int, of_columns: int, shapes: Sequence[Sequence[int]]) -> Iterator[Term]:
+    high, wide = shapes[of_rows][3], shapes[of_columns][3]
+    upright = wide == 1  # one column of keys is read as one row
+    sizes = (1, high) if upright else (high, wide)
+    for number, by_row in ((of_rows, True), (of_columns, False)):
+        b, h, i = (size > 1 for size in shapes[number][:3])
+        row, column = (False, by_row) if upright else (by_row, not by_row)
+        yield Term(number, (b, h, i, row, column), *sizes)
+
+
+@functools.cache
+def kernel(constants: arguments.Constants) -> TritonKernel:
+    """The kernel with its constants settled."""
+    return triton_kernel(
+        attention_of_bias, grid=lambda own, programs, shares: (own, programs, shares), **dict(constants)
+    )
+
+
+def backward(example: BiasCall) -> Run:
+    """The gradients of the tensors that are wanted, for calls like ``example``."""
+    roomy = arguments.with_room(example)
+    fits = roomy is example
+    shapes = [tuple(each.shape) for each in example.bias_tensors]
+    terms = list(terms_of(example.bias, shapes, example.k.shape[2]))
+    shape = arguments.shape_of(roomy)
+    makers = [
+        [_Maker(roomy, term, example.bias_tensors[number]) for term in terms if term.tensor == number]
+        for number in example.wanted
+    ]
+    if 0 in (example.q.numel(), example.k.numel(), example.v.numel()):
+        makers = [[] for _ in makers]
+
+    def run(*given: Any) -> list[Tensor]:
+        call = BiasCall(*given)
+        like = [call.bias_tensors[number] for number in call.wanted]
+        call = call if fits else arguments.with_room(call)
+        rows = [dense_rows(each) for each in (call.q, call.k, call.v, call.gradient)]
+        read = (*rows, call.lse.contiguous(), call.delta.contiguous(), call.seed, *arguments.tensors_of(call, shape))
+        return [_sum([make(read) for make in each], x) for each, x in zip(makers, like, strict=True)]
+
+    return run
+
+
+def _sum(found: list[Tensor], like: Tensor) -> Tensor:
+    """The sum of the gradients that a tensor has from each term that names it."""
+    if not found:
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    return functools.reduce(torch.add, found)
+
+
+class _Maker:
+    """Makes the gradient of a tensor as one term has it."""
+
+    def __init__(self, call: BiasCall, term: Term, tensor: Tensor) -> None:
+        size = _blocks(call, term)
+        sizes = (call.q.shape[0], call.q.shape[1], call.q.shape[2], term.high, term.wide)
+        tiles = (*sizes[:2], blocks.tiles_in(sizes[2], size.rows), term.high, blocks.tiles_in(term.wide, size.keys))
+        own = [count for count, depends in zip(tiles, term.depends, strict=True) if depends]
+        wanted = max(1, _PROGRAMS * blocks.processors(call.q.device) // math.prod(own))
+        self.shares = min(wanted, math.prod(tiles) // math.prod(own))
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        numbers = {
+            **_numbers(call), **plans.numbers_of(arguments.shape_of(call)), "high": term.high, "wide": term.wide,
+            "shares": self.shares, "own": math.prod(n for n, d in zip(tiles[2:], term.depends[2:], strict=True) if d),
+            "programs": math.prod(n for n, d in zip(tiles[:2], term.depends[:2], strict=True) if d),
+        }  # fmt: skip
+        self.launch = arguments.launcher(kernel, _constants(call, term, size), call.q.dtype, _TENSORS, numbers)
+
+    def __call__(self, read: Sequence[Any]) -> Tensor:
+        shared = self.shares > 1
+        made = read[0].new_empty((self.shares, *self.shape), dtype=torch.float32 if shared else self.dtype)
+        self.launch(made, *read)
+        return made.sum(0).to(self.dtype) if shared else made[0]
+
+
+def _blocks(call: BiasCall, term: Term) -> Blocks:
+    """The tiles: of keys no more than a row has, rounded up."""
+    size = arguments.blocks_of(blocks.OF_BIAS, call, arguments.shape_of(call), 2)
+    return size._replace(keys=min(size.keys, max(_LEAST, 1 << (term.wide - 1).bit_length())))
+
+
+def _constants(call: BiasCall, term: Term, size: Blocks) -> arguments.Constants:
+    names = ("BY_BATCH", "BY_HEAD", "BY_QUERY", "BY_ROW", "BY_COLUMN")
+    found = dict(arguments.constants_of(call, arguments.shape_of(call), size))
+    found |= {**dict(zip(names, term.depends, strict=True)), "IMAGE": term.high > 1, "DISTANCES": term.distances}
+    del found["LISTED"]
+    return tuple(found.items())
+
+
+def _numbers(call: BiasCall) -> dict[str, Any]:
+    """The numbers that the kernel takes whichever tensor it is for."""
+    (batch, heads, queries, _), kv_heads = call.q.shape, call.v.shape[1]
+    return {
+        "batch": batch, "heads": heads, "group": heads // max(kv_heads, 1), "queries": queries, "keys": call.v.shape[2],
+        "scale": call.scale, "softcap": call.softcap, "threshold": math.ceil(call.dropout_p * 2**32),
+        "rescale": arguments.rescale(call.dropout_p),
+    }  # fmt: skip

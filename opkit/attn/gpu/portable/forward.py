@@ -1,0 +1,73 @@
+"""Calls of the portable forward kernel: from the operator's arguments to launches."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkit.attn.allocation import dense_rows, like, rows
+from opkit.attn.calls import Call
+from opkit.attn.gpu import arguments, blocks, plans
+from opkit.attn.gpu.arguments import Run
+from opkit.attn.gpu.portable.device.forward import attention_forward
+from opkit.op.triton.declare import triton_kernel
+from opkit.op.triton.kernel import TritonKernel
+
+_DESCALES = ("q_by", "k_by", "v_by")
+_TENSORS = ("q", "k", "v", *_DESCALES, "out", "lse", "sinks", "seed", "tiles", "counts", *plans.TENSORS)
+
+
+@functools.cache
+def kernel(constants: arguments.Constants) -> TritonKernel:
+    """The forward kernel with its constants settled."""
+    return triton_kernel(
+        attention_forward,
+        grid=lambda queries, programs, ROWS: (blocks.tiles_in(queries, ROWS), programs),
+        **dict(constants),
+    )
+
+
+def forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
+    """The operator's result and log-sum-exp, for calls like ``example``; descales may follow the arguments of a call.
+
+    With ``ordered`` what a query gives does not depend, to the last bit, on what is computed beside it. ``fp8`` is as
+    :func:`opkit.attn.gpu.device.tile.widened` has it; results are in bfloat16 then.
+    """
+    q, _, v = example[:3]
+    of_result = torch.empty_like(q, dtype=torch.bfloat16) if fp8 else q
+    new_out = like(rows(of_result, v.shape[3], example.heads_inside))
+    new_lse = like(q.new_empty(q.shape[:3], dtype=torch.float32))
+    if 0 in (*q.shape[:3], v.shape[3]):
+        return lambda *given: (new_out(), new_lse())
+    roomy = arguments.with_room(example)
+    fits, shape = roomy is example, arguments.shape_of(roomy)
+    size = arguments.blocks_of(blocks.FORWARD, roomy, shape, 1)
+    size = arguments.invariant_blocks_of(roomy, shape) if ordered else size
+    numbers = {**_numbers(example), **plans.numbers_of(shape)}
+    constants = (*arguments.constants_of(example, shape, size), ("ORDERED", ordered), ("FP8", fp8))
+    launch = arguments.launcher(kernel, constants, q.dtype, _TENSORS, numbers)
+
+    def run(*given: Any, by: Sequence[Tensor | None] = (None, None, None)) -> tuple[Tensor, Tensor]:
+        call = Call(*given) if fits else arguments.with_room(Call(*given))
+        out, lse = new_out(), new_lse()
+        read = dense_rows(call.q), dense_rows(call.k), dense_rows(call.v)
+        lists = arguments.lists_of(call, shape, size, by_keys=False)
+        launch(*read, *by, out, lse, call.sinks, call.seed, *lists, *arguments.tensors_of(call, shape))
+        return out, lse
+
+    return run
+
+
+def _numbers(call: Call) -> dict[str, Any]:
+    """The numbers that the kernel takes."""
+    (batch, heads, queries, _), (_, kv_heads, keys, _) = call.q.shape, call.v.shape
+    return {
+        "programs": batch * heads, "heads": heads, "group": heads // max(kv_heads, 1), "queries": queries, "keys": keys,
+        "scale": call.scale, "softcap": call.softcap, "threshold": math.ceil(call.dropout_p * 2**32),
+        "rescale": arguments.rescale(call.dropout_p),
+    }  # fmt: skip

@@ -1,0 +1,141 @@
+"""Kernels for GPUs of which no row's result depends, to the last bit, on what is computed beside it.
+
+It is the portable forward with tiles of one size for all calls, in order, and none of them treated otherwise than the rest; keys
+that a query does not see add nothing to its sums, not even a rounding. Those for processors are in
+:mod:`opkit.attn.batch_invariant`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkit.attn.allocation import dense_rows, like
+from opkit.attn.batch_invariant import NAME, switched_on
+from opkit.attn.calls import Call
+from opkit.attn.gpu import blocks, plans
+from opkit.attn.gpu.decode import decoding
+from opkit.attn.gpu.decode.paged import takes_pages
+from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, takes
+from opkit.attn.paged_cpu import PagedCall
+from opkit.errors import KernelError
+from opkit.op.operator import CustomOp
+from opkit.op.prepared import PreparedKernel
+
+_FIRST = 10  # of priorities, above those of all other kernels
+_TENSORS = ("q", "k", "v", "out", "lse", "sinks", "table", "lengths", "starts", "k_scale", "v_scale")
+
+
+def name() -> str:
+    """Its name; in a process in which Triton interprets, processors' kernels have that of GPUs'."""
+    return NAME + "_triton" if "cpu" in decoding.where() else NAME
+
+
+def register(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::attention`` the kernel: it runs where it is forced, or for all calls with ``OPKIT_BATCH_INVARIANT=1``."""
+    op.register_kernel(decoding.where(), forward, when=switched_on, name=name(), priority=_FIRST)
+
+
+def register_paged(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::paged_attention`` the kernel."""
+    op.register_kernel(decoding.where(), paged, when=switched_on, name=name(), priority=_FIRST)
+
+
+@PreparedKernel
+def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The operator's result and log-sum-exp, of its own arguments.
+
+    Raises:
+        KernelError: it does not take the call.
+    """
+    from opkit.attn.gpu.portable import forward as portable
+
+    call = Call(*given)
+    if call.dropout_p != 0 or not takes(*call[:6], call.mask, call.bias):
+        _refuse("opkit::attention", f"q of {call.q.dtype} {tuple(call.q.shape)} with dropout_p={call.dropout_p}")
+    return portable.forward(call, ordered=True)
+
+
+@PreparedKernel
+def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """As :func:`forward` of the same keys, bit by bit; pages of another dtype than ``q``'s are computed in float32.
+
+    Its arguments are a :class:`opkit.attn.paged_cpu.PagedCall`. Lengths, starts and pages are read on the GPU alone, and what of
+    them is out of range is taken as the nearest that is not: nothing waits for the GPU.
+
+    Raises:
+        KernelError: it does not take the call.
+    """
+    call = PagedCall(*given)
+    small = call.q.shape[-1] <= LARGEST_HEAD and call.v_pages.shape[-1] <= LARGEST_VALUES
+    if not small or not takes_pages(call.q, call.k_pages, call.v_pages, call.lengths):
+        _refuse(
+            "opkit::paged_attention",
+            f"q of {call.q.dtype} {tuple(call.q.shape)} with k_pages {tuple(call.k_pages.shape)}",
+        )
+    new_out = like(call.q.new_empty((*call.q.shape[:2], call.v_pages.shape[-1])))
+    new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
+    if 0 in (*call.q.shape[:2], call.lengths.shape[0]):
+        return lambda *_: (new_out().zero_(), new_lse().fill_(-torch.inf))
+    launch = _launch(call)
+    bytes_of = _bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
+
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = given
+        out, lse = new_out(), new_lse()
+        sinks = None if sinks is None else sinks.contiguous()
+        pages = dense_rows(table), lengths.contiguous(), starts.contiguous(), k_scale, v_scale
+        launch(dense_rows(q), bytes_of(k), bytes_of(v), out, lse, sinks, *pages)
+        return out, lse
+
+    return run
+
+
+def _bytes(pages: Tensor) -> Tensor:
+    return dense_rows(pages).view(torch.uint8)
+
+
+def _launch(call: PagedCall) -> Callable[..., Any]:
+    from opkit.attn.gpu import arguments
+
+    (total, heads, d), (pages, page, kv_heads, e) = call.q.shape, call.v_pages.shape
+    same = call.k_scale is None and call.v_scale is None and call.k_pages.dtype == call.q.dtype
+    compute = call.q.dtype if same else torch.float32
+    size = blocks.invariant(max(d, e), compute.itemsize, blocks.shared_memory(call.q.device))
+    d0, d1 = blocks.parts(d)
+    constants = {
+        "D": d, "D0": d0, "D1": d1, "E": e, "E0": blocks.parts(e)[0], "PAGE": page, "CAPPED": call.softcap > 0,
+        "FOLDED": call.softcap == 0 and call.scale > 0, "FP8": call.k_pages.dtype == torch.float8_e4m3fn,
+        "COMPUTE": compute, "ROWS": size.rows, "KEYS": size.keys, "num_warps": size.warps, "num_stages": size.stages,
+    }  # fmt: skip
+    numbers = {
+        "tall": blocks.tiles_in(total, size.rows), "programs": call.lengths.shape[0] * heads, "heads": heads,
+        "group": heads // kv_heads, "pages": pages, "width": call.page_table.shape[1], "lower": plans.narrow(call.lower),
+        "upper": plans.narrow(call.upper), "scale": call.scale, "softcap": call.softcap,
+    }  # fmt: skip
+    return arguments.launcher(_kernel, tuple(constants.items()), compute, _TENSORS, numbers)
+
+
+@functools.cache
+def _kernel(constants: tuple[tuple[str, Any], ...]) -> Any:
+    import triton.language as tl
+
+    from opkit.attn.gpu.portable.device.paged import attention_forward_paged
+    from opkit.op.triton.declare import triton_kernel
+
+    types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    named = dict(constants)
+    named["COMPUTE"] = types[named["COMPUTE"]]
+    return triton_kernel(attention_forward_paged, grid=lambda tall, programs: (tall, programs), **named)
+
+
+def _refuse(operator: str, told: str) -> None:
+    raise KernelError(
+        f"{operator}: no batch-invariant kernel for GPUs takes {told}. It takes float32, bfloat16 and float16 without dropout, "
+        f"and heads of at most {LARGEST_HEAD} (of values {LARGEST_VALUES}). Convert the call, or make it outside "
+        "of opkit.batch_invariant and OPKIT_BATCH_INVARIANT."
+    )
