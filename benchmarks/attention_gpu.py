@@ -17,7 +17,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def forwards(q: Tensor, k: Tensor, v: Tensor, causal: bool, options: argparse.Na
     for name, backend in PEERS.items():
         found[name] = functools.partial(torch_forward, backend, q, k, v, causal)
     if options.flex:
-        found["Flex"] = flex(q, k, v, causal)
+        found["Flex"] = flex(q, k, v, mask)
     if (fa4 := flash_attention_4()) is not None:
         inside = [x.transpose(1, 2).contiguous().detach().requires_grad_(x.requires_grad) for x in (q, k, v)]
         found["FA4"] = lambda: _first(fa4(*inside, causal=causal))
@@ -126,13 +126,15 @@ def _first(x: Any) -> Tensor:
     return x[0] if isinstance(x, tuple) else x
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-    """FlexAttention, compiled."""
+def flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Call:
+    """FlexAttention, compiled, with a mask of :mod:`opkit.masks` or without one."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.config.recompile_limit = 100  # of all shapes
+    torch._functorch.config.donated_buffer = False  # backwards are repeated
     compiled: Any = torch.compile(flex_attention, dynamic=False)
-    mask = create_block_mask(Causal(), None, None, q.shape[2], k.shape[2], device="cuda") if causal else None
-    return lambda: compiled(q, k, v, block_mask=mask)
+    blocks = create_block_mask(mask, None, None, q.shape[2], k.shape[2], device="cuda") if mask is not None else None
+    return lambda: compiled(q, k, v, block_mask=blocks)
 
 
 def forward(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -184,30 +186,49 @@ def label(size: list[int], causal: bool) -> str:
 
 
 def masks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Milliseconds of a window and of documents, forward and backward, beside causal attention's time."""
+    """Milliseconds of a window and of documents, forward and backward, and of the others that have such masks."""
     size = (1, 2, 1024, 128) if options.quick else (2, 16, 16384, 128)
     length = size[2]
     q, k, v, gradient = tensors(*size, count=4)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     documents = (torch.arange(length, device="cuda") // (length // 8)).int()
-    cases: dict[str, Any] = {
-        "causal": Causal(),
-        f"window {length // 16}": Causal() & SlidingWindow(length // 16, 0),
-        "8 causal documents": Causal() & Segments(documents, documents),
-        "8 documents": Segments(documents, documents),
-        "none": None,
+    window = length // 16
+    cases: dict[str, tuple[Any, dict[str, Any] | None]] = {  # masks, and how FlashAttention is told of them
+        "none": (None, {}),
+        "causal": (Causal(), {"causal": True}),
+        f"window {window}": (Causal() & SlidingWindow(window, 0), {"causal": True, "window_size": (window, 0)}),
+        "8 causal documents": (Causal() & Segments(documents, documents), None),
+        "8 documents": (Segments(documents, documents), None),
     }
-    for name, mask in cases.items():
-        out = opkit.attention(q, k, v, mask=mask, kernel=options.kernel)
-        ahead = interleaved({"opkit": _detached(q, k, v, mask, options)}, options.rounds)["opkit"]
-        back = interleaved({"opkit": _backward(out, (q, k, v), gradient)}, options.rounds)["opkit"]
-        milliseconds = {"forward ms": ahead, "backward ms": back}
-        yield {"case": name, **{what: round(statistics.median(found) * 1e3, 3) for what, found in milliseconds.items()}}
+    for name, (mask, told) in cases.items():
+        calls = _masked((q, k, v), mask, told, options)
+        inputs = [x.detach() for x in (q, k, v)]
+        yield _milliseconds(f"{name}, forward", interleaved(_masked(inputs, mask, told, options), options.rounds))
+        back = {kind: _backward(call(), (q, k, v), gradient) for kind, call in calls.items() if _runs(kind, call)}
+        yield _milliseconds(f"{name}, backward", interleaved(back, options.rounds))
 
 
-def _detached(q: Tensor, k: Tensor, v: Tensor, mask: Any, options: argparse.Namespace) -> Call:
-    q, k, v = (x.detach() for x in (q, k, v))
-    return lambda: opkit.attention(q, k, v, mask=mask, kernel=options.kernel)
+def _masked(
+    inputs: Sequence[Tensor], mask: Any, told: dict[str, Any] | None, options: argparse.Namespace
+) -> dict[str, Call]:
+    """The calls with a mask, by name, each of its result."""
+    q, k, v = inputs
+    found: dict[str, Call] = {"opkit": lambda: opkit.attention(q, k, v, mask=mask, kernel=options.kernel)}
+    if options.flex:
+        found["Flex"] = flex(q, k, v, mask)
+    if told is not None and (fa4 := flash_attention_4()) is not None:
+        inside = [x.transpose(1, 2).contiguous().detach().requires_grad_(x.requires_grad) for x in inputs]
+        found["FA4"] = lambda: _first(fa4(*inside, **told))
+    return found
+
+
+def _milliseconds(case: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    """Milliseconds of each, and how many times as fast as the fastest other opkit is."""
+    found = {name: statistics.median(each) for name, each in times.items()}
+    others = {name: each for name, each in found.items() if name != "opkit"}
+    best = min(others, key=lambda name: others[name]) if others else None
+    ratio = {"opkit / best": f"{found[best] / found['opkit']:.2f} ({best})"} if best else {}
+    return {"case": case, **{name: round(each * 1e3, 3) for name, each in found.items()}, **ratio}
 
 
 def host(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
