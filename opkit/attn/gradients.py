@@ -22,6 +22,7 @@ from opkit.op.operator import CustomOp
 
 _contact, _finite, _product = reference.contact, reference.finite, reference.product
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
+_NOTHING = (0, 0, False, False)  # beside q, k, v and the results: tensors of masks and of biases, sinks, a seed
 
 
 def attention_backward(
@@ -164,22 +165,25 @@ def bias_backward_operator() -> CustomOp[Any, list[Tensor]]:
 
 def setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
     """Keep what :func:`backward` reads."""
-    q, k, v, mask_tensors, bias_tensors, sinks, seed, *rest = inputs
-    optional = [each for each in (sinks, seed) if each is not None]
-    ctx.present, ctx.counts = (sinks is not None, seed is not None), (len(mask_tensors), len(bias_tensors))
-    ctx.rest = rest
+    q, k, v, mask_tensors, bias_tensors, sinks, seed = inputs[:7]
+    ctx.rest = inputs[7:]
+    ctx.kept = len(mask_tensors), len(bias_tensors), sinks is not None, seed is not None
     ctx.set_materialize_grads(False)  # of the log-sum-exp there is seldom a gradient
+    if ctx.kept == _NOTHING:
+        ctx.save_for_backward(q, k, v, *output)
+        return
+    optional = [each for each in (sinks, seed) if each is not None]
     ctx.save_for_backward(q, k, v, *output, *mask_tensors, *bias_tensors, *optional)
 
 
 def backward(ctx: Any, gradient: Tensor | None, of_lse: Tensor | None) -> tuple[Any, ...]:
     """The gradients of the operator's arguments."""
     q, k, v, out, lse, *tensors = ctx.saved_tensors
-    masks, biases = ctx.counts
+    masks, biases, sunk, dropped = ctx.kept
     mask_tensors, bias_tensors, optional = tensors[:masks], tensors[masks : masks + biases], tensors[masks + biases :]
     gradient = torch.zeros_like(out) if gradient is None else gradient
-    sinks = optional[0] if ctx.present[0] else None
-    seed = optional[-1] if ctx.present[1] else None
+    sinks = optional[0] if sunk else None
+    seed = optional[-1] if dropped else None
     mask, bias, scale, softcap, dropout_p, heads_inside = ctx.rest
     call = GradientCall(
         gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside, seed, dropout_p

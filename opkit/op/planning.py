@@ -347,6 +347,8 @@ def make_training(operator: Operator, plan: Plan, args: Sequence[Any], kwargs: d
     if plan.kernel == REFERENCE and operator.self_differentiating(args, kwargs):
         return lambda *args, **kwargs: plan.run(*args, **kwargs)
     rule = operator.rule(args, kwargs)
+    if isinstance(rule, GivenRule) and (setup := _simple_setup(operator, rule, args, kwargs)) is not None:
+        return _simple_training(operator, plan, rule, args, setup)
     trim = _trailing_defaults(operator) if isinstance(rule, GivenRule) else []
     counts, function = counts_of(args), operator.autograd_function
     spread = spreads(counts)
@@ -356,6 +358,30 @@ def make_training(operator: Operator, plan: Plan, args: Sequence[Any], kwargs: d
             args = _trimmed(args, trim)
         call = Call(plan.run, rule, kwargs, True, counts and counts[: len(args)], spread)
         return restore(call, apply(function, call, args))
+
+    return train
+
+
+def _simple_setup(
+    operator: Operator, rule: GivenRule, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Callable[..., Any] | None:
+    """The rule's ``setup_context``, if autograd nodes can take arguments and results of such calls as they are."""
+    listed = spreads(counts_of(args)) or any(str(r.type).startswith("List") for r in operator.schema.returns)
+    if listed or not all(parameter.required for parameter in operator.signature.parameters):
+        return None
+    return rule.setup_of(args, kwargs)
+
+
+def _simple_training(
+    operator: Operator, plan: Plan, rule: GivenRule, args: Sequence[Any], setup: Callable[..., Any]
+) -> Callable[..., Any]:
+    """As :func:`make_training`, by one :class:`Call` for all calls."""
+    call = Call(plan.run, rule, {}, True, counts_of(args), setup=setup)
+    record = operator.autograd_function.apply
+
+    def train(*args: Any) -> Any:
+        call.run = plan.run  # which the first call settles
+        return record(*args, call)
 
     return train
 

@@ -41,7 +41,7 @@ class Call:
     """One call on its way through the autograd node. ``plain`` marks eager calls on ordinary tensors.
 
     ``counts`` are those of its lists (:mod:`opkit.op.rules.listed`), None where there is none; ``spread`` says whether the node
-    takes one of them item by item.
+    takes one of them item by item. Where ``setup`` is given, the rule keeps what its backward needs by that alone.
     """
 
     run: Callable[..., Any]
@@ -51,6 +51,7 @@ class Call:
     counts: Counts | None = None
     spread: bool = False
     output_spec: Any = None
+    setup: Callable[..., Any] | None = None
 
     @classmethod
     def of(cls, run: Callable[..., Any], rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
@@ -68,9 +69,13 @@ def make_function(name: str) -> Any:
 
 def _forward(ctx: Any, *inputs: Any) -> Any:
     call: Call = inputs[-1]
+    ctx.opkit_call = call
+    if call.setup is not None:
+        output = call.run(*inputs[:-1])
+        call.setup(ctx=ctx, inputs=inputs[:-1], output=output)
+        return output
     args = inputs[:-1] if call.counts is None or not call.spread else tuple(grouped(inputs, call.counts))
     output = call.run(*args, **call.kwargs)
-    ctx.opkit_call = call
     call.rule.save(ctx, call, args, output)
     if type(output) is list or (type(output) is tuple and any(type(item) is list for item in output)):
         leaves, call.output_spec = pytree.tree_flatten(output)
@@ -86,7 +91,7 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         grads = tuple(structured) if type(structured) is tuple else (structured,)
     found = call.rule.backward(ctx, *grads)
     if call.counts is not None:
-        found = flattened(found, call.counts)
+        found = flattened(found, call.counts, call.spread)
     return (*found, None)
 
 
@@ -135,11 +140,17 @@ class GivenRule:
         else:
             self.setup_context(ctx=ctx, inputs=inputs, output=output)
 
+    def setup_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        """The author's ``setup_context``, if it takes the arguments of such calls as they are."""
+        positional, keyword_only = self._arguments
+        whole = len(args) == positional and not keyword_only and not kwargs
+        return self.setup_context if whole and not self.operator.signature.flattened else None
+
     def backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """The author's backward; its gradients may end early where the rest are of defaulted arguments."""
         call: Call = ctx.opkit_call
         needs = ctx.needs_input_grad
-        structured = needs[:-1] if call.counts is None else tuple(grouped_needs(needs, call.counts))
+        structured = needs[:-1] if call.counts is None else tuple(grouped_needs(needs, call.counts, call.spread))
         try:
             ctx.needs_input_grad = structured
             found = self.backward_function(ctx, *grads)

@@ -56,16 +56,18 @@ def grouped(leaves: Sequence[Any], counts: Counts) -> list[Any]:
     return found
 
 
-def grouped_needs(needs: Sequence[bool], counts: Counts) -> list[Any]:
-    """Which arguments need a gradient, those in lists one by one."""
-    found = grouped(needs, counts)
+def grouped_needs(needs: Sequence[bool], counts: Counts, spread: bool = True) -> list[Any]:
+    """Which arguments need a gradient, those in lists one by one; ``spread`` as :func:`spreads` says, if it is known."""
+    found = grouped(needs, counts) if spread else needs
     return [
-        each if count is None or count >= 0 else [False] * ~count for each, count in zip(found, counts, strict=True)
+        each if count is None or count >= 0 else [False] * ~count for each, count in zip(found, counts, strict=False)
     ]
 
 
-def flattened(grads: Sequence[Any], counts: Counts) -> list[Any]:
-    """Gradients as the node gives them; there is none of a list that it takes whole."""
+def flattened(grads: Sequence[Any], counts: Counts, spread: bool = True) -> list[Any]:
+    """Gradients as the node gives them; there is none of a list that it takes whole. ``spread`` as for :func:`grouped_needs`."""
+    if not spread:
+        return [grad if count is None else None for grad, count in zip(grads, counts, strict=True)]
     flat: list[Any] = []
     for grad, count in zip(grads, counts, strict=True):
         if count is None:
