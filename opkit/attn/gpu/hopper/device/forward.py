@@ -3,8 +3,7 @@
 A program takes tiles, a block of queries of one head each, from a counter until there are no more. The keys of a tile are
 visited from the last to the first. The product of queries with the next keys is begun before the softmax of these keys, and
 the warpgroups take turns at it, so that the tensor cores have work from one while others reckon exponentials (the method is
-that of FlashAttention-3, Shah et al., 2024, section 3). A row's maximum is only raised when it grows by more than
-``_SLACK`` powers of two, and only then are its sums rescaled.
+that of FlashAttention-3, Shah et al., 2024, section 3).
 """
 
 from triton.experimental import gluon
@@ -156,7 +155,7 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
             s = capped(s, inner, problem.CAPPED)
             if problem.MASKED and partial(row, at, mark, problem):
                 s = masked(s, row, at, problem, others[2], batch, head)
-            top, by = raised(top, row_max(s), factor)
+            top, by = raised(top, row_max(s), factor, 0)
             pf = weights(s, top, factor)
             total = added(total, by, pf)
             # Without a wait between them ptxas moves the one for the product above the softmax.

@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from opkit.attn.gpu.hopper.device.masks import sees
 from opkit.attn.gpu.hopper.device.work import ROWS
 
-_SLACK = gl.constexpr(8.0)
 _LOG2E = gl.constexpr(1.4426950408889634)
+_FEW = gl.constexpr(32)  #: registers of a thread
 
 
 @gluon.jit
@@ -102,8 +102,10 @@ def _rescaling_registers(n):
 
 @gluon.jit
 def rescaled(acc, by):
-    """``acc`` with each row times its factor."""
+    """``acc`` with each row times its factor; few columns are multiplied without asking whether it is 1."""
     N: gl.constexpr = acc.shape[1] // 2
+    if N <= _FEW:
+        return acc * gl.convert_layout(by, gl.SliceLayout(1, acc.type.layout))[:, None]
     text: gl.constexpr = _rescaling(N)
     registers: gl.constexpr = _rescaling_registers(N)
     factors = gl.convert_layout(by, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -112,12 +114,19 @@ def rescaled(acc, by):
 
 
 @gluon.jit
-def raised(top, now, factor):
-    """The rows' maxima, raised where they grow by much, and what earlier sums are multiplied by."""
+def raised(top, now, factor, SLACK: gl.constexpr):
+    """The rows' maxima, raised where they grow by more than SLACK powers of two, and what earlier sums are multiplied by.
+
+    Slack spares most of these products. But the greatest weight of a row is then not always 1, and rounded: in bfloat16 errors
+    beside float64 were 4 % greater with a slack of 8 than with none (mean squares), and the greatest up to 1.6 times as great.
+    """
     now = gl.maximum(top, now)
-    grows = (now - top) * factor > _SLACK
-    now = gl.where(grows, now, top)
-    return now, gl.where(grows, exp2((top - now) * factor), 1.0)
+    if SLACK > 0:
+        grows = (now - top) * factor > SLACK
+        now = gl.where(grows, now, top)
+        return now, gl.where(grows, exp2((top - now) * factor), 1.0)
+    base = gl.where(now == float("-inf"), 0.0, now)
+    return now, exp2((top - base) * factor)
 
 
 @gluon.jit

@@ -47,6 +47,7 @@ from opkit.attn.gpu.mla.device.work import (
 )
 
 _LN2 = gl.constexpr(0.6931471805599453)
+_SLACK = gl.constexpr(8.0)  #: powers of two by which maxima may grow before sums are rescaled
 
 
 @gluon.jit
@@ -133,7 +134,7 @@ def _first(work, rest, results, inner, factor):
         more = n + 1 < pairs
         work.arrive(EMPTY + 2)
         s = _seen(0, work, s, at, inner)
-        top, by = raised(top, row_max(s), factor)
+        top, by = raised(top, row_max(s), factor, _SLACK)
         pf = weights(s, top, factor)
         total = added(total, by, pf)
         p = pf.to(work.DTYPE)
@@ -185,7 +186,7 @@ def _second(work, rest, results, inner, factor):
         acc = rescaled(acc, before)
         work.wait(1, phase)
         acc = warpgroup_mma(work.weights.index(0 + zero()), work.half(0, 1), acc, is_async=True)
-        top, by = raised(top, row_max(s), factor)
+        top, by = raised(top, row_max(s), factor, _SLACK)
         pf = weights(s, top, factor)
         total = added(total, before * by, pf)
         p = pf.to(work.DTYPE)
