@@ -48,7 +48,7 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         KernelError: it does not take the call.
     """
     call = Call(*given)
-    if not cpu.takes(*call[:6], call.mask, call.bias, call.dropout_p):
+    if not cpu.takes(call):
         _refuse("opkit::attention", f"q of {call.q.dtype} {tuple(call.q.shape)} with dropout_p={call.dropout_p}")
     return cpu.forward.prepare(*given)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -89,3 +92,43 @@ class Float8Call(NamedTuple):
             self.q, self.k, self.v, self.mask_tensors, self.bias_tensors, self.sinks, None, self.mask, self.bias, self.scale,
             self.softcap, 0.0, self.heads_inside,
         )  # fmt: skip
+
+
+class AnyCall(Protocol):
+    """What all of them have."""
+
+    @property
+    def q(self) -> Tensor: ...
+    @property
+    def k(self) -> Tensor: ...
+    @property
+    def v(self) -> Tensor: ...
+    @property
+    def mask_tensors(self) -> list[Tensor]: ...
+    @property
+    def bias_tensors(self) -> list[Tensor]: ...
+    @property
+    def mask(self) -> list[int]: ...
+    @property
+    def bias(self) -> list[int]: ...
+
+
+def predicate(kind: Any, question: Callable[[Any], bool]) -> Callable[..., bool]:
+    """A question about a whole call, as ``register_kernel(when=)`` asks one: by the names of the operator's arguments.
+
+    Args:
+        kind: which of the above the call is.
+        question: is given the call.
+
+    >>> when = predicate(Call, lambda call: call.dropout_p == 0)
+    >>> list(inspect.signature(when).parameters)[:3]
+    ['q', 'k', 'v']
+    """
+
+    @functools.wraps(question)
+    def when(**arguments: Any) -> bool:
+        return question(kind(**arguments))
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kind._fields]
+    when.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return when

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from opkit.attn import gradients, paged_cpu, program
 from opkit.attn.allocation import address, dense_rows, like, rows
-from opkit.attn.calls import Call, GradientCall
-from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit
+from opkit.attn.calls import AnyCall, Call, GradientCall, predicate
+from opkit.attn.memory_safety import bias_fits, mask_fits, results_fit, shapes_fit, sinks_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
@@ -34,7 +34,7 @@ def forward(*given: Any) -> Run:
     from opkit import _core
 
     call = Call(*given)
-    _see_to(takes(*call[:6], call.mask, call.bias, call.dropout_p), "tiles", call)
+    _see_to(takes(call), "tiles", call)
     out = rows(call.q, call.v.shape[3], call.heads_inside)
     new = like(out), like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     if call.k.shape[2] == 0:
@@ -77,7 +77,7 @@ def backward(*given: Any) -> Run:
     from opkit import _core
 
     call = GradientCall(*given)
-    _see_to(takes_gradients(*call[:11], call.dropout_p), "tiles", call)
+    _see_to(takes_gradients(call), "tiles", call)
     results = [rows(each, each.shape[3], call.heads_inside) for each in (call.q, call.k, call.v)]
     new = [like(each) for each in (*results, call.q.new_empty(call.q.shape[:3], dtype=torch.float32))]
     if 0 in (call.q.numel(), call.k.numel(), call.v.numel()):
@@ -107,72 +107,35 @@ def _gradients(kernel: Run, new: list[Run], copied: bool) -> Run:
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` and ``opkit::attention_backward`` their kernels for processors."""
-    op.register_kernel("cpu", forward, when=takes, name="tiles")
-    op.register_kernel("cpu", decode, when=takes_few, name="decode", priority=1)
-    gradients.backward_operator().register_kernel("cpu", backward, when=takes_gradients, name="tiles")
+    op.register_kernel("cpu", forward, when=predicate(Call, takes), name="tiles")
+    op.register_kernel("cpu", decode, when=predicate(Call, takes_few), name="decode", priority=1)
+    when = predicate(GradientCall, takes_gradients)
+    gradients.backward_operator().register_kernel("cpu", backward, when=when, name="tiles")
 
 
-def takes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    sinks: Tensor | None,
-    mask: list[int],
-    bias: list[int],
-    dropout_p: float,
-) -> bool:
+def takes(call: Call) -> bool:
     """Whether :func:`forward` takes a call: float32 or narrower, no dropout, and all that it names is there."""
-    return dropout_p == 0 and _sinks_fit(sinks, q) and _all_there(q, k, v, mask_tensors, bias_tensors, mask, bias)
+    return call.dropout_p == 0 and sinks_fit(call.sinks, call.q) and _all_there(call)
 
 
-def takes_gradients(
-    gradient: Tensor,
-    of_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    mask: list[int],
-    bias: list[int],
-    dropout_p: float = 0.0,
-) -> bool:
+def takes_gradients(call: GradientCall) -> bool:
     """Whether :func:`backward` takes a call."""
-    if dropout_p != 0 or not _all_there(q, k, v, mask_tensors, bias_tensors, mask, bias):
+    return call.dropout_p == 0 and _all_there(call) and results_fit(call)
+
+
+def _all_there(call: AnyCall) -> bool:
+    if call.q.dtype not in NAMES or not shapes_fit(call.q, call.k, call.v) or not available():
         return False
-    results = all(each.shape == (*q.shape[:3], v.shape[3]) and each.dtype == q.dtype for each in (out, gradient))
-    sums = [lse] if of_lse is None else [lse, of_lse]
-    return results and all(each.shape == q.shape[:3] and each.dtype == torch.float32 for each in sums)
+    return all(each.dtype in _BIAS_NAMES for each in call.bias_tensors) and bias_fits(call) and mask_fits(call)
 
 
-def _all_there(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    mask: list[int],
-    bias: list[int],
-) -> bool:
-    if q.dtype not in NAMES or not shapes_fit(q, k, v) or not available():
-        return False
-    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    added = all(each.dtype in _BIAS_NAMES for each in bias_tensors) and bias_fits(bias, bias_tensors, sizes)
-    return added and mask_fits(mask, mask_tensors, sizes)
-
-
-def takes_few(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: list[int], bias: list[int], dropout_p: float
-) -> bool:
+def takes_few(call: Call) -> bool:
     """Whether a call is for :func:`decode`: so few rows to a head of keys that reading these is what takes time."""
-    if not _decodes(q, k, v, sinks, mask, bias, dropout_p):
+    if not _decodes(call):
         return False
-    rows, keys = q.shape[2] * q.shape[1] // max(k.shape[1], 1), k.shape[2]
-    return any(rows <= most and keys >= least for most, least in _few(q.dtype))
+    (_, heads, queries, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
+    rows = queries * heads // max(kv_heads, 1)
+    return any(rows <= most and keys >= least for most, least in _few(call.q.dtype))
 
 
 def _few(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
@@ -182,13 +145,11 @@ def _few(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     return MORE.get(tiles, FEW)
 
 
-def _decodes(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: list[int], bias: list[int], dropout_p: float
-) -> bool:
-    if not shapes_fit(q, k, v) or not _sinks_fit(sinks, q):
+def _decodes(call: Call) -> bool:
+    if not shapes_fit(call.q, call.k, call.v) or not sinks_fit(call.sinks, call.q):
         return False
-    banded = not mask or (len(mask) == 3 and mask[0] == program.BAND)
-    return banded and not bias and dropout_p == 0 and paged_cpu.takes(q, k, v)
+    banded = not call.mask or (len(call.mask) == 3 and call.mask[0] == program.BAND)
+    return banded and not call.bias and call.dropout_p == 0 and paged_cpu.takes(*call[:3])
 
 
 def _see_to(fits: bool, name: str, call: Call | GradientCall) -> None:
@@ -205,15 +166,11 @@ def _see_to(fits: bool, name: str, call: Call | GradientCall) -> None:
     )
 
 
-def _sinks_fit(sinks: Tensor | None, q: Tensor) -> bool:
-    return sinks is None or tuple(sinks.shape) == (q.shape[1],)
-
-
 @PreparedKernel
 def decode(*given: Any) -> Run:
     """Few queries: keys and values are read as they lie, once for all heads that share them."""
     call = Call(*given)
-    _see_to(_decodes(*call[:3], call.sinks, call.mask, call.bias, call.dropout_p), "decode", call)
+    _see_to(_decodes(call), "decode", call)
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
     out = rows(call.q, call.v.shape[3], call.heads_inside)
     run = paged_cpu.contiguous(call.q, call.k, call.v, out, lower, upper, call.scale, call.softcap)

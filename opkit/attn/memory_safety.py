@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import program
+from opkit.attn.calls import AnyCall, GradientCall
 
 Sizes = tuple[int, int, int, int]  # batch, heads, queries, keys
 
@@ -20,14 +21,31 @@ def shapes_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return heads and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and k.shape[:3] == v.shape[:3]
 
 
-def mask_fits(words: Sequence[int], tensors: Sequence[Tensor], sizes: Sizes) -> bool:
+def sinks_fit(sinks: Tensor | None, q: Tensor) -> bool:
+    """Whether there is one sink for each head, or none at all."""
+    return sinks is None or tuple(sinks.shape) == (q.shape[1],)
+
+
+def results_fit(call: GradientCall) -> bool:
+    """Whether the result of a forward, its log-sum-exp, and their gradients have the shapes and dtypes that they must have."""
+    results = [each.shape == (*call.q.shape[:3], call.v.shape[3]) for each in (call.out, call.gradient)]
+    sums = [call.lse] if call.of_lse is None else [call.lse, call.of_lse]
+    same = call.out.dtype == call.gradient.dtype == call.q.dtype
+    return same and all(results) and all(x.shape == call.q.shape[:3] and x.dtype == torch.float32 for x in sums)
+
+
+def mask_fits(call: AnyCall) -> bool:
     """Whether each tensor that a mask's program names is there, with the shape and dtype that it must have."""
-    return _fits(words, tensors, sizes, _MASK)
+    return _fits(call.mask, call.mask_tensors, _sizes(call), _MASK)
 
 
-def bias_fits(words: Sequence[int], tensors: Sequence[Tensor], sizes: Sizes) -> bool:
+def bias_fits(call: AnyCall) -> bool:
     """The same of a bias's program."""
-    return _fits(words, tensors, sizes, _BIAS)
+    return _fits(call.bias, call.bias_tensors, _sizes(call), _BIAS)
+
+
+def _sizes(call: AnyCall) -> Sizes:
+    return call.q.shape[0], call.q.shape[1], call.q.shape[2], call.k.shape[2]
 
 
 _Check = Callable[[Sequence[int], Sequence[Tensor], Sizes], bool]

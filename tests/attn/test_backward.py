@@ -8,6 +8,7 @@ import torch
 
 from opkit import _core
 from opkit.attn import cpu
+from opkit.attn.calls import GradientCall
 from tests.attn.test_forward import FAR, Leaves, expected, r, run
 
 FLOATS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -162,6 +163,7 @@ REFUSED = {
 def test_what_is_not_taken(case):
     """The kernels trust what they are told of memory."""
     given = {"gradient": X, "of_lse": None, "q": X, "k": X, "v": X, "out": X, "lse": L}
-    rest = {"mask_tensors": [], "bias_tensors": [], "mask": [], "bias": []}
-    assert cpu.takes_gradients(**given, **rest)
-    assert not cpu.takes_gradients(**{**given, **case}, **rest)
+    rest = {"mask_tensors": [], "bias_tensors": [], "mask": [], "bias": [], "scale": 1.0, "softcap": 0.0}
+    call = GradientCall(**given, **rest, heads_inside=False)
+    assert cpu.takes_gradients(call)
+    assert not cpu.takes_gradients(call._replace(**case))

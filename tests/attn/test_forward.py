@@ -9,6 +9,7 @@ import torch
 import opkit
 from opkit import _core
 from opkit.attn import cpu
+from opkit.attn.calls import Call
 from opkit.errors import KernelError
 
 FLOATS = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -300,7 +301,8 @@ def test_errors_are_no_larger_than_those_of_torch(dtype, causal):
 
 def takes(q, k=None, v=None, mask_tensors=(), bias_tensors=(), sinks=None, mask=(), bias=(), dropout_p=0.0):
     k = q if k is None else k
-    return cpu.takes(q, k, k if v is None else v, mask_tensors, bias_tensors, sinks, mask, bias, dropout_p)
+    v = k if v is None else v
+    return cpu.takes(Call(q, k, v, mask_tensors, bias_tensors, sinks, None, mask, bias, 1.0, 0.0, dropout_p, False))
 
 
 def test_what_is_taken():

@@ -5,26 +5,23 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from opkit import config
 from opkit.attn import gradients
-from opkit.attn.calls import BiasCall, Call, GradientCall
+from opkit.attn.calls import BiasCall, Call, GradientCall, predicate
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.hopper import packed
-from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, takes
+from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, fits, takes
 from opkit.attn.gpu.mla import decode as mla
 from opkit.attn.gpu.portable import invariant
+from opkit.attn.memory_safety import results_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
 NAME = "triton"
 _HOPPER = 1  # of a kernel's priority: above the portable ones
-_FORCED = -1  # it runs where it is asked for by name
 
 
 def device() -> str:
@@ -36,63 +33,37 @@ def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` and the operators of its gradients their kernels for GPUs.
 
     Few queries are decoded, on Hopper those of latent attention by a kernel of their own, and those that are many rows together
-    by the kernel for Hopper; other calls are for that where it takes them, or for the portable one. The backward for Hopper runs
-    where it is asked for by name, until ``tests/attn/gpu/test_hopper_backward.py`` has passed on such a GPU.
+    by the kernel for Hopper; other calls are for that where it takes them, or for the portable one. So are gradients.
     """
-    op.register_kernel(device(), forward, when=takes, name=NAME)
+    op.register_kernel(device(), forward, when=predicate(Call, takes), name=NAME)
     decoding.register(op)
     mla.register(op)
     packed.register(op)
     invariant.register(op)
-    op.register_kernel("cuda", hopper.forward, when=hopper.takes, name="hopper", priority=_HOPPER)
+    op.register_kernel("cuda", hopper.forward, when=predicate(Call, hopper.takes), name="hopper", priority=_HOPPER)
     of_gradients = gradients.backward_operator()
-    of_gradients.register_kernel(device(), backward, when=takes_gradients, name=NAME)
+    of_gradients.register_kernel(device(), backward, when=predicate(GradientCall, takes_gradients), name=NAME)
     of_gradients.register_kernel(
-        "cuda", hopper_backward.backward, when=hopper_backward.takes, name="hopper", priority=_FORCED
+        "cuda", hopper_backward.backward, when=hopper_backward.takes, name="hopper", priority=_HOPPER
     )
-    gradients.bias_backward_operator().register_kernel(device(), bias_backward, when=takes_bias_gradients, name=NAME)
+    when = predicate(BiasCall, takes_bias_gradients)
+    gradients.bias_backward_operator().register_kernel(device(), bias_backward, when=when, name=NAME)
 
 
-def takes_gradients(
-    gradient: Tensor,
-    of_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    mask: list[int],
-    bias: list[int],
-) -> bool:
+def takes_gradients(call: GradientCall) -> bool:
     """Whether :func:`backward` takes a call."""
-    if not takes(q, k, v, mask_tensors, bias_tensors, None, mask, bias):
-        return False
-    results = all(each.shape == (*q.shape[:3], v.shape[3]) and each.dtype == q.dtype for each in (out, gradient))
-    sums = [lse] if of_lse is None else [lse, of_lse]
-    return results and all(each.shape == q.shape[:3] and each.dtype == torch.float32 for each in sums)
+    return fits(call) and results_fit(call)
 
 
-def takes_bias_gradients(
-    gradient: Tensor,
-    delta: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    mask: list[int],
-    bias: list[int],
-    wanted: list[int],
-) -> bool:
-    """Whether :func:`bias_backward` takes a call."""
-    if not all(0 <= number < len(bias_tensors) for number in wanted):
+def takes_bias_gradients(call: BiasCall) -> bool:
+    """Whether :func:`bias_backward` takes a call; its result is as the gradient, and delta as the log-sum-exp."""
+    if not all(0 <= number < len(call.bias_tensors) for number in call.wanted):
         return False
-    return takes_gradients(
-        gradient, delta, q, k, v, gradient, lse, mask_tensors, bias_tensors, mask, bias
-    )  # the result is as the gradient, and delta as the gradient of the log-sum-exp
+    as_gradients = GradientCall(
+        call.gradient, call.delta, call.q, call.k, call.v, call.gradient, call.lse, call.mask_tensors, call.bias_tensors,
+        call.mask, call.bias, call.scale, call.softcap, False,
+    )  # fmt: skip
+    return takes_gradients(as_gradients)
 
 
 @PreparedKernel
@@ -103,7 +74,7 @@ def forward(*given: Any) -> Any:
         KernelError: it does not take the call, or batch invariance is asked for, which another kernel has.
     """
     call = Call(*given)
-    _see_to(takes(*call[:6], call.mask, call.bias), call)
+    _see_to(takes(call), call)
     _refuse_batch_invariance()
     from opkit.attn.gpu.portable import forward as portable
 
@@ -118,7 +89,7 @@ def backward(*given: Any) -> Any:
         KernelError: it does not take the call.
     """
     call = GradientCall(*given)
-    _see_to(takes_gradients(*call[:11]), call)
+    _see_to(takes_gradients(call), call)
     from opkit.attn.gpu.portable import backward as portable_backward
 
     return portable_backward.backward(call)
@@ -132,7 +103,7 @@ def bias_backward(*given: Any) -> Any:
         KernelError: it does not take the call.
     """
     call = BiasCall(*given)
-    _see_to(takes_bias_gradients(*call[:10], call.wanted), call)
+    _see_to(takes_bias_gradients(call), call)
     from opkit.attn.gpu.portable import bias as portable_bias
 
     return portable_bias.backward(call)

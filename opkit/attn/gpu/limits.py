@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit
+from opkit.attn.calls import AnyCall, Call
+from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit, sinks_fit
 
 LARGEST_HEAD, LARGEST_VALUES = 576, 512
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BIASES = (*_DTYPES, torch.float64)
 
 
-def takes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    sinks: Tensor | None,
-    mask: list[int],
-    bias: list[int],
-) -> bool:
+def takes(call: Call) -> bool:
     """Whether they take a call: no float64, heads of at most 576, values' of at most 512, all tensors there."""
-    return q.dtype in _DTYPES and sizes_fit(q, k, v, mask_tensors, bias_tensors, sinks, mask, bias)
+    return fits(call) and sinks_fit(call.sinks, call.q)
 
 
-def sizes_fit(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    sinks: Tensor | None,
-    mask: list[int],
-    bias: list[int],
-) -> bool:
-    """What :func:`takes` says of all but the dtype of queries."""
-    if not shapes_fit(q, k, v) or q.shape[3] > LARGEST_HEAD:
+def fits(call: AnyCall) -> bool:
+    """The same but for sinks."""
+    return call.q.dtype in _DTYPES and sizes_fit(call)
+
+
+def sizes_fit(call: AnyCall) -> bool:
+    """The same but for the dtype of queries."""
+    if not shapes_fit(call.q, call.k, call.v) or not 0 < call.q.shape[3] <= LARGEST_HEAD:
         return False
-    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    if v.shape[3] > LARGEST_VALUES or (sinks is not None and tuple(sinks.shape) != (q.shape[1],)):
-        return False
-    added = all(each.dtype in _BIASES for each in bias_tensors) and bias_fits(bias, bias_tensors, sizes)
-    return q.shape[3] > 0 and added and mask_fits(mask, mask_tensors, sizes)
+    added = all(each.dtype in _BIASES for each in call.bias_tensors) and bias_fits(call)
+    return call.v.shape[3] <= LARGEST_VALUES and added and mask_fits(call)

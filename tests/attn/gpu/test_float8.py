@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import float8_kernels
 
 from opkit.attn import program
+from opkit.attn.calls import Float8Call
 from opkit.attn.float8 import attention_float8
 from opkit.attn.gpu.portable import float8
 from opkit.attn.program import AND, BAND, BIAS_ALIBI, DENSE, LENGTH, OR, SEGMENTS
@@ -82,7 +83,10 @@ def test_as_the_reference(run, case, dtype):
     assert out.dtype == torch.bfloat16
     assert (out.transpose(1, 2) if call[-1] else out).is_contiguous()
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=2**-7)
-    torch.testing.assert_close(lse, of_rows, rtol=1e-5, atol=1e-4)
+    coarse = torch.cuda.is_available() and float8.multiplies_float8(
+        torch.device("cuda")
+    )  # Hopper keeps 14 bits of a sum
+    torch.testing.assert_close(lse, of_rows, rtol=1e-5, atol=1e-2 if coarse else 1e-4)
 
 
 def test_every_number_is_what_it_is(run):
@@ -125,10 +129,10 @@ def test_compiles(target, native, dtype, monkeypatch):
 
 def test_what_is_taken():
     x, ones = torch.ones(1, 2, 3, 4).to(KINDS[0]), torch.ones(1, 2)
-    rest = [], [], None, [], []
-    assert float8.takes(x, x, x, [ones] * 3, *rest)
-    assert not float8.takes(x, x, x, [ones] * 2, *rest)
-    assert not float8.takes(x, x, x, [ones.double()] * 3, *rest)
-    assert not float8.takes(x.half(), x.half(), x.half(), [ones] * 3, *rest)
+    call = Float8Call(x, x, x, [ones] * 3, [], [], None, [], [], 1.0, 0.0, False)
+    assert float8.takes(call)
+    assert not float8.takes(call._replace(descales=[ones] * 2))
+    assert not float8.takes(call._replace(descales=[ones.double()] * 3))
+    assert not float8.takes(call._replace(q=x.half(), k=x.half(), v=x.half()))
     with pytest.raises(KernelError, match=r"kernel 'triton' does not take q, k, v of torch.float8_e4m3fn"):
-        float8.forward(x, x, x, [ones] * 2, *rest, 1.0, 0.0, False)
+        float8.forward(*call._replace(descales=[ones] * 2))

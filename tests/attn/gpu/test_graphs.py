@@ -1,10 +1,15 @@
 """On a GPU: CUDA graphs that replay forward and backward with new data, and the same bits in every run."""
 
+import contextlib
+
 import pytest
 import torch
 
 import opkit
+from opkit.attn import gradients
+from opkit.attn.operator import attention_operator
 from opkit.masks import Causal, Dense, KeyPadding, Segments, SlidingWindow
+from opkit.op.operator import use_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -33,11 +38,38 @@ def given(seed, dtype=torch.bfloat16, length=LENGTH):
     return found
 
 
+@contextlib.contextmanager
+def portable():
+    """The portable kernels, which sum in one order only."""
+    with (
+        use_kernel(attention_operator(), "triton"),
+        use_kernel(gradients.backward_operator(), "triton"),
+        torch.autograd.set_multithreading_enabled(False),  # what is forced is so in this thread
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def chosen():
+    """Those that calls get, told to sum in one order."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[portable, chosen], ids=["portable", "chosen"], autouse=True)
+def kernels(request):
+    with request.param():
+        yield
+
+
 def step(mask, data, **how):
-    """The result, the log-sum-exp and the gradients, all by the portable kernels."""
+    """The result, the log-sum-exp and the gradients."""
     leaves = [data[name].detach().requires_grad_() for name in "qkv"]
     made = MASKS[mask](data)
-    out, lse = opkit.attention(*leaves, mask=made, return_lse=True, kernel="triton", **how)
+    out, lse = opkit.attention(*leaves, mask=made, return_lse=True, **how)
     return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, data["gradient"])
 
 

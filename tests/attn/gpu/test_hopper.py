@@ -105,7 +105,7 @@ def test_refuses(case):
 
 def test_takes_nothing_that_is_not_on_such_a_gpu():
     call = Call(*arguments(*shaped((4, 2), 8, 8, 64, 64, device="cpu")))
-    assert not hopper.takes(*call[:4], call.sinks, call.mask, call.bias, call.scale, call.dropout_p)
+    assert not hopper.takes(call)
 
 
 def misaligned(x):
@@ -274,4 +274,4 @@ class TestOnGpu:
 
     def test_takes(self):
         call = Call(*arguments(*filled(1, (2, 1), 8, 8, 64, 64), mask=CAUSAL))
-        assert hopper.takes(*call[:4], call.sinks, call.mask, call.bias, call.scale, call.dropout_p)
+        assert hopper.takes(call)

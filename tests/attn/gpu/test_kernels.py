@@ -9,6 +9,7 @@ import torch
 
 from opkit import config
 from opkit.attn import gradients
+from opkit.attn.calls import Call, GradientCall
 from opkit.attn.gpu import kernels
 from opkit.attn.operator import attention_operator
 from opkit.attn.program import BAND, DENSE
@@ -21,8 +22,7 @@ def call(q, k=None, v=None, masks=(), sinks=None, mask=()):
 
 
 def takes(*args, **kwargs):
-    given = call(*args, **kwargs)
-    return kernels.takes(*given[:6], given[7], given[8])
+    return kernels.takes(Call(*call(*args, **kwargs)))
 
 
 def test_what_is_taken():
@@ -54,11 +54,11 @@ def test_what_is_not(args, others):
 def test_gradients_of_another_dtype_are_not_taken():
     q = torch.ones(1, 4, 3, 8)
     lse = torch.ones(1, 4, 3)
-    rest = ([], [], [], [])
-    assert kernels.takes_gradients(q, None, q, q, q, q, lse, *rest)
-    assert not kernels.takes_gradients(q.half(), None, q, q, q, q, lse, *rest)
+    taken = GradientCall(q, None, q, q, q, q, lse, [], [], [], [], 0.5, 0.0, False)
+    assert kernels.takes_gradients(taken)
+    assert not kernels.takes_gradients(taken._replace(gradient=q.half()))
     with pytest.raises(KernelError, match="kernel 'triton' does not take"):
-        kernels.backward(q.half(), None, q, q, q, q, lse, *rest, 0.5, 0.0, False)
+        kernels.backward(*taken._replace(gradient=q.half()))
 
 
 def test_batch_invariance_is_refused(monkeypatch):

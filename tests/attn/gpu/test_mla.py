@@ -154,11 +154,11 @@ def test_batch_invariance_is_refused(monkeypatch):
 def chosen(call, monkeypatch):
     """Whether a call would be for the kernel on an H200."""
     monkeypatch.setattr(mla, "on_hopper", lambda q: True)
-    return mla.takes(*call[:4], call.sinks, call.mask, call.bias, call.scale, call.dropout_p)
+    return mla.takes(call)
 
 
 def test_takes(monkeypatch):
-    assert not mla.takes(*arguments()[:4], None, [], [], 1.0, 0.0)  # there is no such GPU
+    assert not mla.takes(Call(*arguments()))  # there is no such GPU
     assert chosen(Call(*arguments()), monkeypatch)
     assert chosen(Call(*arguments(queries=4, mask=BOTH, lengths=[4, 5])), monkeypatch)
     assert not chosen(Call(*arguments(heads=32)), monkeypatch)

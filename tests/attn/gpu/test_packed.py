@@ -41,14 +41,13 @@ def test_rows_are_the_queries_of_heads_that_share_keys(heads, queries, monkeypat
 
 
 def chosen(monkeypatch, given, heads_inside=False):
-    monkeypatch.setattr(hopper, "takes", hopper._fits)
+    monkeypatch.setattr(hopper, "takes", hopper.fits)
     monkeypatch.setattr(packed, "device_of", lambda index: decode_plan.Device(132, 232448, True, "tf32x3"))
-    call = Call(*given)
-    return packed.takes(*call[:3], call.sinks, call.mask, call.bias, call.scale, call.dropout_p, heads_inside)
+    return packed.takes(Call(*given)._replace(heads_inside=heads_inside))
 
 
 def test_takes(monkeypatch):
-    assert not packed.takes(*shaped((64, 8), 16, 8192, 128, 128, device="cpu", batch=1), None, [], [], 1.0, 0.0, False)
+    assert not packed.takes(Call(*arguments(*shaped((64, 8), 16, 8192, 128, 128, device="cpu", batch=1))))
     assert chosen(monkeypatch, arguments(*shaped((64, 8), 16, 8192, 128, 128, batch=16)))
     assert not chosen(monkeypatch, arguments(*shaped((64, 8), 16, 8192, 128, 128, batch=16)), heads_inside=True)
     assert not chosen(monkeypatch, arguments(*shaped((64, 8), 16, 8192, 128, 128, batch=16), mask=CAUSAL))

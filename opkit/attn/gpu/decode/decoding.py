@@ -12,9 +12,9 @@ from torch import Tensor
 from opkit import config
 from opkit.attn import program
 from opkit.attn.allocation import dense_rows, like, rows
-from opkit.attn.calls import Call
+from opkit.attn.calls import Call, predicate
 from opkit.attn.gpu.decode.plan import Shape, blocks_of, device_of, parts
-from opkit.attn.memory_safety import shapes_fit
+from opkit.attn.memory_safety import shapes_fit, sinks_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
@@ -35,7 +35,7 @@ TINY = 1e-30  #: stands for a scale of 0, times which minus infinity would be Na
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel for few queries."""
-    op.register_kernel(where(), decode, when=takes_few, name=NAME, priority=_PRIORITY)
+    op.register_kernel(where(), decode, when=predicate(Call, takes_few), name=NAME, priority=_PRIORITY)
 
 
 def where() -> list[str]:
@@ -46,31 +46,29 @@ def where() -> list[str]:
 # ---- what is taken ---------------------------------------------------------------------------------------------------
 
 
-def takes_few(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: list[int], bias: list[int], dropout_p: float
-) -> bool:
+def takes_few(call: Call) -> bool:
     """Whether a call is for :func:`decode`: few rows to a head of keys, or too few tiles of rows for the GPU."""
-    if k.shape[2] < MANY or not takes(q, k, v, sinks, mask, bias, dropout_p):
+    q, k = call[:2]
+    if k.shape[2] < MANY or not takes(call):
         return False
     height = q.shape[2] * (q.shape[1] // max(k.shape[1], 1))
     tiles = q.shape[0] * k.shape[1] * -(-height // FEW)
     return height <= FEW or (k.shape[2] >= LONG and 2 * tiles <= device_of(index_of(q)).processors)
 
 
-def takes(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: list[int], bias: list[int], dropout_p: float
-) -> bool:
+def takes(call: Call) -> bool:
     """Whether :func:`decode` can compute a call: no mask but one band, no bias, no dropout."""
+    q, k, v = call[:3]
     if not shapes_fit(q, k, v) or q.dtype not in FLOATS or max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
         return False
-    banded = not mask or (len(mask) == 3 and mask[0] == program.BAND)
-    sunk = sinks is None or tuple(sinks.shape) == (q.shape[1],)
-    return banded and sunk and not bias and dropout_p == 0 and max(q.shape[2], k.shape[2]) < FAR
+    banded = not call.mask or (len(call.mask) == 3 and call.mask[0] == program.BAND)
+    plain = banded and not call.bias and call.dropout_p == 0
+    return plain and sinks_fit(call.sinks, q) and max(q.shape[2], k.shape[2]) < FAR
 
 
 def _see_to(call: Call) -> None:
     """A kernel that is forced is not asked whether it takes the call."""
-    if takes(*call[:3], call.sinks, call.mask, call.bias, call.dropout_p):
+    if takes(call):
         return
     shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
     raise KernelError(

@@ -16,7 +16,7 @@ from opkit.attn.calls import Call
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.plans import Shape, Words
-from opkit.attn.memory_safety import mask_fits, shapes_fit
+from opkit.attn.memory_safety import mask_fits, shapes_fit, sinks_fit
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
 from opkit.op.prepared import PreparedKernel
@@ -79,24 +79,12 @@ On an H200, TFLOP/s of ``TILES[64]`` and LONG: 8 x 16 heads of 2048 403 and 441,
 """
 
 
-def takes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: list[Tensor],
-    sinks: Tensor | None,
-    mask: list[int],
-    bias: list[int],
-    scale: float,
-    dropout_p: float,
-) -> bool:
+def takes(call: Call) -> bool:
     """Whether a call is for :func:`forward`: what it says there, on a GPU of compute capability 9.0.
 
     Not where batch invariance is asked for.
     """
-    if config.get().batch_invariant or not _fits(q, k, v, mask_tensors, sinks, mask, bias, scale, dropout_p):
-        return False
-    return on_hopper(q)
+    return not config.get().batch_invariant and fits(call) and on_hopper(call.q)
 
 
 def on_hopper(x: Tensor) -> bool:
@@ -104,24 +92,15 @@ def on_hopper(x: Tensor) -> bool:
     return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
-def _fits(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: list[Tensor],
-    sinks: Tensor | None,
-    mask: list[int],
-    bias: list[int],
-    scale: float,
-    dropout_p: float,
-) -> bool:
+def fits(call: Call) -> bool:
+    """Whether :func:`forward` can compute a call."""
+    q, k, v = call[:3]
     if q.dtype not in DTYPES or not shapes_fit(q, k, v) or 0 in q.shape or 0 in v.shape:
         return False
     heads = all(size % _ALIGNED == 0 and size <= _MOST for size in (q.shape[3], v.shape[3]))
     lengths = max(q.shape[2], k.shape[2]) < _FAR and q.shape[0] * q.shape[1] * q.shape[2] < 2**31
-    plain = not bias and dropout_p == 0 and scale > 0 and (sinks is None or tuple(sinks.shape) == (q.shape[1],))
-    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return heads and lengths and plain and mask_fits(mask, mask_tensors, sizes)
+    plain = not call.bias and call.dropout_p == 0 and call.scale > 0
+    return heads and lengths and plain and sinks_fit(call.sinks, q) and mask_fits(call)
 
 
 @PreparedKernel
@@ -143,7 +122,7 @@ def forward(*given: Any) -> Run:
         KernelError: it does not take the call.
     """
     call = Call(*given)
-    if not _fits(*call[:4], call.sinks, call.mask, call.bias, call.scale, call.dropout_p):
+    if not fits(call):
         shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
         raise KernelError(
             f"opkit::attention: kernel 'hopper' does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "

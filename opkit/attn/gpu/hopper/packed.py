@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opkit.attn.calls import Call
+from opkit.attn.calls import Call, predicate
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.plan import device_of, splits_of
 from opkit.attn.gpu.hopper import forward as hopper
@@ -27,35 +27,29 @@ _STEP = 128  # keys
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel."""
-    op.register_kernel("cuda", forward, when=takes, name=NAME, priority=_PRIORITY)
+    op.register_kernel("cuda", forward, when=predicate(Call, takes), name=NAME, priority=_PRIORITY)
 
 
-def takes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    mask: list[int],
-    bias: list[int],
-    scale: float,
-    dropout_p: float,
-    heads_inside: bool,
-) -> bool:
+def takes(call: Call) -> bool:
     """Whether a call is for :func:`forward`: one tile of rows to each head of keys, and enough of these for the GPU."""
-    if not fits(q, k, v, sinks, mask, heads_inside) or not FEWEST <= _height(q, k) <= decoding.FEW:
-        return False
-    if not hopper.takes(_packed(q, k), k, v, [], None, mask, bias, scale, dropout_p):
+    q, k = call[:2]
+    if not fits(call) or not FEWEST <= _height(q, k) <= decoding.FEW or not hopper.takes(_packed_call(call)):
         return False
     tiles, processors = q.shape[0] * k.shape[1], device_of(decoding.index_of(q)).processors
     return k.shape[2] >= decoding.MANY and splits_of(tiles, processors, -(-k.shape[2] // _STEP)) == 1
 
 
-def fits(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: list[int], heads_inside: bool) -> bool:
+def fits(call: Call) -> bool:
     """Whether the queries of heads that share keys lie evenly in memory, and see the same keys."""
+    q, k = call[:2]
     if q.dim() != 4 or k.dim() != 4 or not k.shape[1] or q.shape[1] % k.shape[1] or 0 in q.shape:
         return False
     even = q.shape[2] == 1 or q.stride(1) == q.shape[2] * q.stride(2)
-    return even and not heads_inside and not mask and sinks is None
+    return even and not call.heads_inside and not call.mask and call.sinks is None
+
+
+def _packed_call(call: Call) -> Call:
+    return call._replace(q=_packed(call.q, call.k))
 
 
 def _height(q: Tensor, k: Tensor) -> int:
@@ -81,13 +75,13 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         KernelError: it does not take the call.
     """
     call = Call(*given)
-    if not fits(*call[:3], call.sinks, call.mask, call.heads_inside):
+    if not fits(call):
         raise KernelError(
             f"opkit::attention: kernel {NAME!r} does not take q of {tuple(call.q.shape)} with strides {call.q.stride()}, "
             f"mask={call.mask}, heads_inside={call.heads_inside}: it takes queries whose heads follow one another, all of "
             "which see all keys. Leave the choice to opkit, or force kernel='reference'."
         )
-    inner = hopper.forward.prepare(_packed(call.q, call.k), *given[1:])
+    inner = hopper.forward.prepare(*_packed_call(call))
     of_out, of_lse = (*call.q.shape[:3], call.v.shape[3]), call.q.shape[:3]
 
     def run(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

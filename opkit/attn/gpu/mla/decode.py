@@ -10,11 +10,11 @@ from torch import Tensor
 
 from opkit.attn import program
 from opkit.attn.allocation import like, rows
-from opkit.attn.calls import Call
+from opkit.attn.calls import Call, predicate
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.plan import device_of, splits_of
 from opkit.attn.gpu.hopper.forward import describable, on_hopper
-from opkit.attn.memory_safety import mask_fits, shapes_fit
+from opkit.attn.memory_safety import mask_fits, shapes_fit, sinks_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
@@ -35,7 +35,7 @@ Run = Callable[..., tuple[Tensor, Tensor]]
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel for latent attention."""
-    op.register_kernel("cuda", forward, when=takes, name=NAME, priority=_PRIORITY)
+    op.register_kernel("cuda", forward, when=predicate(Call, takes), name=NAME, priority=_PRIORITY)
 
 
 class Seen(NamedTuple):
@@ -46,43 +46,24 @@ class Seen(NamedTuple):
     lengths: int | None
 
 
-def takes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: list[Tensor],
-    sinks: Tensor | None,
-    mask: list[int],
-    bias: list[int],
-    scale: float,
-    dropout_p: float,
-) -> bool:
+def takes(call: Call) -> bool:
     """Whether a call is for :func:`forward`: what it says there, few queries, on a GPU of compute capability 9.0."""
+    q, k = call[:2]
     if k.shape[2] < decoding.MANY or q.shape[2] * 4 > k.shape[2] or q.shape[1] < FEWEST * k.shape[1]:
         return False
-    return fits(q, k, v, mask_tensors, sinks, mask, bias, scale, dropout_p) and on_hopper(q)
+    return fits(call) and on_hopper(q)
 
 
-def fits(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_tensors: list[Tensor],
-    sinks: Tensor | None,
-    mask: list[int],
-    bias: list[int],
-    scale: float,
-    dropout_p: float,
-) -> bool:
+def fits(call: Call) -> bool:
     """Whether :func:`forward` can compute a call."""
+    q, k, v = call[:3]
     if q.dtype not in DTYPES or not shapes_fit(q, k, v) or 0 in q.shape or 0 in k.shape:
         return False
     latent = VALUES == v.shape[3] < k.shape[3] <= MOST and k.stride() == v.stride() and describable(k)
-    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     tiled = q.shape[2] == k.shape[1] == 1 or (q.shape[1] // k.shape[1]) % _ROWS == 0
     short = max(q.shape[2], k.shape[2]) < decoding.FAR
-    plain = not bias and dropout_p == 0 and scale > 0 and (sinks is None or tuple(sinks.shape) == (q.shape[1],))
-    return latent and tiled and short and plain and seen(mask) is not None and mask_fits(mask, mask_tensors, sizes)
+    plain = not call.bias and call.dropout_p == 0 and call.scale > 0 and sinks_fit(call.sinks, q)
+    return latent and tiled and short and plain and seen(call.mask) is not None and mask_fits(call)
 
 
 def seen(mask: list[int]) -> Seen | None:
@@ -122,7 +103,7 @@ def forward(*given: Any) -> Run:
         KernelError: it does not take the call, or batch invariance is asked for.
     """
     call = Call(*given)
-    if not fits(*call[:4], call.sinks, call.mask, call.bias, call.scale, call.dropout_p):
+    if not fits(call):
         shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
         raise KernelError(
             f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
@@ -160,7 +141,7 @@ class _Others:
             from opkit.attn.gpu.portable import forward as portable
 
             call = Call(*given)
-            few = decoding.takes_few(*call[:3], call.sinks, call.mask, call.bias, call.dropout_p)
+            few = decoding.takes_few(call)
             self.run = decoding.decode.prepare(*given) if few else portable.forward(call)
         return self.run(*given)
 

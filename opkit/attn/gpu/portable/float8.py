@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.calls import Float8Call
+from opkit.attn.calls import Float8Call, predicate
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, sizes_fit
+from opkit.attn.memory_safety import sinks_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
 NAME = "triton"
+_SMALL = 16  #: channels; products of float8 take more at once
 _BYTES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -22,24 +24,14 @@ def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention_float8`` its kernel."""
     from opkit.attn.gpu.kernels import device
 
-    op.register_kernel(device(), forward, when=takes, name=NAME)
+    op.register_kernel(device(), forward, when=predicate(Float8Call, takes), name=NAME)
 
 
-def takes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    descales: list[Tensor],
-    mask_tensors: list[Tensor],
-    bias_tensors: list[Tensor],
-    sinks: Tensor | None,
-    mask: list[int],
-    bias: list[int],
-) -> bool:
+def takes(call: Float8Call) -> bool:
     """Whether :func:`forward` takes a call: what the portable forward takes, in float8_e4m3fn or float8_e5m2."""
-    sizes = q.shape[0], k.shape[1]
-    descaled = len(descales) == 3 and all(x.shape == sizes and x.dtype == torch.float32 for x in descales)
-    return q.dtype in _BYTES and descaled and sizes_fit(q, k, v, mask_tensors, bias_tensors, sinks, mask, bias)
+    sizes = call.q.shape[0], call.k.shape[1]
+    descaled = len(call.descales) == 3 and all(x.shape == sizes and x.dtype == torch.float32 for x in call.descales)
+    return call.q.dtype in _BYTES and descaled and sizes_fit(call) and sinks_fit(call.sinks, call.q)
 
 
 @PreparedKernel
@@ -47,14 +39,14 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """The operator's result and log-sum-exp, of its own arguments.
 
     Products of queries and keys are those of the tensor cores for float8 where these have some (NVIDIA's from compute
-    capability 8.9 on), and of float16 elsewhere. Probabilities are rounded to float16 before they meet the values, which
-    float16 holds exactly.
+    capability 8.9 on, of heads of more than 16), and of float16 elsewhere. On Hopper the former keep 14 bits of a sum.
+    Probabilities are rounded to float16 before they meet the values, which float16 holds exactly.
 
     Raises:
         KernelError: it does not take the call.
     """
     call = Float8Call(*given)
-    if not takes(*call[:9]):
+    if not takes(call):
         shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
         raise KernelError(
             f"opkit::attention_float8: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}. "
@@ -63,7 +55,7 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         )
     from opkit.attn.gpu.portable import forward as portable
 
-    native = multiplies_float8(call.q.device)
+    native = multiplies_float8(call.q.device) and call.q.shape[3] > _SMALL
     inner = portable.forward(call.plain, fp8="native" if native else _BYTES[call.q.dtype])
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     from opkit.attn.gpu.portable import forward as portable
 
     call = Call(*given)
-    if call.dropout_p != 0 or not takes(*call[:6], call.mask, call.bias):
+    if call.dropout_p != 0 or not takes(call):
         _refuse("opkit::attention", f"q of {call.q.dtype} {tuple(call.q.shape)} with dropout_p={call.dropout_p}")
     return portable.forward(call, ordered=True)
 
