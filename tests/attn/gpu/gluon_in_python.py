@@ -302,7 +302,7 @@ def _language():
         arange=lambda a, b, layout=None: torch.arange(int(a), int(b), dtype=torch.int32),
         where=_where, abs=torch.abs, max=lambda x, axis: Int(x.max().item()),
         minimum=lambda a, b: Int(min(a, b)), maximum=lambda a, b: Int(max(a, b)),
-        convert_layout=lambda x, layout, assert_trivial=False: x,
+        convert_layout=lambda x, layout, assert_trivial=False: x, split=lambda x: x.unbind(-1),
         allocate_shared_memory=_allocate, warp_specialize=_specialize, inline_asm_elementwise=_asm,
         atomic_add=_atomic_add, store=_store,
     )  # fmt: skip
