@@ -44,6 +44,7 @@ from opkit.attn.gpu.hopper.device.backward_work import (
     numbers_of,
     told,
 )
+from opkit.attn.gpu.hopper.device.backward_work import _nothing as nothing
 from opkit.attn.gpu.hopper.device.softmax import capped, exp2
 
 
@@ -63,7 +64,7 @@ def _multiply(KEYS: gl.constexpr, problem, buffers, barriers, result, numbers):
         total = gl.zeros([HALF, problem.D], gl.float32, layout=of_sums)
         mbarrier.wait(keys_full.index(0), n % 2)
         if problem.BANDED and (not KEYS and steps > 0):
-            cleaned(keys)  # the other warpgroup reads them after probabilities
+            cleaned(keys.index(0).reshape([HALF, problem.D]))  # the other warpgroup reads them after probabilities
             fence_async_shared()
         mbarrier.wait(values_full.index(0), n % 2)
         # Where there is a band, the warp that loads tells of rows.
@@ -95,9 +96,9 @@ def _finish(problem, buffer, tiles, n, descriptor, total):
     tile = n % AHEAD * TOLD
     at = told(tiles, tile + PLACE, 4)
     batch, head = told(tiles, tile + BATCH, 4), told(tiles, tile + HEAD, 4)
-    buffer.store(total.to(problem.DTYPE))
+    buffer.index(0).reshape([HALF, problem.D]).store(total.to(problem.DTYPE))
     fence_async_shared()
-    tma.async_copy_shared_to_global(descriptor, [batch, head, at, 0], buffer.reshape([1, 1, HALF, problem.D]))
+    tma.async_copy_shared_to_global(descriptor, [batch, head, at, 0], buffer.index(0))
     tma.store_wait(0)
 
 
@@ -122,7 +123,7 @@ def _values_step(problem, buffers, barriers, numbers, of_step, dv):
     gradient = gradients.index(0).reshape([HALF, problem.D])
     mbarrier.wait(queries_full.index(slot), phase)
     row, part = _described(problem, blocks, slot, row, part)
-    s = product(keys, queries.index(slot).reshape([HALF, problem.D]))
+    s = product(keys.index(0).reshape([HALF, problem.D]), queries.index(slot).reshape([HALF, problem.D]))
     power = numbers_of(sums.index(slot), problem.GROUPED)
     mbarrier.wait(part_empty.index(0), slot ^ 1)
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -164,7 +165,9 @@ def _keys_step(problem, buffers, barriers, of_step, dk):
     slot, phase, n, row, part = of_step
     q = queries.index(slot).reshape([HALF, problem.D])
     mbarrier.wait(gradients_full.index(0), slot)
-    dp = product(values, gradients.index(0).reshape([HALF, problem.D]))
+    here = nothing()  # else all descriptors of both are reckoned before the steps, and kept
+    gradient = gradients.index(here).reshape([HALF, problem.D])
+    dp = product(values.index(here).reshape([HALF, problem.D]), gradient)
     delta = numbers_of(deltas.index(0), problem.GROUPED)
     mbarrier.wait(queries_full.index(slot), phase)
     row, part = _described(problem, blocks, slot, row, part)
@@ -218,7 +221,7 @@ def _part(I: gl.constexpr, problem, keys, meeting):
     WIDTH: gl.constexpr = problem.D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     none = gl.zeros([HALF, WIDTH], gl.float32, layout=layout)
-    k = keys.slice(I * WIDTH, WIDTH, dim=1)
+    k = keys.index(0).reshape([HALF, problem.D]).slice(I * WIDTH, WIDTH, dim=1)
     return warpgroup_mma(meeting.index(0).permute((1, 0)), k, none, use_acc=False, is_async=True)
 
 
@@ -252,8 +255,8 @@ def hopper_backward_wide(
     meeting: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     buffers = (
-        gl.allocate_shared_memory(q_desc.dtype, [1, 1, HALF, D], k_desc.layout).reshape([HALF, D]),
-        gl.allocate_shared_memory(q_desc.dtype, [1, 1, HALF, D], v_desc.layout).reshape([HALF, D]),
+        gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, HALF, D], k_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, HALF, D], v_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, ROWS, D], gradient_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, HALF], sums_desc.layout),

@@ -53,12 +53,12 @@ def load(problem, descriptors, buffers, barriers, counter):
                 _load(q_desc, batch, head, row, sums_desc, place, queries_full.index(slot), queries.index(slot), sums.index(slot))
                 if (g == 0) & (i == 0):
                     mbarrier.wait(keys_empty.index(0), n % 2 ^ 1)
-                    _load_keys(k_desc, batch, key_head, at, keys_full.index(0), keys)
+                    _load_keys(k_desc, batch, key_head, at, keys_full.index(0), keys.index(0))
                 mbarrier.wait(gradients_empty.index(0), slot ^ 1)
                 full = gradients_full.index(0)
                 _load(gradient_desc, batch, head, row, sums_desc, place + problem.ROWS, full, gradients.index(0), deltas.index(0))
                 if (g == 0) & (i == 0):
-                    _load_keys(v_desc, batch, key_head, at, values_full.index(0), values)
+                    _load_keys(v_desc, batch, key_head, at, values_full.index(0), values.index(0))
                 slot, phase = following(slot, phase)
         if steps == 0:
             mbarrier.wait(keys_empty.index(0), n % 2 ^ 1)
@@ -85,8 +85,7 @@ def _load(descriptor, batch, head, row, of_numbers, place, full, buffer, numbers
 def _load_keys(descriptor, batch, head, at, full, buffer):
     """Load the 64 keys, or values, of a tile."""
     mbarrier.expect(full, descriptor.block_type.nbytes)
-    there = buffer.reshape([1, 1, HALF, buffer.shape[1]])
-    tma.async_copy_global_to_shared(descriptor, [batch, head, at, 0], full, there)
+    tma.async_copy_global_to_shared(descriptor, [batch, head, at, 0], full, buffer)
 
 
 @gluon.jit
