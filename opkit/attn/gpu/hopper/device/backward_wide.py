@@ -120,10 +120,12 @@ def _values_step(problem, buffers, barriers, numbers, of_step, dv):
     slopes_full, slopes_empty, weights_full = barriers[3]
     slot, phase, n, row, part = of_step
     inner, factor, _ = numbers
-    gradient = gradients.index(0).reshape([HALF, problem.D])
+    here = nothing()  # else the descriptors of all buffers that stay are reckoned before the steps, and kept
+    k = keys.index(here).reshape([HALF, problem.D])
+    gradient = gradients.index(here).reshape([HALF, problem.D])
     mbarrier.wait(queries_full.index(slot), phase)
     row, part = _described(problem, blocks, slot, row, part)
-    s = product(keys.index(0).reshape([HALF, problem.D]), queries.index(slot).reshape([HALF, problem.D]))
+    s = product(k, queries.index(slot).reshape([HALF, problem.D]))
     power = numbers_of(sums.index(slot), problem.GROUPED)
     mbarrier.wait(part_empty.index(0), slot ^ 1)
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -139,7 +141,7 @@ def _values_step(problem, buffers, barriers, numbers, of_step, dv):
     mbarrier.wait(gradients_full.index(0), slot)
     dv = warpgroup_mma(narrow, gradient, dv, is_async=True)
     mbarrier.wait(slopes_full.index(0), slot)
-    dq = _part(0, problem, keys, meeting)
+    dq = _part(0, problem, k, meeting)
     dv = warpgroup_mma_wait(1, deps=(dv,))
     mbarrier.arrive(gradients_empty.index(0), count=1)
     dq = warpgroup_mma_wait(0, deps=(dq,))
@@ -165,7 +167,7 @@ def _keys_step(problem, buffers, barriers, of_step, dk):
     slot, phase, n, row, part = of_step
     q = queries.index(slot).reshape([HALF, problem.D])
     mbarrier.wait(gradients_full.index(0), slot)
-    here = nothing()  # else all descriptors of both are reckoned before the steps, and kept
+    here = nothing()
     gradient = gradients.index(here).reshape([HALF, problem.D])
     dp = product(values.index(here).reshape([HALF, problem.D]), gradient)
     delta = numbers_of(deltas.index(0), problem.GROUPED)
@@ -183,7 +185,7 @@ def _keys_step(problem, buffers, barriers, of_step, dk):
     if problem.BANDED and part:
         cleaned(q)
         fence_async_shared()
-    dq = _part(1, problem, keys, meeting)
+    dq = _part(1, problem, keys.index(here).reshape([HALF, problem.D]), meeting)
     dk = warpgroup_mma(_narrow(problem, ds), q, dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=(dq,))
     first, second = _halves(dq)
@@ -216,12 +218,12 @@ def _narrow(problem, x):
 
 
 @gluon.jit
-def _part(I: gl.constexpr, problem, keys, meeting):
+def _part(I: gl.constexpr, problem, k, meeting):
     """Begin the product for a half of the channels of the gradient of queries."""
     WIDTH: gl.constexpr = problem.D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     none = gl.zeros([HALF, WIDTH], gl.float32, layout=layout)
-    k = keys.index(0).reshape([HALF, problem.D]).slice(I * WIDTH, WIDTH, dim=1)
+    k = k.slice(I * WIDTH, WIDTH, dim=1)
     return warpgroup_mma(meeting.index(0).permute((1, 0)), k, none, use_acc=False, is_async=True)
 
 
