@@ -50,13 +50,14 @@ def load(problem, descriptors, buffers, barriers, counter):
                 mbarrier.wait(queries_empty.index(slot), phase)
                 if problem.BANDED:
                     tell(blocks, slot, row + problem.partial(row, at).to(gl.int32))
-                _load(q_desc, batch, head, row, sums_desc, place, queries_full.index(slot), queries.index(slot), sums.index(slot))
+                at_rows, full = (batch, head, row, place), queries_full.index(slot)
+                _load(q_desc, sums_desc, at_rows, full, queries.index(slot), sums.index(slot))
                 if (g == 0) & (i == 0):
                     mbarrier.wait(keys_empty.index(0), n % 2 ^ 1)
                     _load_keys(k_desc, batch, key_head, at, keys_full.index(0), keys.index(0))
                 mbarrier.wait(gradients_empty.index(0), slot ^ 1)
-                full = gradients_full.index(0)
-                _load(gradient_desc, batch, head, row, sums_desc, place + problem.ROWS, full, gradients.index(0), deltas.index(0))
+                at_rows, full = (batch, head, row, place + problem.ROWS), gradients_full.index(0)
+                _load(gradient_desc, sums_desc, at_rows, full, gradients.index(0), deltas.index(0))
                 if (g == 0) & (i == 0):
                     _load_keys(v_desc, batch, key_head, at, values_full.index(0), values.index(0))
                 slot, phase = following(slot, phase)
@@ -74,8 +75,9 @@ def load(problem, descriptors, buffers, barriers, counter):
 
 
 @gluon.jit
-def _load(descriptor, batch, head, row, of_numbers, place, full, buffer, numbers):
+def _load(descriptor, of_numbers, at, full, buffer, numbers):
     """Load a block of queries or of gradients, and the numbers of its rows."""
+    batch, head, row, place = at
     mbarrier.expect(full, descriptor.block_type.nbytes + of_numbers.block_type.nbytes)
     tma.async_copy_global_to_shared(descriptor, [batch, head, row, 0], full, buffer)
     tma.async_copy_global_to_shared(of_numbers, [place], full, numbers)
