@@ -245,7 +245,7 @@ def hopper_backward(
     problem = Slopes(
         queries.to(gl.int32), keys.to(gl.int32), heads.to(gl.int32), key_heads.to(gl.int32), lower.to(gl.int32),
         upper.to(gl.int32), section.to(gl.int32), tiles.to(gl.int32), D, ROWS, BANDED, CAPPED, ORDERED, GROUPED, APART,
-        q_desc.dtype, 2 * HALF,
+        q_desc.dtype,
     )  # fmt: skip
     meeting: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     buffers = (

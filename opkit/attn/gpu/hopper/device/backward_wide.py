@@ -252,7 +252,7 @@ def hopper_backward_wide(
     problem = Slopes(
         queries.to(gl.int32), keys.to(gl.int32), heads.to(gl.int32), key_heads.to(gl.int32), lower.to(gl.int32),
         upper.to(gl.int32), section.to(gl.int32), tiles.to(gl.int32), D, ROWS, BANDED, CAPPED, ORDERED, GROUPED, APART,
-        q_desc.dtype, HALF,
+        q_desc.dtype, KEYS=HALF,
     )  # fmt: skip
     meeting: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])

@@ -56,7 +56,7 @@ class Slopes:
         GROUPED,
         APART,
         DTYPE,
-        KEYS,
+        KEYS=128,
     ):
         self.queries = queries
         self.keys = keys
