@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 _TURN = 2e-4  # seconds for which who arrives at a barrier lets others go on, as if its next step took long
-_LATE = 4e-4  # seconds that TMA takes to load
+_LATE = 4e-4  # seconds that TMA takes
 _SLOW = 20.0  # seconds after which a barrier that is waited for is an error
 _OTHER = 77  # what is in buffers that were not filled
 _lock = threading.RLock()
@@ -240,6 +240,7 @@ def reduce_add(descriptor, at, buffer):
 
 def _store_wait(pendings):
     count = len(_here.stores) - int(pendings)
+    time.sleep(_LATE if count > 0 else 0)
     for each in _here.stores[: max(count, 0)]:
         with _lock:
             each()

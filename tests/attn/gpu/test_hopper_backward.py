@@ -198,6 +198,7 @@ class TestOnGpu:
         finally:
             torch.use_deterministic_algorithms(False)
 
-    def test_takes(self):
-        call = GradientCall(*called(filled(1, (2, 1), 8, 8, 64, 64), mask=CAUSAL))
+    @pytest.mark.parametrize("head", [64, 256])
+    def test_takes(self, head):
+        call = GradientCall(*called(filled(1, (2, 1), 8, 8, head, head), mask=CAUSAL))
         assert hopper_backward.takes(*call[:7], call.mask, call.bias, call.scale, call.dropout_p)
