@@ -53,6 +53,7 @@ def _multiply(KEYS: gl.constexpr, problem, buffers, barriers, result, numbers):
     """The gradient of 64 values of each tile, or of its KEYS, and 128 channels of that of the queries that see any of them."""
     keys, values, tiles = buffers[0], buffers[1], buffers[8]
     keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
+    keys_read = barriers[3][1]
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, problem.D, 16])
     n = problem.tiles * 0
     mbarrier.wait(told_full.index(0), 0)
@@ -79,9 +80,10 @@ def _multiply(KEYS: gl.constexpr, problem, buffers, barriers, result, numbers):
             row += problem.ROWS
             row = gl.where(row < problem.queries, row, 0)
         if KEYS:
-            mbarrier.wait(barriers[3][1].index(0), slot ^ 1)  # the other warpgroup has read the keys
+            mbarrier.wait(keys_read.index(0), n % 2)
             _finish(problem, keys, tiles, n, result, total * numbers[2])
         else:
+            mbarrier.arrive(keys_read.index(0), count=1)
             _finish(problem, values, tiles, n, result, total)
         mbarrier.arrive(told_empty.index(n % AHEAD), count=1)
         mbarrier.arrive(keys_empty.index(0), count=1)
@@ -117,7 +119,7 @@ def _values_step(problem, buffers, barriers, numbers, of_step, dv):
     keys, _, queries, gradients, sums, _, meeting, parts, tiles, blocks = buffers
     queries_full, queries_empty, gradients_full, gradients_empty = barriers[1]
     part_full, part_empty = barriers[2]
-    slopes_full, slopes_empty, weights_full = barriers[3]
+    slopes_full, _, weights_full = barriers[3]
     slot, phase, n, row, part = of_step
     inner, factor, _ = numbers
     here = nothing()  # else the descriptors of all buffers that stay are reckoned before the steps, and kept
@@ -145,7 +147,6 @@ def _values_step(problem, buffers, barriers, numbers, of_step, dv):
     dv = warpgroup_mma_wait(1, deps=(dv,))
     mbarrier.arrive(gradients_empty.index(0), count=1)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    mbarrier.arrive(slopes_empty.index(0), count=1)
     first, second = _halves(dq)
     parts.index(0).store(in_order(first))  # the other warpgroup has read the probabilities
     fence_async_shared()
@@ -163,7 +164,7 @@ def _keys_step(problem, buffers, barriers, of_step, dk):
     keys, values, queries, gradients, _, deltas, meeting, parts, tiles, blocks = buffers
     queries_full, queries_empty, gradients_full, gradients_empty = barriers[1]
     part_full, part_empty = barriers[2]
-    slopes_full, slopes_empty, weights_full = barriers[3]
+    slopes_full, _, weights_full = barriers[3]
     slot, phase, n, row, part = of_step
     q = queries.index(slot).reshape([HALF, problem.D])
     mbarrier.wait(gradients_full.index(0), slot)
@@ -178,8 +179,7 @@ def _keys_step(problem, buffers, barriers, of_step, dk):
     mbarrier.arrive(gradients_empty.index(0), count=1)
     ds = back_in_order(parts.index(0)) * (dp - delta[None, :])
     ds = _shown(problem, tiles, n, row, part, ds).to(problem.DTYPE)
-    mbarrier.wait(slopes_empty.index(0), slot ^ 1)
-    meeting.index(0).store(ds)
+    meeting.index(0).store(ds)  # before probabilities, the other warpgroup has read those of the step before
     fence_async_shared()
     mbarrier.arrive(slopes_full.index(0), count=1)
     if problem.BANDED and part:
