@@ -29,6 +29,8 @@ SHAPES = {  # batch, heads, sequence, head, and how many keys back a query sees:
     "16x16x1024x64 causal": (16, 16, 1024, 64, -1),
     "1x16x16384x64 causal": (1, 16, 16384, 64, -1),
     "2x16x8192x64": (2, 16, 8192, 64, None),
+    "2x8x8192x256 causal": (2, 8, 8192, 256, -1),
+    "2x8x8192x256": (2, 8, 8192, 256, None),
     "2x16x16384x128 window": (2, 16, 16384, 128, 1024),
 }
 

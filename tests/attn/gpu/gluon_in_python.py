@@ -2,8 +2,9 @@
 
 Gluon has no interpreter. What the backward for sm_90 uses of it is done here in float32 or as the kernel rounds, in a process of
 its own, since modules of Triton's are replaced before the kernel is imported, under :func:`installed`. What is checked beside
-numbers: that no result of a product is read before it was waited for, that TMA brings as many bytes as are expected, and, since
-products read their buffers only when they are waited for, that these are not filled anew before.
+numbers: that no result of a product is read before it was waited for, that TMA brings as many bytes as are expected, and that the
+buffers of a product hold the same when it is begun and when it is waited for. TMA is late: what it loads is there some time after
+it was begun, and until then something else; what it stores it reads when that is waited for.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 _TURN = 2e-4  # seconds for which who arrives at a barrier lets others go on, as if its next step took long
+_LATE = 4e-4  # seconds that TMA takes
 _SLOW = 20.0  # seconds after which a barrier that is waited for is an error
+_OTHER = 77  # what is in buffers that were not filled
 _lock = threading.RLock()
 _here = threading.local()
 
@@ -121,7 +125,7 @@ class Shared:
 def _allocate(dtype, shape, layout):
     if layout == "barrier":
         return _Barriers(int(shape[0]))
-    return Shared(torch.full([int(n) for n in shape], 77, dtype=dtype))
+    return Shared(torch.full([int(n) for n in shape], _OTHER, dtype=dtype))
 
 
 class _Barriers(Shared):
@@ -159,15 +163,24 @@ def _settled(x):
 
 def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
     assert is_async
-    left = a if isinstance(a, Shared) else a.clone()
+    left = a.x if isinstance(a, Shared) else a.clone()
+    begun = [_finite(x) for x in (left, b.x)]
 
     def make():
         before = _settled(acc)
-        found = (left.x if isinstance(left, Shared) else left).float() @ b.x.float()
+        assert all(map(torch.equal, begun, (_finite(left), _finite(b.x)))), (
+            "the buffers of a product are filled while it is made"
+        )
+        found = left.float() @ b.x.float()
         assert before.shape == found.shape
         return found + before if use_acc else found
 
     return Pending(make)
+
+
+def _finite(x):
+    """A copy with zeros in place of what is not finite, as kernels do it while products are made of that."""
+    return torch.where(x.isfinite(), x, 0)
 
 
 def warpgroup_mma_wait(count, deps):
@@ -198,24 +211,40 @@ class Descriptor:
         return self.x[there], tuple(slice(0, max(0, min(size, n - a))) for a, size, n in pairs)
 
 
+_loads = ThreadPoolExecutor(16)
+
+
 def _to_shared(descriptor, at, barrier, buffer):
     found, there = descriptor.part(at)
-    buffer.x.zero_()
-    target = buffer.x.view(descriptor.block_type.shape)
-    target[there] = found
-    barrier.arrive(0, -descriptor.block_type.nbytes)
+    buffer.x.fill_(_OTHER)
+
+    def load():
+        time.sleep(_LATE)
+        brought = torch.zeros(descriptor.block_type.shape, dtype=descriptor.dtype)
+        brought[there] = found
+        buffer.x.copy_(brought.view(buffer.x.shape))
+        barrier.arrive(0, -descriptor.block_type.nbytes)
+
+    _loads.submit(load)
 
 
 def _to_global(descriptor, at, buffer):
     found, there = descriptor.part(at)
-    with _lock:
-        found.copy_(buffer.x.view(descriptor.block_type.shape)[there])
+    _here.stores.append(lambda: found.copy_(buffer.x.view(descriptor.block_type.shape)[there]))
 
 
 def reduce_add(descriptor, at, buffer):
     found, there = descriptor.part(at)
-    with _lock:
-        found += buffer.x[there]
+    _here.stores.append(lambda: found.add_(buffer.x[there]))
+
+
+def _store_wait(pendings):
+    count = len(_here.stores) - int(pendings)
+    time.sleep(_LATE if count > 0 else 0)
+    for each in _here.stores[: max(count, 0)]:
+        with _lock:
+            each()
+    _here.stores = _here.stores[max(count, 0) :]
 
 
 class Pointer:
@@ -248,6 +277,8 @@ def _asm(text, registers, given, dtype=None, is_pure=None, pack=None):
         return torch.exp2(given[0])
     if "bar.sync 8" in text:
         _here.meeting.wait(_SLOW)
+    if "wait_group" in text:
+        _store_wait(0)
     return Int(0)
 
 
@@ -256,9 +287,10 @@ def _specialize(partitions, warps, registers):
     meeting, wrong = threading.Barrier(2), []
 
     def run(function, given):
-        _here.__dict__.update(kept, meeting=meeting, begun=[])
+        _here.__dict__.update(kept, meeting=meeting, begun=[], stores=[])
         try:
             function(*given)
+            assert not _here.stores
             assert not _here.begun or all(each.make is None for each in _here.begun)
         except BaseException as error:
             wrong.append(error)
@@ -302,7 +334,7 @@ def _language():
         arange=lambda a, b, layout=None: torch.arange(int(a), int(b), dtype=torch.int32),
         where=_where, abs=torch.abs, max=lambda x, axis: Int(x.max().item()),
         minimum=lambda a, b: Int(min(a, b)), maximum=lambda a, b: Int(max(a, b)),
-        convert_layout=lambda x, layout, assert_trivial=False: x,
+        convert_layout=lambda x, layout, assert_trivial=False: x, split=lambda x: x.unbind(-1),
         allocate_shared_memory=_allocate, warp_specialize=_specialize, inline_asm_elementwise=_asm,
         atomic_add=_atomic_add, store=_store,
     )  # fmt: skip
@@ -320,7 +352,7 @@ def _modules():
         expect=lambda barrier, size: barrier.arrive(1, int(size)),
     )  # fmt: skip
     hopper.tma = types.SimpleNamespace(
-        async_copy_global_to_shared=_to_shared, async_copy_shared_to_global=_to_global, store_wait=lambda pendings: None
+        async_copy_global_to_shared=_to_shared, async_copy_shared_to_global=_to_global, store_wait=_store_wait
     )
     hopper.fence_async_shared = lambda: None
     hopper.warpgroup_mma, hopper.warpgroup_mma_wait = warpgroup_mma, warpgroup_mma_wait

@@ -77,6 +77,21 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns)
     "64, causal": ((2, (16, 16), 1024, 1024, 64, 64), {"mask": CAUSAL}),
     "64, capped": ((2, (4, 2), 300, 300, 64, 64), {"softcap": 3.0}),
     "64, tails, causal": ((2, (4, 2), 300, 300, 64, 64), {"mask": CAUSAL, "of_lse": True}),
+    "256": ((2, (2, 2), 192, 128, 256, 256), {}),
+    "256, tails": ((2, (4, 2), 333, 300, 256, 256), {}),
+    "256, causal": ((2, (4, 2), 300, 300, 256, 256), {"mask": CAUSAL, "of_lse": True}),
+    "256, window": ((1, (4, 1), 400, 400, 256, 256), {"mask": window(100)}),
+    "256, narrow window": ((1, (3, 3), 257, 377, 256, 256), {"mask": (program.BAND, 5, 40)}),
+    "256, dead rows": ((1, (2, 2), 250, 70, 256, 256), {"mask": bottom_right(250, 70), "of_lse": True}),
+    "256, keys that nothing sees": ((1, (2, 2), 70, 250, 256, 256), {"mask": CAUSAL}),
+    "256, one query": ((1, (2, 1), 1, 77, 256, 256), {}),
+    "256, one key": ((3, (5, 1), 129, 1, 256, 256), {}),
+    "256, capped": ((1, (4, 2), 200, 200, 256, 256), {"mask": CAUSAL, "softcap": 3.0}),
+    "256, capped, full": ((1, (4, 2), 200, 200, 256, 256), {"softcap": 3.0}),
+    "256, many tiles": ((2, (8, 4), 640, 640, 256, 256), {"mask": CAUSAL}),
+    "136": ((1, (4, 2), 200, 200, 136, 136), {"mask": CAUSAL, "heads_inside": True}),
+    "192 and 128": ((1, (2, 1), 190, 190, 192, 128), {"mask": CAUSAL}),
+    "64 and 256": ((1, (2, 1), 190, 190, 64, 256), {}),
     "40": ((2, (4, 2), 300, 300, 40, 40), {"mask": window(70)}),
 }
 
@@ -116,6 +131,8 @@ HIDING = {  # a head's size, and a mask
     "hidden, 128": (128, CAUSAL),
     "hidden, 64": (64, window(50)),
     "hidden, 128, bottom right": (128, bottom_right(300, 200)),
+    "hidden, 256": (256, CAUSAL),
+    "hidden, 200, both sides": (200, (program.BAND, -40, 30)),
     "hidden, 96, both sides": (96, (program.BAND, -40, 30)),
 }
 

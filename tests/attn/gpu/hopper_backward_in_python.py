@@ -19,6 +19,7 @@ import gluon_in_python
 
 with gluon_in_python.installed():
     from opkit.attn.gpu.hopper.device import backward as device
+    from opkit.attn.gpu.hopper.device import backward_wide as wide_device
 
 from hopper_backward_calls import CALLS, HIDING, called, compared, compared_where_hidden
 from hopper_calls import FP16, shaped
@@ -27,7 +28,8 @@ from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper.backward import Tile
 
 _PROGRAMS = 3
-_HALF, _WIDE, _KEYS = 64, 32, 128
+_HALF, _WIDE = 64, 32
+_FUNCTIONS = {128: device.hopper_backward, 64: wide_device.hopper_backward_wide}
 
 
 class Launch:
@@ -43,14 +45,15 @@ class Launch:
         numbers = {name: value for name, value in self.numbers.items() if name != "processors"}
         sizes = {
             "queries": q.shape[2], "keys": k.shape[2], "heads": q.shape[1], "key_heads": k.shape[1], "section": 2,
-            "tiles": k.shape[0] * k.shape[1] * -(-k.shape[2] // _KEYS),
+            "tiles": k.shape[0] * k.shape[1] * -(-k.shape[2] // self.tile.keys),
             "lower": numbers.pop("lower"), "upper": numbers.pop("upper"), "ROWS": self.tile.rows,
         }  # fmt: skip
         gluon_in_python.run(
-            device.hopper_backward, min(_PROGRAMS, sizes["tiles"]), q_desc=of(q, rows), k_desc=of(k, keys), v_desc=of(v, keys),
-            gradient_desc=of(gradient, rows), sums_desc=of(sums, (_HALF,)), sum_desc=of(total, (_HALF * _HALF // _WIDE, _WIDE)),
-            of_k_desc=of(of_k, keys), of_v_desc=of(of_v, keys), turns=None if turns is None else point(turns),
-            counter=point(counter), **{name: whole(size) for name, size in sizes.items()}, **numbers, BANDED=self.banded,
+            _FUNCTIONS[self.tile.keys], min(_PROGRAMS, sizes["tiles"]), q_desc=of(q, rows), k_desc=of(k, keys),
+            v_desc=of(v, keys), gradient_desc=of(gradient, rows), sums_desc=of(sums, (_HALF,)),
+            sum_desc=of(total, (_HALF * _HALF // _WIDE, _WIDE)), of_k_desc=of(of_k, keys), of_v_desc=of(of_v, keys),
+            turns=None if turns is None else point(turns), counter=point(counter),
+            **{name: whole(size) for name, size in sizes.items()}, **numbers, BANDED=self.banded,
             ORDERED=self.ordered, GROUPED=self.tile.grouped, APART=self.tile.apart, REGISTERS=0, OTHER_REGISTERS=0,
         )  # fmt: skip
         assert not counter.any()  # they are left as they were found
@@ -58,8 +61,8 @@ class Launch:
 
 def emulate():
     """From now on ``hopper_backward.backward`` launches the kernel that multiplies in Python."""
-    moves = sys.modules[device.add.__module__]
-    moves.reduce_add = gluon_in_python.reduce_add
+    for add in (device.add, wide_device.add):
+        sys.modules[add.__module__].reduce_add = gluon_in_python.reduce_add
     prepared = hopper_backward.PreparedLaunch
     hopper_backward._kernel = lambda *settled: settled
     hopper_backward.PreparedLaunch = lambda kernel, names, numbers: (

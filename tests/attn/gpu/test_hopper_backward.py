@@ -1,4 +1,4 @@
-"""The backward kernel for sm_90: it compiles as it must here, and its gradients are right where there is such a GPU."""
+"""The backward kernels for sm_90: they compile as they must here, and gradients are right where there is such a GPU."""
 
 import re
 import sys
@@ -37,6 +37,12 @@ COMPILED = {  # most bytes of registers that a thread may put into memory, and t
         640, lambda: arguments(*shaped((4, 2), 300, 300, 128, 128, FP16), mask=CAUSAL, softcap=30.0),
     ),
     "96, causal": (352, lambda: arguments(*shaped((4, 2), 300, 300, 96, 96), mask=CAUSAL)),
+    "256": (32, lambda: arguments(*shaped((4, 2), 300, 300, 256, 256))),
+    "256, causal": (160, lambda: arguments(*shaped((4, 2), 300, 300, 256, 256), mask=CAUSAL)),
+    "256, causal, float16, capped": (
+        160, lambda: arguments(*shaped((4, 2), 300, 300, 256, 256, FP16), mask=CAUSAL, softcap=30.0),
+    ),
+    "136 and 256, causal": (160, lambda: arguments(*shaped((4, 2), 300, 300, 136, 256), mask=CAUSAL)),
     "64": (96, lambda: arguments(*shaped((4, 2), 300, 300, 64, 64))),
     "64, causal": (128, lambda: arguments(*shaped((4, 2), 300, 300, 64, 64), mask=CAUSAL)),
 }  # fmt: skip
@@ -70,20 +76,21 @@ def test_compiles(case, tmp_path, record_property):
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("case", ["128, causal", "64"])
+@pytest.mark.parametrize("case", ["128, causal", "64", "256, causal"])
 def test_compiles_deterministic(case, tmp_path, record_property):
     _, given = COMPILED[case]
     check_compiled(given(), 480, tmp_path, record_property)
 
 
-def test_other_lengths_and_bands_compile_nothing_anew():
+@pytest.mark.parametrize("head", [128, 256])
+def test_other_lengths_and_bands_compile_nothing_anew(head):
     def identity(queries, keys, lower, upper, heads=(4, 2)):
         band = (program.BAND, lower, upper)
-        return compiling.identity(requested(arguments(*shaped(heads, queries, keys, 128, 128), mask=band)))
+        return compiling.identity(requested(arguments(*shaped(heads, queries, keys, head, head), mask=band)))
 
     first = identity(300, 300, -FAR, 0)
     assert identity(1, 1, -1, 0) == identity(4096, 512, -16, 16) == identity(77, 1000, 1, FAR, heads=(8, 1)) == first
-    assert compiling.identity(requested(arguments(*shaped((4, 2), 300, 300, 128, 128)))) != first
+    assert compiling.identity(requested(arguments(*shaped((4, 2), 300, 300, head, head)))) != first
 
 
 # ---- what it takes ---------------------------------------------------------------------------------------------------
@@ -91,7 +98,8 @@ def test_other_lengths_and_bands_compile_nothing_anew():
 REFUSED = {
     "float32": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64, torch.float32)),
     "a head of 100": lambda: arguments(*shaped((4, 2), 8, 8, 100, 64)),
-    "a head of 136": lambda: arguments(*shaped((4, 2), 8, 8, 64, 136)),
+    "a head of 264": lambda: arguments(*shaped((4, 2), 8, 8, 64, 264)),
+    "a head of 132": lambda: arguments(*shaped((4, 2), 8, 8, 132, 256)),
     "heads that do not divide": lambda: arguments(*shaped((4, 3), 8, 8, 64, 64)),
     "no keys": lambda: arguments(*shaped((4, 2), 8, 0, 64, 64)),
     "dropout": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), dropout_p=0.5),
@@ -149,8 +157,9 @@ class TestOnGpu:
         head, mask = HIDING[case]
         compared_where_hidden(filled(1, (2, 1), 300, 300, head, head), mask)
 
-    def test_padding_in_memory_does_not_leak(self):
-        q, k, v = filled(2, (2, 2), 300, 400, 128, 128)
+    @pytest.mark.parametrize("head", [128, 256])
+    def test_padding_in_memory_does_not_leak(self, head):
+        q, k, v = filled(2, (2, 2), 300, 400, head, head)
         k[:, :, 300:], v[:, :, 300:] = float("nan"), float("nan")
         compared(called((q, k[:, :, :300], v[:, :, :300])))
         compared(called((q, k[:, :, :300], v[:, :, :300]), mask=CAUSAL))
@@ -164,8 +173,9 @@ class TestOnGpu:
         compared(given)
         compared((torch.ones((), device="cuda", dtype=BF16).expand(given[0].shape), *given[1:]))
 
-    def test_a_graph_can_be_captured(self):
-        given = called(filled(2, (4, 2), 300, 300, 128, 128), mask=CAUSAL)
+    @pytest.mark.parametrize("head", [128, 256])
+    def test_a_graph_can_be_captured(self, head):
+        given = called(filled(2, (4, 2), 300, 300, head, head), mask=CAUSAL)
         hopper_backward.backward(*given)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -176,8 +186,9 @@ class TestOnGpu:
             torch.cuda.synchronize()
             compared(given, found)
 
-    def test_determinism_is_asked_for_at_each_call(self):
-        given = called(filled(1, (4, 2), 2000, 2000, 128, 128), mask=CAUSAL)
+    @pytest.mark.parametrize("head", [128, 256])
+    def test_determinism_is_asked_for_at_each_call(self, head):
+        given = called(filled(1, (4, 2), 2000, 2000, head, head), mask=CAUSAL)
         run = hopper_backward.backward.prepare(*given)
         run(*given)
         torch.use_deterministic_algorithms(True)
@@ -187,6 +198,7 @@ class TestOnGpu:
         finally:
             torch.use_deterministic_algorithms(False)
 
-    def test_takes(self):
-        call = GradientCall(*called(filled(1, (2, 1), 8, 8, 64, 64), mask=CAUSAL))
+    @pytest.mark.parametrize("head", [64, 256])
+    def test_takes(self, head):
+        call = GradientCall(*called(filled(1, (2, 1), 8, 8, head, head), mask=CAUSAL))
         assert hopper_backward.takes(*call[:7], call.mask, call.bias, call.scale, call.dropout_p)

@@ -11,7 +11,13 @@ import pytest
 CASES = (
     "whole tiles", "tails", "tails, causal", "gradient of lse", "one query", "one key", "few queries, bottom right", "dead rows",
     "keys that nothing sees", "all rows dead", "all rows dead, other side", "narrow window", "window far behind", "heads inside",
-    "capped", "72 and 128", "64, capped", "64, tails, causal", "40",
+    "capped", "72 and 128", "64, capped", "64, tails, causal", "40", "256", "256, tails", "256, causal", "256, window",
+    "256, narrow window", "256, dead rows", "256, keys that nothing sees", "256, one query", "256, one key", "256, capped",
+    "256, capped, full", "136", "192 and 128", "64 and 256",
+)  # fmt: skip
+
+HIDDEN = (
+    "hidden, 128", "hidden, 64", "hidden, 128, bottom right", "hidden, 96, both sides", "hidden, 256", "hidden, 200, both sides",
 )  # fmt: skip
 
 
@@ -37,6 +43,6 @@ def test_numbers_are_the_references(child, case, ordered):
     assert answer(child, case, ordered) == "right\n"
 
 
-@pytest.mark.parametrize("case", ["hidden, 128", "hidden, 64", "hidden, 128, bottom right", "hidden, 96, both sides"])
+@pytest.mark.parametrize("case", HIDDEN)
 def test_hidden_keys_and_values_do_not_leak(child, case):
     assert answer(child, case) == "right\n"

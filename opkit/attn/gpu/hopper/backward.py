@@ -1,4 +1,8 @@
-"""The backward kernel for sm_90 (:mod:`opkit.attn.gpu.hopper.device.backward`): which calls it takes, and a call of it."""
+"""The backward kernels for sm_90: which calls they take, and a call of them.
+
+:mod:`opkit.attn.gpu.hopper.device.backward` is for heads of up to 128 channels,
+:mod:`opkit.attn.gpu.hopper.device.backward_wide` for wider ones.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ _FAR = 2**30  #: further than any two positions are apart
 _LOG2E = 1.4426950408889634
 _CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those that shall stay in the L2 cache
 _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
-_KEYS = 128  #: of a program
+_MOST = 128  #: rows of a block
 _WIDE = 32  #: floats in a row of the sums
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 Run = Callable[..., _Four]
@@ -40,17 +44,19 @@ class Tile:
         rows: queries of a step.
         grouped: whether numbers of rows lie in memory so that a thread reads four at once.
         apart: whether each thread counts buffers in a register of its own.
+        keys: of a program.
         registers: of a thread that multiplies, of the other warps, and of all before they are shared out.
     """
 
     rows: int
     grouped: bool
     apart: bool
+    keys: int = 128
     registers: tuple[int, int, int] = (240, 24, 168)
 
 
-TILES = {64: Tile(128, True, True), 128: Tile(64, False, False)}
-"""By the size of the larger head, rounded up. Half of a block's gradient of queries is 64 x 64 in both.
+TILES = {64: Tile(128, True, True), 128: Tile(64, False, False), 256: Tile(64, False, False, keys=64)}
+"""By the size of the larger head, rounded up. Half of a block's gradient of queries is 64 x 64 in the first two.
 
 On an H200, causal, TFLOP/s with ``grouped`` and ``apart``, and without: 1 x 16 heads of 64, 16384 queries, 452 and 412; 2 x 16
 heads of 128, 8192 queries, 507 and 539.
@@ -93,7 +99,8 @@ def _fits(
     sums = [lse] if of_lse is None else [lse, of_lse]
     numbers = all(each.shape == q.shape[:3] and each.dtype == torch.float32 for each in sums)
     heads = all(size % _ALIGNED == 0 and size <= max(TILES) for size in (q.shape[3], v.shape[3]))
-    lengths = max(q.shape[2], k.shape[2]) < _FAR and q.shape[0] * q.shape[1] * (q.shape[2] + _KEYS) < 2**29
+    most = 2**28 if max(q.shape[3], v.shape[3]) > 128 else 2**29  # rows of the sums are counted in 32 bits
+    lengths = max(q.shape[2], k.shape[2]) < _FAR and q.shape[0] * q.shape[1] * (q.shape[2] + _MOST) < most
     banded = not mask or (len(mask) == 3 and mask[0] == program.BAND)
     return results and numbers and heads and lengths and banded and not bias and dropout_p == 0 and scale > 0
 
@@ -102,7 +109,7 @@ def _fits(
 def backward(*given: Any) -> Run:
     """The gradients of q, k and v, and delta; its arguments are a :class:`~opkit.attn.calls.GradientCall`.
 
-    It takes bfloat16 and float16; heads of up to 128 channels that 8 divides, those of queries and of values of any two such
+    It takes bfloat16 and float16; heads of up to 256 channels that 8 divides, those of queries and of values of any two such
     sizes; grouped heads; any numbers of queries and keys but none; no mask, or one BAND; a positive scale; a soft cap; a
     gradient of the log-sum-exp. It takes no other masks, no biases and no dropout.
 
@@ -235,8 +242,6 @@ def _end_kernel(channels: int, wide: int, block: int) -> TritonKernel:
 def _kernel(tile: Tile, ordered: bool, banded: bool) -> TritonKernel:
     from triton.experimental.gluon import language as gl
 
-    from opkit.attn.gpu.hopper.device.backward import hopper_backward
-
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     of_sums = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     of_total = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -245,7 +250,7 @@ def _kernel(tile: Tile, ordered: bool, banded: bool) -> TritonKernel:
     of_rows = functools.partial(_block, tile.rows)
     of_keys = functools.partial(_block, half)
     return triton_kernel(
-        hopper_backward,
+        _function(tile.keys),
         grid=lambda tiles, processors: min(tiles, processors),
         q_desc=tensor_descriptor("q", block=lambda q, v: of_rows(q, v), layout=layout),
         k_desc=tensor_descriptor("k", block=lambda q, v: of_keys(q, v), layout=layout),
@@ -256,6 +261,7 @@ def _kernel(tile: Tile, ordered: bool, banded: bool) -> TritonKernel:
         of_k_desc=tensor_descriptor("of_k", block=lambda q, v: of_keys(q, v), layout=layout),
         of_v_desc=tensor_descriptor("of_v", block=lambda q, v: of_keys(q, v), layout=layout),
         **_SIZES,
+        tiles=lambda k: k.shape[0] * k.shape[1] * -(-k.shape[2] // tile.keys),
         section=lambda q, k, v: _section(q, k, v, tile.rows),
         ROWS=tile.rows,
         BANDED=banded,
@@ -268,6 +274,17 @@ def _kernel(tile: Tile, ordered: bool, banded: bool) -> TritonKernel:
         maxnreg=all_threads,
         targets=("sm_90",),
     )
+
+
+def _function(keys: int) -> Any:
+    """The function that multiplies, by how many keys a program of it has."""
+    if keys == 64:
+        from opkit.attn.gpu.hopper.device.backward_wide import hopper_backward_wide
+
+        return hopper_backward_wide
+    from opkit.attn.gpu.hopper.device.backward import hopper_backward
+
+    return hopper_backward
 
 
 def _block(rows: int, q: Any, v: Any) -> tuple[int, int, int, int]:
@@ -286,5 +303,4 @@ _SIZES: dict[str, Any] = {
     "keys": lambda k: k.shape[2],
     "heads": lambda q: q.shape[1],
     "key_heads": lambda k: k.shape[1],
-    "tiles": lambda k: k.shape[0] * k.shape[1] * -(-k.shape[2] // _KEYS),
 }

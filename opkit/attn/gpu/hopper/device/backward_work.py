@@ -6,7 +6,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.language.core import _aggregate as aggregate
 
-KEYS = gl.constexpr(128)  #: keys of a program
 HALF = gl.constexpr(64)  #: keys of one warpgroup, and rows and columns of its part of the gradient of queries
 STAGES = gl.constexpr(2)  #: blocks of queries that are there at once
 AHEAD = gl.constexpr(2)  #: tiles of a program that are told of at once
@@ -36,6 +35,7 @@ class Slopes:
     GROUPED: gl.constexpr  # whether the numbers of rows lie in memory so that a thread reads four at once
     APART: gl.constexpr  # whether each thread counts buffers in a register of its own
     DTYPE: gl.constexpr
+    KEYS: gl.constexpr  # of a program
 
     @gluon.constexpr_function
     def __init__(
@@ -56,6 +56,7 @@ class Slopes:
         GROUPED,
         APART,
         DTYPE,
+        KEYS=128,
     ):
         self.queries = queries
         self.keys = keys
@@ -73,6 +74,7 @@ class Slopes:
         self.GROUPED = gl.constexpr(GROUPED)
         self.APART = gl.constexpr(APART)
         self.DTYPE = gl.constexpr(DTYPE)
+        self.KEYS = gl.constexpr(KEYS)
 
     @gluon.jit
     def blocks(self):
@@ -87,7 +89,7 @@ class Slopes:
         causal mask they have the most to do. Where tiles add in turn, the last keys come first: of a causal mask they begin
         with blocks of queries that no other keys have seen, so that nothing waits, and no tile waits for one that begins later.
         """
-        of_head = (self.keys + KEYS - 1) // KEYS
+        of_head = (self.keys + self.KEYS - 1) // self.KEYS
         size = self.section * of_head
         first = tile // size * self.section
         rest = tile % size
@@ -96,13 +98,13 @@ class Slopes:
         block = rest // width
         if self.ORDERED:
             block = of_head - 1 - block
-        return head // self.key_heads, head % self.key_heads, block * KEYS
+        return head // self.key_heads, head % self.key_heads, block * self.KEYS
 
     @gluon.jit
     def span(self, at):
         """The first block of queries that sees some of the keys from ``at``, and how many blocks do, perhaps none."""
         if self.BANDED:
-            last = gl.minimum(gl.minimum(at + KEYS, self.keys) - 1 - self.lower, self.queries - 1)
+            last = gl.minimum(gl.minimum(at + self.KEYS, self.keys) - 1 - self.lower, self.queries - 1)
             first = gl.maximum(at - self.upper, 0) // self.ROWS
             return first, gl.maximum((gl.maximum(last, -1) + self.ROWS) // self.ROWS - first, 0)
         return at * 0, self.blocks()
@@ -110,10 +112,10 @@ class Slopes:
     @gluon.jit
     def turn(self, block, at):
         """How many tiles add to a block of queries before that of the keys from ``at``: those of later keys that it sees."""
-        last = (self.keys - 1) // KEYS
+        last = (self.keys - 1) // self.KEYS
         if self.BANDED:
-            last = gl.minimum(last, ((block + 1) * self.ROWS - 1 + self.upper) // KEYS)
-        return last - at // KEYS
+            last = gl.minimum(last, ((block + 1) * self.ROWS - 1 + self.upper) // self.KEYS)
+        return last - at // self.KEYS
 
     @gluon.jit
     def partial(self, row, at):
@@ -186,6 +188,18 @@ def in_order(x):
     """
     there = x.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
     return there.reshape([HALF * HALF // WIDE, WIDE])
+
+
+@gluon.jit
+def back_in_order(buffer):
+    """What was put into shared memory by :func:`in_order`, as the threads held it: (64, 64)."""
+    held: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [16, 0], [32, 0], [64, 0]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [],
+        [HALF * HALF // WIDE, WIDE],
+    )  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    x = buffer.load(held).reshape([8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([HALF, HALF])
+    return gl.convert_layout(x, layout, assert_trivial=True)
 
 
 _FOUR_A_THREAD = gl.constexpr(

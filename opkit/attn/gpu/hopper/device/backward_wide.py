@@ -1,0 +1,288 @@
+"""The gradients of attention for sm_90 with heads of 129 to 256 channels: a program has 64 keys of a head.
+
+Sums for 64 keys and 256 channels are 128 registers of each thread of a warpgroup, so that one has room for one of the two.
+Here two warpgroups divide the products and not the keys: one makes probabilities and the gradient of values, and hands the
+probabilities, in float32, to the other, which makes the gradients of logits and of keys and hands the former back. Each then
+multiplies 128 channels of the gradient of queries, which a warp of its own adds to memory.
+
+A step of 64 queries is 2560 cycles of the tensor cores. Its products read 240 KiB of shared memory, 1920 cycles; what TMA loads,
+64 KiB, and the gradient of queries, 64 KiB written and read, 1536 more; what is handed over, about 300. FlashAttention-3 has 80
+keys (``run_mha_bwd_hdim256`` of ``hopper/flash_bwd_launch_template.h``) and divides each product, of which both operands are
+then read by each warpgroup: by the same count 4100 cycles for 64 keys. Of the gradient of the result there is one buffer: it is
+free when the gradient of values is done, well before the next step begins.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from opkit.attn.gpu.hopper.device.backward import _barriers as barriers_of
+from opkit.attn.gpu.hopper.device.backward import _product as product
+from opkit.attn.gpu.hopper.device.backward_wide_moves import add, load
+from opkit.attn.gpu.hopper.device.backward_work import (
+    AHEAD,
+    BATCH,
+    HALF,
+    HEAD,
+    NOUGHT,
+    PLACE,
+    STAGES,
+    STEPS,
+    TOLD,
+    WIDE,
+    Slopes,
+    back_in_order,
+    cleaned,
+    following,
+    in_order,
+    numbers_of,
+    told,
+)
+from opkit.attn.gpu.hopper.device.backward_work import _nothing as nothing
+from opkit.attn.gpu.hopper.device.softmax import capped, exp2
+
+
+@gluon.jit
+def _multiply(KEYS: gl.constexpr, problem, buffers, barriers, result, numbers):
+    """The gradient of 64 values of each tile, or of its KEYS, and 128 channels of that of the queries that see any of them."""
+    keys, values, tiles = buffers[0], buffers[1], buffers[8]
+    keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
+    keys_read = barriers[3][1]
+    of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, problem.D, 16])
+    n = problem.tiles * 0
+    mbarrier.wait(told_full.index(0), 0)
+    slot, phase = n, n
+    if problem.APART:
+        slot = told(tiles, NOUGHT, 4)
+    steps = told(tiles, STEPS, 4)
+    while steps >= 0:
+        total = gl.zeros([HALF, problem.D], gl.float32, layout=of_sums)
+        mbarrier.wait(keys_full.index(0), n % 2)
+        if problem.BANDED and (not KEYS and steps > 0):
+            cleaned(keys.index(0).reshape([HALF, problem.D]))  # the other warpgroup reads them after probabilities
+            fence_async_shared()
+        mbarrier.wait(values_full.index(0), n % 2)
+        # Where there is a band, the warp that loads tells of rows.
+        row, last = slot * 0, problem.last_whole(told(tiles, n % AHEAD * TOLD + PLACE, 4))
+        for _ in range(steps * (problem.heads // problem.key_heads)):
+            of_step = (slot, phase, n, row, row > last)
+            if KEYS:
+                total = _keys_step(problem, buffers, barriers, of_step, total)
+            else:
+                total = _values_step(problem, buffers, barriers, numbers, of_step, total)
+            slot, phase = following(slot, phase)
+            row += problem.ROWS
+            row = gl.where(row < problem.queries, row, 0)
+        if KEYS:
+            mbarrier.wait(keys_read.index(0), n % 2)
+            _finish(problem, keys, tiles, n, result, total * numbers[2])
+        else:
+            mbarrier.arrive(keys_read.index(0), count=1)
+            _finish(problem, values, tiles, n, result, total)
+        mbarrier.arrive(told_empty.index(n % AHEAD), count=1)
+        mbarrier.arrive(keys_empty.index(0), count=1)
+        n += 1
+        mbarrier.wait(told_full.index(n % AHEAD), n // AHEAD % 2)
+        steps = told(tiles, n % AHEAD * TOLD + STEPS, 4)
+
+
+@gluon.jit
+def _finish(problem, buffer, tiles, n, descriptor, total):
+    """Store the gradients of 64 keys or values, by way of where these were."""
+    tile = n % AHEAD * TOLD
+    at = told(tiles, tile + PLACE, 4)
+    batch, head = told(tiles, tile + BATCH, 4), told(tiles, tile + HEAD, 4)
+    buffer.index(0).reshape([HALF, problem.D]).store(total.to(problem.DTYPE))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(descriptor, [batch, head, at, 0], buffer.index(0))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _described(problem, blocks, slot, row, part):
+    """The first query of a block, and whether some of it do not see some of the keys."""
+    if problem.BANDED:
+        described = told(blocks, slot, 4)
+        return described // HALF * HALF, described % HALF != 0
+    return row, part
+
+
+@gluon.jit
+def _values_step(problem, buffers, barriers, numbers, of_step, dv):
+    """The gradient of values so far, after that of one block of queries."""
+    keys, _, queries, gradients, sums, _, meeting, parts, tiles, blocks = buffers
+    queries_full, queries_empty, gradients_full, gradients_empty = barriers[1]
+    part_full, part_empty = barriers[2]
+    slopes_full, _, weights_full = barriers[3]
+    slot, phase, n, row, part = of_step
+    inner, factor, _ = numbers
+    here = nothing()  # else the descriptors of all buffers that stay are reckoned before the steps, and kept
+    k = keys.index(here).reshape([HALF, problem.D])
+    gradient = gradients.index(here).reshape([HALF, problem.D])
+    mbarrier.wait(queries_full.index(slot), phase)
+    row, part = _described(problem, blocks, slot, row, part)
+    s = product(k, queries.index(slot).reshape([HALF, problem.D]))
+    power = numbers_of(sums.index(slot), problem.GROUPED)
+    mbarrier.wait(part_empty.index(0), slot ^ 1)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(queries_empty.index(slot), count=1)
+    s = capped(s, inner, problem.CAPPED)
+    p = _shown(problem, tiles, n, row, part, exp2(s * factor - power[None, :]))
+    handed = p
+    if problem.CAPPED:
+        handed = p * (1.0 - s * s)
+    parts.index(0).store(in_order(handed))
+    mbarrier.arrive(weights_full.index(0), count=1)
+    narrow = _narrow(problem, p)
+    mbarrier.wait(gradients_full.index(0), slot)
+    dv = warpgroup_mma(narrow, gradient, dv, is_async=True)
+    mbarrier.wait(slopes_full.index(0), slot)
+    dq = _part(0, problem, k, meeting)
+    dv = warpgroup_mma_wait(1, deps=(dv,))
+    mbarrier.arrive(gradients_empty.index(0), count=1)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    first, second = _halves(dq)
+    parts.index(0).store(in_order(first))  # the other warpgroup has read the probabilities
+    fence_async_shared()
+    mbarrier.arrive(part_full.index(0), count=1)
+    mbarrier.wait(part_empty.index(1), slot ^ 1)
+    parts.index(1).store(in_order(second))
+    fence_async_shared()
+    mbarrier.arrive(part_full.index(1), count=1)
+    return dv
+
+
+@gluon.jit
+def _keys_step(problem, buffers, barriers, of_step, dk):
+    """The gradient of keys so far, after that of one block of queries."""
+    keys, values, queries, gradients, _, deltas, meeting, parts, tiles, blocks = buffers
+    queries_full, queries_empty, gradients_full, gradients_empty = barriers[1]
+    part_full, part_empty = barriers[2]
+    slopes_full, _, weights_full = barriers[3]
+    slot, phase, n, row, part = of_step
+    q = queries.index(slot).reshape([HALF, problem.D])
+    mbarrier.wait(gradients_full.index(0), slot)
+    here = nothing()
+    gradient = gradients.index(here).reshape([HALF, problem.D])
+    dp = product(values.index(here).reshape([HALF, problem.D]), gradient)
+    delta = numbers_of(deltas.index(0), problem.GROUPED)
+    mbarrier.wait(queries_full.index(slot), phase)
+    row, part = _described(problem, blocks, slot, row, part)
+    mbarrier.wait(weights_full.index(0), slot)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    mbarrier.arrive(gradients_empty.index(0), count=1)
+    ds = back_in_order(parts.index(0)) * (dp - delta[None, :])
+    ds = _shown(problem, tiles, n, row, part, ds).to(problem.DTYPE)
+    meeting.index(0).store(ds)  # before probabilities, the other warpgroup has read those of the step before
+    fence_async_shared()
+    mbarrier.arrive(slopes_full.index(0), count=1)
+    if problem.BANDED and part:
+        cleaned(q)
+        fence_async_shared()
+    dq = _part(1, problem, keys.index(here).reshape([HALF, problem.D]), meeting)
+    dk = warpgroup_mma(_narrow(problem, ds), q, dk, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=(dq,))
+    first, second = _halves(dq)
+    mbarrier.wait(part_empty.index(2), 1)
+    parts.index(2).store(in_order(first))
+    fence_async_shared()
+    mbarrier.arrive(part_full.index(2), count=1)
+    mbarrier.wait(part_empty.index(2), 0)
+    parts.index(2).store(in_order(second))
+    fence_async_shared()
+    mbarrier.arrive(part_full.index(2), count=1)
+    dk = warpgroup_mma_wait(0, deps=(dk,))
+    mbarrier.arrive(queries_empty.index(slot), count=1)
+    return dk
+
+
+@gluon.jit
+def _shown(problem, tiles, n, row, part, x):
+    """``x`` of a block of queries, with zeros where they do not see keys."""
+    if part:
+        x = problem.shown(x, row, told(tiles, n % AHEAD * TOLD + PLACE, 4))
+    return x
+
+
+@gluon.jit
+def _narrow(problem, x):
+    """``x`` as the left side of a product into the sums of keys or values."""
+    of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, problem.D, 16])
+    return gl.convert_layout(x.to(problem.DTYPE), gl.DotOperandLayout(0, of_sums, k_width=2))
+
+
+@gluon.jit
+def _part(I: gl.constexpr, problem, k, meeting):
+    """Begin the product for a half of the channels of the gradient of queries."""
+    WIDTH: gl.constexpr = problem.D // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    none = gl.zeros([HALF, WIDTH], gl.float32, layout=layout)
+    k = k.slice(I * WIDTH, WIDTH, dim=1)
+    return warpgroup_mma(meeting.index(0).permute((1, 0)), k, none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _halves(x):
+    """The left and the right half of (64, 128), each as products of 64 columns are held."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    first, second = gl.split(x.reshape([HALF, 2, HALF]).permute([0, 2, 1]))
+    return (
+        gl.convert_layout(first, layout, assert_trivial=True),
+        gl.convert_layout(second, layout, assert_trivial=True),
+    )
+
+
+_INTS = ("queries", "keys", "heads", "key_heads", "lower", "upper", "section", "tiles")
+
+
+@gluon.jit(do_not_specialize=_INTS)
+def hopper_backward_wide(
+    q_desc, k_desc, v_desc, gradient_desc, sums_desc, sum_desc, of_k_desc, of_v_desc, turns, counter,
+    queries, keys, heads, key_heads, lower, upper, section, tiles, factor, inner, scale,
+    ROWS: gl.constexpr, BANDED: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, GROUPED: gl.constexpr,
+    APART: gl.constexpr, REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    problem = Slopes(
+        queries.to(gl.int32), keys.to(gl.int32), heads.to(gl.int32), key_heads.to(gl.int32), lower.to(gl.int32),
+        upper.to(gl.int32), section.to(gl.int32), tiles.to(gl.int32), D, ROWS, BANDED, CAPPED, ORDERED, GROUPED, APART,
+        q_desc.dtype, KEYS=HALF,
+    )  # fmt: skip
+    meeting: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    buffers = (
+        gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, HALF, D], k_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, HALF, D], v_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, ROWS, D], gradient_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, HALF], sums_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [1, HALF], sums_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [1, HALF, ROWS], meeting),
+        gl.allocate_shared_memory(gl.float32, [3, HALF * HALF // WIDE, WIDE], sum_desc.layout),
+        gl.allocate_shared_memory(gl.int32, [AHEAD * TOLD, 1], numbers),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1], numbers),
+    )
+    barriers = (
+        (barriers_of(1, 1), barriers_of(1, 1), barriers_of(1, 2), barriers_of(AHEAD, 1), barriers_of(AHEAD, 4)),
+        (barriers_of(STAGES, 1), barriers_of(STAGES, 2), barriers_of(1, 1), barriers_of(1, 2)),
+        (barriers_of(3, 1), barriers_of(3, 1)),
+        (barriers_of(1, 1), barriers_of(1, 1), barriers_of(1, 1)),
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (0, problem, buffers, barriers, of_v_desc, (inner, factor, scale))),
+            (_multiply, (1, problem, buffers, barriers, of_k_desc, (inner, factor, scale))),
+            (load, (problem, (q_desc, k_desc, v_desc, gradient_desc, sums_desc), buffers, barriers, counter)),
+            (add, (0, problem, sum_desc, turns, buffers, barriers)),
+            (add, (1, problem, sum_desc, turns, buffers, barriers)),
+        ],
+        [4, 1, 1, 1],
+        [REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+    )

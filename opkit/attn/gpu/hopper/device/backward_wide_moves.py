@@ -1,0 +1,143 @@
+"""The warps of the Hopper backward for wide heads that move data: one loads, two add up the gradient of queries in memory."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from opkit.attn.gpu.hopper.device.backward_moves import _tell_all as tell_all
+from opkit.attn.gpu.hopper.device.backward_work import (
+    AHEAD,
+    BATCH,
+    FIRST,
+    HALF,
+    HEAD,
+    PLACE,
+    STEPS,
+    TOLD,
+    WIDE,
+    added,
+    following,
+    reduce_add,
+    tell,
+    told,
+)
+from opkit.attn.gpu.hopper.device.forward import put_back
+
+
+@gluon.jit
+def load(problem, descriptors, buffers, barriers, counter):
+    """Hand out tiles: their keys and values, and the queries that see them with their gradients, block by block."""
+    q_desc, k_desc, v_desc, gradient_desc, sums_desc = descriptors
+    keys, values, queries, gradients, sums, deltas, _, _, tiles, blocks = buffers
+    keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
+    queries_full, queries_empty, gradients_full, gradients_empty = barriers[1]
+    group = problem.heads // problem.key_heads
+    tile = gl.program_id(0).to(gl.int32)
+    programs = gl.num_programs(0).to(gl.int32)
+    n, slot, phase = tile * 0, tile * 0, tile * 0 + 1
+    while tile < problem.tiles:
+        batch, key_head, at = problem.place(tile)
+        first, steps = problem.span(at)
+        mbarrier.wait(told_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
+        tell_all(tiles, n, (steps, first, at, batch, key_head, 0))
+        mbarrier.arrive(told_full.index(n % AHEAD), count=1)
+        for g in range(group):
+            head = key_head * group + g
+            of_head = (batch * problem.heads + head) * problem.blocks()
+            for i in range(steps):
+                row = (first + i) * problem.ROWS
+                place = (of_head + first + i) * (2 * problem.ROWS)
+                mbarrier.wait(queries_empty.index(slot), phase)
+                if problem.BANDED:
+                    tell(blocks, slot, row + problem.partial(row, at).to(gl.int32))
+                at_rows, full = (batch, head, row, place), queries_full.index(slot)
+                _load(q_desc, sums_desc, at_rows, full, queries.index(slot), sums.index(slot))
+                if (g == 0) & (i == 0):
+                    mbarrier.wait(keys_empty.index(0), n % 2 ^ 1)
+                    _load_keys(k_desc, batch, key_head, at, keys_full.index(0), keys.index(0))
+                mbarrier.wait(gradients_empty.index(0), slot ^ 1)
+                at_rows, full = (batch, head, row, place + problem.ROWS), gradients_full.index(0)
+                _load(gradient_desc, sums_desc, at_rows, full, gradients.index(0), deltas.index(0))
+                if (g == 0) & (i == 0):
+                    _load_keys(v_desc, batch, key_head, at, values_full.index(0), values.index(0))
+                slot, phase = following(slot, phase)
+        if steps == 0:
+            mbarrier.wait(keys_empty.index(0), n % 2 ^ 1)
+            mbarrier.arrive(keys_full.index(0), count=1)
+            mbarrier.arrive(values_full.index(0), count=1)
+        n += 1
+        # Not earlier: a tile that is taken while another one is far from its end would begin late.
+        tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
+    mbarrier.wait(told_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
+    tell_all(tiles, n, (-1, tile, tile, tile, tile, 0))
+    mbarrier.arrive(told_full.index(n % AHEAD), count=1)
+    put_back(counter, programs)
+
+
+@gluon.jit
+def _load(descriptor, of_numbers, at, full, buffer, numbers):
+    """Load a block of queries or of gradients, and the numbers of its rows."""
+    batch, head, row, place = at
+    mbarrier.expect(full, descriptor.block_type.nbytes + of_numbers.block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, [batch, head, row, 0], full, buffer)
+    tma.async_copy_global_to_shared(of_numbers, [place], full, numbers)
+
+
+@gluon.jit
+def _load_keys(descriptor, batch, head, at, full, buffer):
+    """Load the 64 keys, or values, of a tile."""
+    mbarrier.expect(full, descriptor.block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, [batch, head, at, 0], full, buffer)
+
+
+@gluon.jit
+def add(KEYS: gl.constexpr, problem, sum_desc, turns, buffers, barriers):
+    """Add the parts of the gradient of queries that one warpgroup makes to memory as they come.
+
+    The one that has values puts its two into two buffers, the one that has KEYS into one. In turn, each of the two warps counts
+    for a half.
+    """
+    parts, tiles = buffers[7], buffers[8]
+    told_full, told_empty = barriers[0][3], barriers[0][4]
+    full, empty = barriers[2]
+    group = problem.heads // problem.key_heads
+    n, phase = problem.tiles * 0, problem.tiles * 0
+    mbarrier.wait(told_full.index(0), 0)
+    steps = told(tiles, n % AHEAD * TOLD + STEPS, 1)
+    while steps >= 0:
+        first, at = told(tiles, n % AHEAD * TOLD + FIRST, 1), told(tiles, n % AHEAD * TOLD + PLACE, 1)
+        batch, key_head = told(tiles, n % AHEAD * TOLD + BATCH, 1), told(tiles, n % AHEAD * TOLD + HEAD, 1)
+        mbarrier.arrive(told_empty.index(n % AHEAD), count=1)
+        for g in range(group):
+            of_head = (batch * problem.heads + key_head * group + g) * problem.blocks()
+            for i in range(steps):
+                block = of_head + first + i
+                if problem.ORDERED:
+                    while gl.atomic_add(turns + block, 0, sem="acquire") < 2 * problem.turn(first + i, at):
+                        pass
+                if KEYS:
+                    for c in gl.static_range(2):
+                        _add_part(sum_desc, block, 2 + c, parts.index(2), full.index(2), c)
+                        tma.store_wait(0)
+                        mbarrier.arrive(empty.index(2), count=1)
+                else:
+                    for c in gl.static_range(2):
+                        _add_part(sum_desc, block, c, parts.index(c), full.index(c), phase)
+                    for c in gl.static_range(2):
+                        tma.store_wait(1 - c)
+                        mbarrier.arrive(empty.index(c), count=1)
+                if problem.ORDERED:
+                    added()
+                    gl.atomic_add(turns + block, 1, sem="release")
+                phase ^= 1
+        n += 1
+        mbarrier.wait(told_full.index(n % AHEAD), n // AHEAD % 2)
+        steps = told(tiles, n % AHEAD * TOLD + STEPS, 1)
+    added()
+
+
+@gluon.jit
+def _add_part(descriptor, block, I: gl.constexpr, part, full, phase):
+    """Begin to add one of the four parts of a block of queries."""
+    mbarrier.wait(full, phase)
+    reduce_add(descriptor, [(block * 4 + I) * (HALF * HALF // WIDE), 0], part)
