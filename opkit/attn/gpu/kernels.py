@@ -39,18 +39,20 @@ def register(op: CustomOp[Any, Any]) -> None:
     by the kernel for Hopper; other calls are for that where it takes them, or for the portable one. The backward for Hopper runs
     where it is asked for by name, until ``tests/attn/gpu/test_hopper_backward.py`` has passed on such a GPU.
     """
-    op.register_kernel(device(), forward, when=takes, name=NAME)
+    op.register_kernel(device(), forward, when=takes, name=NAME, trusted=True)
     decoding.register(op)
     mla.register(op)
     packed.register(op)
     invariant.register(op)
-    op.register_kernel("cuda", hopper.forward, when=hopper.takes, name="hopper", priority=_HOPPER)
+    op.register_kernel("cuda", hopper.forward, when=hopper.takes, name="hopper", priority=_HOPPER, trusted=True)
     of_gradients = gradients.backward_operator()
-    of_gradients.register_kernel(device(), backward, when=takes_gradients, name=NAME)
+    of_gradients.register_kernel(device(), backward, when=takes_gradients, name=NAME, trusted=True)
     of_gradients.register_kernel(
-        "cuda", hopper_backward.backward, when=hopper_backward.takes, name="hopper", priority=_FORCED
+        "cuda", hopper_backward.backward, when=hopper_backward.takes, name="hopper", priority=_FORCED, trusted=True
     )
-    gradients.bias_backward_operator().register_kernel(device(), bias_backward, when=takes_bias_gradients, name=NAME)
+    gradients.bias_backward_operator().register_kernel(
+        device(), bias_backward, when=takes_bias_gradients, name=NAME, trusted=True
+    )
 
 
 def takes_gradients(

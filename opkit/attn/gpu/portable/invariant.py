@@ -39,12 +39,12 @@ def name() -> str:
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel: it runs where it is forced, or for all calls with ``OPKIT_BATCH_INVARIANT=1``."""
-    op.register_kernel(decoding.where(), forward, when=switched_on, name=name(), priority=_FIRST)
+    op.register_kernel(decoding.where(), forward, when=switched_on, name=name(), priority=_FIRST, trusted=True)
 
 
 def register_paged(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::paged_attention`` the kernel."""
-    op.register_kernel(decoding.where(), paged, when=switched_on, name=name(), priority=_FIRST)
+    op.register_kernel(decoding.where(), paged, when=switched_on, name=name(), priority=_FIRST, trusted=True)
 
 
 @PreparedKernel
