@@ -12,6 +12,7 @@ what is measured is all that opkit does up to the loading of a binary, and not t
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -29,6 +30,7 @@ from torch import Tensor
 SOURCE = Path(__file__).parents[1] / "tests" / "kernels" / "fake_driver.c"
 CASES = ("hopper", "portable", "backward", "decode")
 PARTS = ("import opkit", "opkit.attention", "call", "of it finding", "call 2")
+SLOW = ("triton", "sympy", "torch._dynamo", "torch._inductor")
 _SIZES = {"decode": (4, 16, 1, 4096, 128)}
 _USUAL = (1, 16, 1024, 1024, 128)
 
@@ -88,10 +90,10 @@ def on_cpu(library: str) -> None:
     about: dict[str, Any] = {"target": lambda _: "sm_90", "model": lambda _: "none", "shared": lambda _: 232448}
     machine.MACHINES["cpu"] = machine.Machine("cpu", lambda: driver, **about)
     op = attention_operator()
-    op.register_kernel("cpu", kernels.forward, name="portable", priority=90)
-    op.register_kernel("cpu", hopper.forward, name="hopper", priority=91)
-    op.register_kernel("cpu", decoding.decode, name="split", when=lambda q: q.shape[2] == 1, priority=92)
-    gradients.backward_operator().register_kernel("cpu", kernels.backward, name="portable", priority=90)
+    op.register_kernel("cpu", kernels.forward, name="portable", priority=90, trusted=True)
+    op.register_kernel("cpu", hopper.forward, name="hopper", priority=91, trusted=True)
+    op.register_kernel("cpu", decoding.decode, name="split", when=lambda q: q.shape[2] == 1, priority=92, trusted=True)
+    gradients.backward_operator().register_kernel("cpu", kernels.backward, name="portable", priority=90, trusted=True)
 
 
 def child(case: str, library: str) -> None:
@@ -115,7 +117,9 @@ def child(case: str, library: str) -> None:
     compiling.build = lambda request: clock("of it finding", build, request)
     clock("call", waited, function)
     clock("call 2", waited, function)
-    print(json.dumps({**clock.times, "triton": "triton" in sys.modules}))
+    imported = [name for name in SLOW if name in sys.modules]
+    launches = ctypes.CDLL(library).fake_launches() if library else None
+    print(json.dumps({"times": clock.times, "imported": imported, "launches": launches}))
 
 
 def _portable(library: str) -> str:
@@ -130,7 +134,7 @@ def peer(case: str) -> None:
     function = called(case, torch.nn.functional.scaled_dot_product_attention, given)
     clock("call", waited, function)
     clock("call 2", waited, function)
-    print(json.dumps(clock.times))
+    print(json.dumps({"times": clock.times, "imported": []}))
 
 
 # ---- the measurement -------------------------------------------------------------------------------------------------
@@ -177,17 +181,15 @@ def _fake_driver(folder: Path) -> Path:
 
 
 def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each part, and whether Triton was imported in any of the processes."""
-    found: dict[str, Any] = {
-        name: round(statistics.median(row[name] for row in rows), 2) for name in rows[0] if name != "triton"
-    }
-    return found | ({"triton": any(row["triton"] for row in rows)} if "triton" in rows[0] else {})
+    """The median of each part, and which slow modules were imported in any of the processes."""
+    times = {name: round(statistics.median(row["times"][name] for row in rows), 2) for name in rows[0]["times"]}
+    return {**times, "imported": sorted({name for row in rows for name in row["imported"]})}
 
 
 def line(case: str, way: str, found: dict[str, Any]) -> str:
     """A row of the table."""
     parts = "".join(f"{found[name]:17.1f}" if name in found else f"{'-':>17s}" for name in PARTS)
-    return f"{case:10s}{way:8s}{parts}{'yes' if found.get('triton') else 'no':>8s}"
+    return f"{case:10s}{way:8s}{parts}  {', '.join(found['imported'])}"
 
 
 def main() -> None:
@@ -212,7 +214,7 @@ def compare(cases: list[str], rounds: int, cold: int) -> None:
         processes = Processes(Path(folder))
         where = "no GPU: up to the loading of a binary" if processes.library else torch.cuda.get_device_name()
         print(f"{where}; torch {torch.__version__}; milliseconds, medians of {rounds} processes")
-        print(f"{'case':10s}{'caches':8s}" + "".join(f"{name:>17s}" for name in PARTS) + f"{'triton':>8s}")
+        print(f"{'case':10s}{'caches':8s}" + "".join(f"{name:>17s}" for name in PARTS) + "  imported")
         results: dict[str, Any] = {}
         for case in cases:
             results[case] = processes.measured(case, rounds, cold)

@@ -30,9 +30,9 @@ _CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those t
 _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _KEYS = 128  #: of a program
 _WIDE = 32  #: floats in a row of the sums
-_BACKWARD = Named("opkit.attn.gpu.hopper.device.backward", "hopper_backward")
-_BEGIN = Named("opkit.attn.gpu.hopper.device.backward_rows", "hopper_backward_begin")
-_END = Named("opkit.attn.gpu.hopper.device.backward_rows", "hopper_backward_end")
+_BACKWARD_KERNEL = Named("opkit.attn.gpu.hopper.device.backward", "hopper_backward")
+_BEGIN_KERNEL = Named("opkit.attn.gpu.hopper.device.backward_rows", "hopper_backward_begin")
+_END_KERNEL = Named("opkit.attn.gpu.hopper.device.backward_rows", "hopper_backward_end")
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 Run = Callable[..., _Four]
 
@@ -219,7 +219,7 @@ def _blocks(queries: int, ROWS: int) -> int:
 @functools.cache
 def _begin_kernel(columns: int, wide: int, tile: Tile) -> TritonKernel:
     return triton_kernel(
-        _BEGIN, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
+        _BEGIN_KERNEL, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
         E=columns, E0=wide, D=wide, ROWS=tile.rows, GROUPED=tile.grouped,
     )  # fmt: skip
 
@@ -227,7 +227,7 @@ def _begin_kernel(columns: int, wide: int, tile: Tile) -> TritonKernel:
 @functools.cache
 def _end_kernel(channels: int, wide: int, block: int) -> TritonKernel:
     return triton_kernel(
-        _END, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
+        _END_KERNEL, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
         E=channels, D=wide, ROWS=block,
     )  # fmt: skip
 
@@ -242,7 +242,7 @@ def _kernel(tile: Tile, ordered: bool, banded: bool) -> TritonKernel:
     of_rows = functools.partial(_block, tile.rows)
     of_keys = functools.partial(_block, half)
     return triton_kernel(
-        _BACKWARD,
+        _BACKWARD_KERNEL,
         grid=lambda tiles, processors: min(tiles, processors),
         q_desc=tensor_descriptor("q", block=lambda q, v: of_rows(q, v), layout=layout),
         k_desc=tensor_descriptor("k", block=lambda q, v: of_keys(q, v), layout=layout),
