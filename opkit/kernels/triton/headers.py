@@ -70,13 +70,18 @@ def read(module: str, name: str) -> Header | None:
     >>> found.gluon, found.parameters[0].name, Path(found.file).name
     (False, 'tiles', 'tile_lists.py')
     """
-    path = statements.file_of(module)
-    if path is None:
-        return None
     try:
-        return _header(_File(module, path), name)
+        return _header(_file(module), name)
     except (_Unclear, OSError, UnicodeDecodeError):
         return None
+
+
+@functools.cache
+def _file(module: str) -> _File:
+    path = statements.file_of(module)
+    if path is None:
+        raise _Unclear
+    return _File(module, path)
 
 
 class _File:
@@ -129,10 +134,9 @@ class _File:
         if given is not None:
             return self.value(given)
         found = self.imported.get(name)
-        path = None if found is None or not found.name else statements.file_of(found.module)
-        if found is None or path is None or found.module == self.module:
+        if found is None or not found.name or found.module == self.module:
             raise _Unclear
-        return _File(found.module, path).named(found.name)
+        return _file(found.module).named(found.name)
 
 
 def _dotted(node: ast.expr) -> str:
