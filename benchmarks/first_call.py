@@ -3,10 +3,11 @@
     python benchmarks/first_call.py [--rounds 9] [--cold 1] [--only hopper,decode]
 
 Each row is of processes of their own, which take turns: one with empty caches, others that find the kernels in a cache. Times
-are of the host, in milliseconds, and begin when CUDA was started and the tensors are there. On a GPU a call ends when its
-results are there, and torch's ``scaled_dot_product_attention`` is called first in processes of the same kind. Without a GPU the
-kernels are registered for CPU tensors, and the driver is one that loads and launches nothing (tests/kernels/fake_driver.c):
-what is measured is all that opkit does up to the loading of a binary, and not that nor the run.
+are of the host, in milliseconds, and begin when CUDA was started and the tensors are there; "CPU" is the processor's time, which
+processes beside it do not lengthen. On a GPU a call ends when its results are there, and ``scaled_dot_product_attention`` of
+torch is called first in processes of the same kind. Without a GPU the kernels are registered for CPU tensors, and the driver is
+one that loads and launches nothing (tests/kernels/fake_driver.c): what is measured is all that opkit does up to the loading of a
+binary, and not that nor the run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 
 SOURCE = Path(__file__).parents[1] / "tests" / "kernels" / "fake_driver.c"
 CASES = ("hopper", "portable", "backward", "decode")
-PARTS = ("import opkit", "opkit.attention", "call", "of it finding", "call 2")
+PARTS = ("import opkit", "opkit.attention", "call", "call, CPU", "of it finding", "call 2")
 SLOW = ("triton", "sympy", "torch._dynamo", "torch._inductor")
 _SIZES = {"decode": (4, 16, 1, 4096, 128)}
 _USUAL = (1, 16, 1024, 1024, 128)
@@ -45,11 +46,15 @@ class Clock:
         self.times: dict[str, float] = {}
 
     def __call__(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        start = time.perf_counter()
+        start, of_process = time.perf_counter(), time.process_time()
         try:
             return function(*args)
         finally:
-            self.times[name] = self.times.get(name, 0.0) + (time.perf_counter() - start) * 1e3
+            self._add(name, time.perf_counter() - start)
+            self._add(f"{name}, CPU", time.process_time() - of_process)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.times[name] = self.times.get(name, 0.0) + seconds * 1e3
 
 
 def tensors(case: str, device: str) -> list[Tensor]:
