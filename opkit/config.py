@@ -4,7 +4,8 @@
 variable                default  meaning
 ======================  =======  ====================================================================================
 ``OPKIT_CHECK``         ``1``    check shapes and dtypes against annotations before a kernel runs
-``OPKIT_VERIFY``        ``1``    verify mutation, aliasing and kernel outputs the first time each guard set is seen
+``OPKIT_VERIFY``        ``1``    verify mutation, aliasing and kernel outputs the first time each guard set is seen; ``all``: of
+                                 kernels too that were registered as trusted
 ``OPKIT_CACHE_DIR``     (user)   where results that outlive the process are kept (compiled kernels, kernel timings)
 ``OPKIT_CC``            (found)  the C compiler; gcc or clang
 ``OPKIT_CXX``           (found)  the C++ compiler
@@ -39,6 +40,7 @@ class Config:
 
     check: bool = True
     verify: bool = True
+    verify_all: bool = False
     cache_dir: Path = Path()
     cc: str | None = None
     cxx: str | None = None
@@ -106,7 +108,8 @@ def read(environment: Mapping[str, str]) -> Config:
     """
     return Config(
         check=_switch(environment, "OPKIT_CHECK", True),
-        verify=_switch(environment, "OPKIT_VERIFY", True),
+        verify=environment.get("OPKIT_VERIFY") == "all" or _switch(environment, "OPKIT_VERIFY", True),
+        verify_all=environment.get("OPKIT_VERIFY") == "all",
         cache_dir=_cache_dir(environment),
         cc=environment.get("OPKIT_CC") or None,
         cxx=environment.get("OPKIT_CXX") or None,

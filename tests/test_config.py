@@ -20,6 +20,12 @@ def test_switches(name, text, value):
     assert getattr(config.read({f"OPKIT_{name.upper()}": text}), name) is value
 
 
+def test_trusted_kernels_are_verified_where_that_is_asked_for():
+    verified = {text: config.read({"OPKIT_VERIFY": text}) for text in ("0", "1", "all")}
+    assert [settings.verify for settings in verified.values()] == [False, True, True]
+    assert [settings.verify_all for settings in verified.values()] == [False, False, True]
+
+
 @pytest.mark.parametrize("text", ["", "yes please", "2"])
 def test_what_is_no_switch_is_refused_by_name(text):
     with pytest.raises(errors.ConfigError, match=r"OPKIT_CHECK.*Set it to 0 or 1"):

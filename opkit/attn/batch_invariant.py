@@ -27,12 +27,12 @@ _FIRST = 2  # of priorities, above those of all kernels for processors
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel: it runs where it is forced, or for all calls with ``OPKIT_BATCH_INVARIANT=1``."""
-    op.register_kernel("cpu", forward, when=switched_on, name=NAME, priority=_FIRST)
+    op.register_kernel("cpu", forward, when=switched_on, name=NAME, priority=_FIRST, trusted=True)
 
 
 def register_paged(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::paged_attention`` the kernel."""
-    op.register_kernel("cpu", paged, when=switched_on, name=NAME, priority=_FIRST)
+    op.register_kernel("cpu", paged, when=switched_on, name=NAME, priority=_FIRST, trusted=True)
 
 
 def switched_on() -> bool:

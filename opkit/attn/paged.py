@@ -27,7 +27,7 @@ def paged_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     """``opkit::paged_attention``, defined and given its kernels when it is first asked for."""
     op = custom_op("opkit::paged_attention", mutates_args=(), inline=False)(paged_reference.paged_attention)
     op.register_fake(_fake)
-    op.register_kernel("cpu", paged_cpu.paged, when=paged_cpu.takes_pages, name="decode")
+    op.register_kernel("cpu", paged_cpu.paged, when=paged_cpu.takes_pages, name="decode", trusted=True)
     batch_invariant.register_paged(op)
     register_paged(op)
     mla_paged.register_paged(op)

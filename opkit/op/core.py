@@ -79,7 +79,7 @@ class Operator:
         self.lock = threading.RLock()
         self.forced = 0  # contexts in which a kernel is forced, in whatever thread
         self.bridged: Any = None
-        self.refreshed: Callable[[], None] = lambda: None
+        self.refreshed: Callable[..., None] = lambda: None
         self.traced_hash = ""
         self.captured: set[str] = set()  # the kernels beside a reference that captures a tensor which requires grad
         self.restrided: set[str] = set()  # the kernels whose results are copied into the reference's layout

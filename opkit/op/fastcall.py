@@ -14,6 +14,7 @@ their place they would cost more than they save:
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -86,6 +87,8 @@ class FastCalls:
         self.bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._written: dict[str, Any] = {}
+        self._writing: Callable[[], dict[str, Any]] | None = None
+        self._operator: Operator | None = None
 
     def bind(self, binding: Binding, *args: Any, **kwargs: Any) -> None:
         """Let ``binding`` run what calls like this one run, until the functions are written anew."""
@@ -104,7 +107,7 @@ class FastCalls:
     def renew(
         self, operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]
     ) -> None:
-        """Write the functions anew, without plans.
+        """Have the functions written anew, without plans, when one of them is called first.
 
         Args:
             operator: whose signature and kernels they are written for.
@@ -113,13 +116,33 @@ class FastCalls:
             generic: runs plain calls where the signature has no written form.
         """
         self._written = {}
-        self.suspend(slow, decide, generic)
+        self._writing = None
         if fastcall_source.has_fast_form(operator):
-            namespace = _namespace(operator, slow, decide, generic)
-            source = fastcall_source.source(operator, namespace)
-            exec(compile(source, f"<opkit call of {operator.name}>", "exec"), namespace)
-            self._written = namespace
-            self.resume()
+            self._writing = functools.partial(_functions, operator, slow, decide, generic)
+            self._operator = operator
+        self.suspend(slow, decide, generic)
+        self.resume()
+
+    def _write(self) -> None:
+        """Write the functions, and have the operator take them."""
+        with self._lock:
+            writing, self._writing = self._writing, None
+            if writing is not None:
+                self._written = writing()
+        operator = self._operator
+        if writing is not None and operator is not None:
+            with operator.lock:
+                operator.refreshed(renewed=False)
+
+    def _late(self, name: str) -> Callable[..., Any]:
+        """The function of this name, which is written by its first call."""
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            self._write()
+            found = self._written.get(name)
+            return (found or getattr(self, name))(*args, **kwargs)
+
+        return first
 
     def suspend(self, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]) -> None:
         """Do without the written functions; the arguments are those of :meth:`renew`."""
@@ -127,13 +150,25 @@ class FastCalls:
         self.call, self.dispatched, self.planned = slow, decide, generic
 
     def resume(self) -> None:
-        """Take the functions that were written last, if there are any, without their plans."""
+        """Take the functions that were written last, if there are any, without their plans; or those that are to be written."""
+        if self._writing is not None:
+            self.call, self.dispatched, self.planned = map(self._late, ("call", "dispatched", "planned"))
         if not self._written:
             return
         self._written["_opkit_plans"].clear()
         self._written["_opkit_entries"].clear()
         self.call, self.dispatched = self._written["call"], self._written["dispatched"]
         self.planned, self.bound = self._written["planned"], self._written["bound"]
+
+
+def _functions(
+    operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]
+) -> dict[str, Any]:
+    """The functions for an operator, as written out, and what they use."""
+    namespace = _namespace(operator, slow, decide, generic)
+    source = fastcall_source.source(operator, namespace)
+    exec(compile(source, f"<opkit call of {operator.name}>", "exec"), namespace)
+    return namespace
 
 
 def _namespace(

@@ -120,6 +120,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         name: str | None = None,
         autotune: bool = False,
         traceable: bool = False,
+        trusted: bool = False,
     ) -> Callable[[F], F]: ...
 
     @overload
@@ -135,6 +136,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         name: str | None = None,
         autotune: bool = False,
         traceable: bool = False,
+        trusted: bool = False,
     ) -> F: ...
 
     def register_kernel(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -149,6 +151,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         name: str | None = None,
         autotune: bool = False,
         traceable: bool = False,
+        trusted: bool = False,
     ) -> Any:
         """Register a kernel; usable as a decorator.
 
@@ -164,6 +167,8 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             autotune: time the eligible kernels registered so once per shape bucket, and remember across processes.
             traceable: torch.compile is to see what ``fn`` does, which is torch operations and launches of
                 :func:`opkit.triton_kernel` alone, in place of the operator.
+            trusted: its first calls are not compared with the reference, of which a trace takes seconds in a new process, but
+                for ``OPKIT_VERIFY=all``: for a kernel that tests compare, and whose first call shall be fast.
 
         Raises:
             KernelError: the name is taken, a device type is unknown, or ``when`` asks for an unknown argument.
@@ -176,7 +181,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             made = [
                 dataclasses.replace(
                     kernel_kinds.make(self._operator, function, device, name), when=when, dtypes=allowed, priority=priority,
-                    autotune=autotune, predicate_names=names, traceable=traceable,
+                    autotune=autotune, predicate_names=names, traceable=traceable, trusted=trusted,
                 )
                 for device in devices
             ]  # fmt: skip

@@ -124,9 +124,15 @@ def make_plan(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -
             plan.run = native.settle(args, kwargs, run)
         return output
 
-    if config.get().verify or native is not None:
+    if _verifies(kernel) or native is not None:
         plan.run = first
     return plan
+
+
+def _verifies(kernel: Kernel | None) -> bool:
+    """Whether the first calls of a kernel (None: the reference) are verified."""
+    settings = config.get()
+    return settings.verify_all or (settings.verify and not (kernel is not None and kernel.trusted))
 
 
 def _ready(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Kernel | None:

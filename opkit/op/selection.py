@@ -40,6 +40,7 @@ class Kernel:
     native: bool = False
     traceable: bool = False
     prepared: bool = False
+    trusted: bool = False
 
     @property
     def unconditional(self) -> bool:

@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from opkit import _core
+from opkit import _core, config
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _trusted_kernels_too():
+    """The first calls of kernels that are trusted are compared with the reference all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPKIT_VERIFY", "all")
+        config.get.cache_clear()
+        yield
+    config.get.cache_clear()
 
 
 @pytest.fixture(params=_core.isas())

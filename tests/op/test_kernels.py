@@ -16,7 +16,7 @@ from torch import Tensor
 
 import opkit
 from opkit import config
-from opkit.errors import KernelError, NoKernelError
+from opkit.errors import KernelError, NoKernelError, OutputError
 from opkit.op import autotune
 
 Vector = Float[Tensor, "*batch n"]
@@ -346,3 +346,37 @@ def test_a_result_has_the_layout_that_its_own_call_gives(name):
     for _ in range(6):
         assert doubled(row_major).stride() == (4, 1)
         assert doubled(column_major).stride() == (1, 4)
+
+
+def test_a_trusted_kernel_is_compared_with_the_reference_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    op = fresh("believed")
+    op.register_kernel("cpu", lambda x, k=1.0, flag=False: x.double(), name="wide", trusted=True)
+    assert op(torch.ones(3)).dtype == torch.float64
+    settings = dataclasses.replace(config.get(), verify_all=True)
+    monkeypatch.setattr(config, "get", lambda: settings)
+    with pytest.raises(
+        OutputError, match=r"the kernel wide is .* torch\.float64 .*the reference gives .* torch\.float32"
+    ):
+        op(torch.ones(4))
+
+
+def test_what_runs_calls_is_written_by_the_first_of_them() -> None:
+    op = fresh("late")
+    dispatcher = op._dispatcher
+    assert dispatcher.fast._written == {}
+    op.register_kernel("cpu", marked(5.0), name="five")
+    results: list[float] = []
+    threads = [threading.Thread(target=lambda: results.append(float(op(torch.ones(3))[0]))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [5.0] * 8
+    assert op._call is dispatcher.fast._written["call"]
+    op.register_kernel("cpu", marked(6.0), name="six", priority=1)
+    assert float(torch.ops.kernels.late(torch.ones(3))[0]) == 6.0
+    with opkit.use_kernel(op, "five"):
+        assert float(op(torch.ones(3))[0]) == 5.0
+    assert float(op(torch.ones(3))[0]) == 6.0

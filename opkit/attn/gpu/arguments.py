@@ -79,11 +79,10 @@ def launcher(
 
     Products of float32 are computed as torch's settings say at the time of a launch: in TF32, or as exactly as float32 allows.
     """
-    coarse, exact = (
-        PreparedLaunch(kernel((*constants, ("PRECISION", each))), names, numbers) for each in ("tf32", "ieee")
-    )
+    coarse = PreparedLaunch(kernel((*constants, ("PRECISION", "tf32"))), names, numbers)
     if dtype != torch.float32:
         return coarse
+    exact = PreparedLaunch(kernel((*constants, ("PRECISION", "ieee"))), names, numbers)
     settings = torch.backends.cuda.matmul
     return lambda *tensors: (coarse if settings.fp32_precision == "tf32" else exact)(*tensors)
 

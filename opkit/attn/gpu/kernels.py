@@ -35,19 +35,21 @@ def register(op: CustomOp[Any, Any]) -> None:
     Few queries are decoded, on Hopper those of latent attention by a kernel of their own, and those that are many rows together
     by the kernel for Hopper; other calls are for that where it takes them, or for the portable one. So are gradients.
     """
-    op.register_kernel(device(), forward, when=predicate(Call, takes), name=NAME)
+    op.register_kernel(device(), forward, when=predicate(Call, takes), name=NAME, trusted=True)
     decoding.register(op)
     mla.register(op)
     packed.register(op)
     invariant.register(op)
-    op.register_kernel("cuda", hopper.forward, when=predicate(Call, hopper.takes), name="hopper", priority=_HOPPER)
+    when = predicate(Call, hopper.takes)
+    op.register_kernel("cuda", hopper.forward, when=when, name="hopper", priority=_HOPPER, trusted=True)
     of_gradients = gradients.backward_operator()
-    of_gradients.register_kernel(device(), backward, when=predicate(GradientCall, takes_gradients), name=NAME)
+    when = predicate(GradientCall, takes_gradients)
+    of_gradients.register_kernel(device(), backward, when=when, name=NAME, trusted=True)
     of_gradients.register_kernel(
-        "cuda", hopper_backward.backward, when=hopper_backward.takes, name="hopper", priority=_HOPPER
+        "cuda", hopper_backward.backward, when=hopper_backward.takes, name="hopper", priority=_HOPPER, trusted=True
     )
     when = predicate(BiasCall, takes_bias_gradients)
-    gradients.bias_backward_operator().register_kernel(device(), bias_backward, when=when, name=NAME)
+    gradients.bias_backward_operator().register_kernel(device(), bias_backward, when=when, name=NAME, trusted=True)
 
 
 def takes_gradients(call: GradientCall) -> bool:

@@ -15,10 +15,12 @@ from torch import Tensor
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks, tiles_in
 from opkit.attn.gpu.plans import Shape
+from opkit.kernels.triton.named import Named
 from opkit.op import torch_private as private
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
+_LISTS = Named("opkit.attn.gpu.device.tile_lists", "tile_lists")
 _SOME = 32  # tiles that a program looks at together
 _MOST = 64  # lists that are kept
 FEW = 4  #: tiles; of fewer keys or queries each tile is asked in the kernel itself
@@ -85,9 +87,7 @@ def _stream(device: torch.device) -> int:
 
 @functools.cache
 def _kernel(constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
-    from opkit.attn.gpu.device.tile_lists import tile_lists  # a call without lists need not wait for Triton to read it
-
-    return triton_kernel(tile_lists, grid=lambda own, programs: (own, programs), num_warps=4, **dict(constants))
+    return triton_kernel(_LISTS, grid=lambda own, programs: (own, programs), num_warps=4, **dict(constants))
 
 
 def _built(

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opkit.errors import CompileError, KernelError, OpkitError
-from opkit.kernels.triton import layout, parsing, resources, sources, stored, targets
+from opkit.kernels.triton import layout, named, origins, parsing, resources, sources, stored, symbols, targets
 from opkit.kernels.triton.binaries import Binary as Binary
 from opkit.kernels.triton.binaries import Param as Param
 from opkit.kernels.triton.signatures import pointer_type as pointer_type
@@ -28,7 +28,7 @@ _NOT_OPTIONS = ("arch", "backend_name", "warp_size")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One Triton function for one class of arguments.
+    """One Triton function for one class of arguments. ``function`` may be :class:`~opkit.kernels.triton.named.Named`.
 
     ``signature`` has every parameter, in order: "*bf16", "i32", "i64", "u1", "fp32", "constexpr",
     "tensordesc<bf16[128, 64]>". ``divisible`` are those that 16 divides; ``constexprs`` the values of the constants.
@@ -53,14 +53,47 @@ def build(request: Request) -> Binary:
         CompileError: Triton, LLVM or ptxas refused the kernel. Its ``log`` is all that they say; its ``command`` is
             that of ptxas, where it was that.
     """
+    name = _named_key(request)
+    found = None if name is None else stored.find_named(name)
+    return _built(request, name) if found is None else _checked(request, found)
+
+
+def _built(request: Request, name: str | None) -> Binary:
+    """What is found or compiled with Triton; noted under the key by which it is found without."""
     key = stored.key(identity(request))
     found = None if key is None else stored.find(key)
-    if found is not None:
-        return _checked(request, found)
-    built = _checked(request, _binary(request, lowered(request)))
-    if key is not None:
+    built = _checked(request, _binary(request, lowered(request)) if found is None else found)
+    if key is not None and found is None:
         stored.keep(key, built)
+    if name is not None and key is not None and origins.untouched(request.function.module):
+        stored.note(name, key)
     return built
+
+
+def _named_key(request: Request) -> str | None:
+    """The key of a request of a named function, told without Triton; None where it cannot be."""
+    if not isinstance(request.function, named.Named):
+        return None
+    origin = request.function.origin
+    if origin is None:
+        return None
+    parts = [origin, request.function, *_asked(request)]
+    return stored.named_key(hashlib.sha256(repr(parts).encode()).hexdigest())
+
+
+def loaded(request: Request) -> Request:
+    """The request with Triton's function, and Triton's and Gluon's constants, in place of what stands for them.
+
+    Raises:
+        DeclarationError: the function cannot be loaded.
+        KernelError: Gluon has no such layout.
+    """
+    if not isinstance(request.function, named.Named):
+        return request
+    signature = {name: symbols.written_out(kind) for name, kind in request.signature.items()}
+    constexprs = {name: symbols.made(value) for name, value in request.constexprs.items()}
+    function = request.function.loaded()
+    return dataclasses.replace(request, function=function, signature=signature, constexprs=constexprs)
 
 
 def lowered(request: Request) -> Any:
@@ -69,6 +102,7 @@ def lowered(request: Request) -> Any:
     Raises:
         ArgumentError, KernelError, CompileError: as ``build``.
     """
+    request = loaded(request)
     _check(request)
     target = targets.parse(request.target)
     options = _options(request, target)
@@ -79,10 +113,15 @@ def identity(request: Request) -> str:
     """sha256 over everything that decides the result: source with callees and globals, types, options, Triton's release."""
     import triton
 
+    request = loaded(request)
     _check(request)
-    parts = [
-        triton.__version__,
-        parsing.cache_key(request.function),
+    parts = [triton.__version__, parsing.cache_key(request.function), *_asked(request)]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _asked(request: Request) -> list[Any]:
+    """All of a request but its function, as text."""
+    return [
         sorted(request.signature.items()),
         sorted((name, value_text(value)) for name, value in request.constexprs.items()),
         sorted(request.divisible),
@@ -90,7 +129,6 @@ def identity(request: Request) -> str:
         targets.canonical(request.target),
         (request.wide, request.offsets),
     ]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def value_text(value: Any) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opkit.kernels.triton import parsing, signatures, targets
-from opkit.kernels.triton.compiling import Request, value_text
+from opkit.kernels.triton.compiling import Request, loaded, value_text
 
 _CONSTANT = "constexpr"
 _ONE = "int 1"
@@ -53,6 +53,7 @@ class Form:
 
 def form_of(request: Request) -> Form:
     """A request as a form. Neither a compiler nor a GPU is needed."""
+    request = loaded(request)
     return Form(
         source=source_of(request.function),
         target=targets.canonical(request.target),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opkit.errors import KernelError
+from opkit.kernels.triton.named import Named, loaded
 
 _INT32 = range(-(2**31), 2**31)
 _INT64 = range(-(2**63), 2**63)
@@ -99,7 +100,13 @@ class Specialised:
 
 
 def parameters(function: Any) -> tuple[Parameter, ...]:
-    """The parameters of a Triton function, in order."""
+    """The parameters of a Triton function, in order; of a named one as its file says, if that says all."""
+    header = function.header if isinstance(function, Named) else None
+    if header is not None:
+        return tuple(
+            Parameter(each.name, "", each.constexpr, False, each.specialised, each.aligned)
+            for each in header.parameters
+        )
     return tuple(
         Parameter(
             param.name,
@@ -109,7 +116,7 @@ def parameters(function: Any) -> tuple[Parameter, ...]:
             not param.do_not_specialize,
             not param.do_not_specialize_on_alignment,
         )
-        for param in function.params
+        for param in loaded(function).params
     )
 
 

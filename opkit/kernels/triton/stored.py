@@ -1,5 +1,8 @@
 """Compiled Triton kernels on disk: ``<cache_dir>/triton/<key[:2]>/<key>`` is one file, a line of JSON and the binary.
 
+``<cache_dir>/triton/named/<key[:2]>/<key>`` says the key of the binary for a request that was told without Triton
+(:mod:`opkit.kernels.triton.named`).
+
 Triton has a cache of its own, but asking it takes half a second in a new process, in which it hashes its whole compiler. Here
 the compiler is known by its release, and by its library's size and time. A file is trusted as the build cache trusts one
 (:mod:`opkit.kernels.cache`): only this user may have written to it, and its sha256 is the one noted. Where it cannot be
@@ -18,28 +21,57 @@ from pathlib import Path
 from opkit import config
 from opkit.errors import CacheError
 from opkit.kernels import cache, storing
+from opkit.kernels.triton import environment
 from opkit.kernels.triton.binaries import Binary
 
-_VERSION = 1  # of the files
+_VERSION = 2  # of the files
+_NAMED = "named"
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def key(identity: str) -> str | None:
     """What a kernel is kept under, given the identity of its request; None while Triton is told to compile, or is watched."""
-    from triton import knobs
     from triton._C import libtriton
 
-    watched = (
-        knobs.compilation.always_compile, knobs.compilation.override, knobs.compilation.dump_ir,
-        knobs.compilation.listener, getattr(knobs.runtime, "add_stages_inspection_hook", None),
-    )  # fmt: skip
-    if any(watched):
+    if environment.watched():
         return None
     library = os.stat(str(libtriton.__file__))
     told = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
     told.update(libtriton.get_cache_invalidating_env_vars())
-    parts = [_VERSION, identity, library.st_size, library.st_mtime_ns, sorted(told.items())]
+    parts = [_VERSION, identity, library.st_size, library.st_mtime_ns, sorted(told.items()), environment.defaults()]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def named_key(identity: str) -> str | None:
+    """What is noted of a kernel under the identity of a request that was told without Triton; None as for :func:`key`."""
+    compiler = environment.compiler()
+    if compiler is None or environment.watched():
+        return None
+    parts = [_VERSION, identity, compiler, environment.runtime(), environment.told(), environment.defaults()]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def find_named(name: str) -> Binary | None:
+    """The binary that is noted under such a key; None where there is none that can be trusted."""
+    path = _path(name, _NAMED)
+    try:
+        for folder in (path.parents[2], path.parents[1], path.parent):
+            cache.check_private(folder, os.stat(folder))
+        noted = cache.read_private(path).decode()
+    except (OSError, ValueError):
+        return None
+    return find(noted) if _KEY.fullmatch(noted) else None
+
+
+def note(name: str, kept: str) -> None:
+    """Note under such a key that of a binary, if that can be done, and if all that Triton heeds is part of it."""
+    if not environment.knows_all():
+        return
+    path = _path(name, _NAMED)
+    with contextlib.suppress(OSError):
+        storing.prepare_own(path.parents[1])
+        storing.prepare_own(path.parent)
+        storing.write_whole(path, kept.encode())
 
 
 def find(name: str) -> Binary | None:
@@ -87,12 +119,19 @@ def clear() -> int:
     """
     found = files()
     try:
-        for path in found:
+        for path in (*found, *_notes()):
             path.unlink(missing_ok=True)
     except OSError as error:
         raise CacheError(f"The Triton kernels in {root()} cannot be removed: {error}") from error
     return len(found)
 
 
-def _path(name: str) -> Path:
-    return root() / name[:2] / name
+def _notes() -> list[Path]:
+    try:
+        return [path for path in root().glob(f"{_NAMED}/[0-9a-f][0-9a-f]/*") if _KEY.fullmatch(path.name)]
+    except OSError:
+        return []
+
+
+def _path(name: str, below: str = "") -> Path:
+    return root() / below / name[:2] / name

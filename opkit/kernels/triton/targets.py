@@ -29,11 +29,16 @@ def parse(name: str) -> GPUTarget:
     """
     from triton.backends.compiler import GPUTarget
 
+    return GPUTarget(*_parts(name))
+
+
+def _parts(name: str) -> tuple[str, int | str, int]:
+    """The backend, the architecture as Triton has it, and the threads of a warp."""
     cuda, hip = _CUDA.fullmatch(name), _HIP.fullmatch(name)
     if cuda and int(cuda[1]) >= _OLDEST:
-        return GPUTarget("cuda", int(cuda[1]), 32)
+        return "cuda", int(cuda[1]), 32
     if hip:
-        return GPUTarget("hip", hip[1], 64 if int(hip[2]) <= _WIDE_WAVE else 32)
+        return "hip", hip[1], 64 if int(hip[2]) <= _WIDE_WAVE else 32
     raise ArgumentError(f"{name!r} is no architecture that Triton compiles for. Write it as one of these: {_EXAMPLES}.")
 
 
@@ -43,11 +48,15 @@ def name_of(target: GPUTarget) -> str:
     >>> name_of(parse("sm_90a"))
     'sm_90'
     """
-    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+    return _spelled(target.backend, target.arch)
+
+
+def _spelled(backend: str, architecture: int | str) -> str:
+    return f"sm_{architecture}" if backend == "cuda" else str(architecture)
 
 
 def canonical(name: str) -> str:
-    """One spelling of an architecture that may be spelled in many ways.
+    """One spelling of an architecture that may be spelled in many ways. Triton is not imported.
 
     Raises:
         ArgumentError: no such architecture.
@@ -55,7 +64,7 @@ def canonical(name: str) -> str:
     >>> canonical("sm90a"), canonical("gfx90a:xnack-")
     ('sm_90', 'gfx90a')
     """
-    return name_of(parse(name))
+    return _spelled(*_parts(name)[:2])
 
 
 def runs(built: str, device: str) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from opkit.errors import KernelError
 from opkit.kernels.facts import Facts, Shape
+from opkit.kernels.triton.symbols import made
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.evaluation import TensorInfo, as_grid, evaluate
 from opkit.op.triton.names import Source
@@ -132,7 +133,7 @@ def launch_of(values: Values, config: Mapping[str, Any] | None = None) -> Launch
     bound = values.bound
     named = {**values.named(), **bound.constants, **(config or {})}
     evaluate(bound.where, bound.formulas, named)
-    arguments = {p.name: named[p.name] for p in bound.kernel.parameters if p.name in named}
+    arguments = {p.name: made(named[p.name]) for p in bound.kernel.parameters if p.name in named}
     for name, number in bound.given.items():
         arguments[name] = values.of(bound.sources[number])
     for name in bound.descriptors:
@@ -155,4 +156,4 @@ def descriptor(values: Values, name: str, named: Mapping[str, Any]) -> Any:
         return TensorDescriptor.from_tensor(viewed, block, padding=given.padding)
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    return GluonDescriptor.from_tensor(viewed, block, given.layout, padding=given.padding)
+    return GluonDescriptor.from_tensor(viewed, block, made(given.layout), padding=given.padding)

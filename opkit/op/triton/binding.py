@@ -13,6 +13,8 @@ import torch
 
 from opkit.errors import DeclarationError, KernelError
 from opkit.kernels.facts import Facts
+from opkit.kernels.triton.named import Named
+from opkit.kernels.triton.symbols import Element
 from opkit.op.triton.evaluation import EVERYTHING, Formula, formula, ordered
 from opkit.op.triton.kernel import Descriptor, TritonKernel
 from opkit.op.triton.names import Names, Source, measured
@@ -148,7 +150,13 @@ class _Binder:
         elif callable(value) and not _is_triton(value):
             formulas.append(formula(name, value, self._means))
         else:
-            constants[name] = triton_type(str(value)) if isinstance(value, torch.dtype) else value
+            constants[name] = self._constant(value)
+
+    def _constant(self, value: Any) -> Any:
+        """A constant; of a dtype Triton's element type, or its name for a kernel that is named itself."""
+        if not isinstance(value, torch.dtype):
+            return value
+        return Element(triton_name(str(value))) if isinstance(self.kernel.function, Named) else triton_type(str(value))
 
     def _means(self, name: str) -> bool:
         """Whether a function that asks for ``name`` can be given something."""
@@ -310,11 +318,20 @@ def triton_type(name: str | None) -> Any:
     """
     import triton.language as tl  # pyright: ignore[reportMissingTypeStubs]
 
-    bare = "" if name is None else name.removeprefix("torch.")
-    found = None if name is None else getattr(tl, _TRITON_TYPES.get(bare, bare), None)
+    found = None if name is None else getattr(tl, triton_name(name), None)
     if found is None and name is not None:
-        raise KernelError(f"Triton has no element type for torch.{bare}.")
+        raise KernelError(f"Triton has no element type for torch.{name.removeprefix('torch.')}.")
     return found
+
+
+def triton_name(name: str) -> str:
+    """What ``triton.language`` calls a dtype, by its name in torch.
+
+    >>> triton_name("torch.bfloat16"), triton_name("bool")
+    ('bfloat16', 'int1')
+    """
+    bare = name.removeprefix("torch.")
+    return _TRITON_TYPES.get(bare, bare)
 
 
 def _is_triton(value: Callable[..., Any]) -> bool:

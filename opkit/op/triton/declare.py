@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from opkit.errors import DeclarationError
+from opkit.kernels.triton import environment
 from opkit.kernels.triton.configs import Config
+from opkit.kernels.triton.named import Named
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import launch
 from opkit.op.triton.parameters import parameters_of
@@ -53,7 +55,8 @@ def triton_kernel(
     them in a dict. They are called once for each set of values that they ask for.
 
     Args:
-        function: decorated with ``@triton.jit``, ``@triton.autotune``, ``@triton.heuristics`` or Gluon's ``@gluon.jit``.
+        function: decorated with ``@triton.jit``, ``@triton.autotune``, ``@triton.heuristics`` or Gluon's ``@gluon.jit``; or
+            a :class:`~opkit.kernels.triton.named.Named` one, which is imported when it must be.
         grid: the number of programs: an int, up to three of them, or a function.
         outputs: the names by which the kernel knows the operator's outputs.
         bind: other names for parameters: ``{"x_ptr": "input"}``.
@@ -78,7 +81,7 @@ def triton_kernel(
     >>> opkit.triton_kernel(_double, grid=lambda n, BLOCK: triton.cdiv(n, BLOCK), n=lambda x: x.numel, BLOCK=1024).name
     '_double'
     """
-    inner, inherited = _unwound(function)
+    inner, inherited = _unwound(_settled(function))
     kernel = TritonKernel(
         inner,
         grid,
@@ -102,6 +105,13 @@ def triton_kernel(
 def _parsed(function: Any, configs: Sequence[Any]) -> tuple[Config, ...]:
     names = [parameter.name for parameter in parameters_of(function)]
     return tuple(Config.parse(config, names) for config in configs)
+
+
+def _settled(function: Any) -> Any:
+    """A named function where its file says all that is asked of it here and nothing is interpreted; else the function."""
+    if not isinstance(function, Named):
+        return function
+    return function.loaded() if function.header is None or environment.interprets() else function
 
 
 def _unwound(function: Any) -> tuple[Any, dict[str, Any]]:

@@ -26,7 +26,7 @@ from opkit.op.triton.carried import left_out
 from opkit.op.triton.choosing import Chooser
 from opkit.op.triton.evaluation import exact
 from opkit.op.triton.machine import machine_of
-from opkit.op.triton.parameters import unwrapped
+from opkit.op.triton.parameters import module_of, unwrapped
 from opkit.op.triton.python import checked, run
 
 _MOST_ELEMENTS = 2**31 - 1
@@ -144,7 +144,7 @@ def wrapped(values: Values) -> None:
         return
     launch = checked(values, launch_of(values))
     options = {name: value for name, value in launch.options.items() if name in _REPRESENTED}
-    wrap_triton(kernel.function)[launch.grid](**launch.arguments, **options)
+    wrap_triton(kernel.jit)[launch.grid](**launch.arguments, **options)
 
 
 def _with_configs(values: Values) -> tuple[Any, Callable[[Any], Any], dict[str, Any]]:
@@ -164,7 +164,7 @@ def _with_configs(values: Values) -> tuple[Any, Callable[[Any], Any], dict[str, 
             configs.append(triton.Config(kwargs, **launch.options))
     common = {name: value for name, value in launches[0].arguments.items() if name not in varying}
     return (
-        triton.autotune(configs, key=[])(kernel.function),
+        triton.autotune(configs, key=[])(kernel.jit),
         lambda meta: grids[tuple(meta[n] for n in varying)],
         common,
     )
@@ -177,7 +177,7 @@ def _candidates(values: Values) -> list[Config]:
     machine = machine_of(tensors[0].device.type) if tensors else None
     if machine is None or any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape):
         return prune(bound.kernel.configs, bound.kernel.prune, named)
-    chooser = Chooser(bound, machine, unwrapped(bound.kernel.function).__module__)
+    chooser = Chooser(bound, machine, module_of(bound.kernel.function))
     found = chooser.recorded(named, tensors[0].device.index or 0)
     return chooser.candidates(named) if found is None else [found]
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from opkit.errors import DeclarationError
 from opkit.kernels.triton.configs import Config
-from opkit.op.triton.parameters import Parameter, is_gluon, is_interpreted, location, parameters_of, unwrapped
+from opkit.kernels.triton.named import loaded
+from opkit.op.triton.parameters import Parameter, is_gluon, is_interpreted, location, name_of, parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Descriptor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TritonKernel:
-    """A kernel in Triton, as its author declared it; made by :func:`triton_kernel`."""
+    """A kernel in Triton, as its author declared it; made by :func:`triton_kernel`. ``function`` may be a name."""
 
     function: Any
     grid: Any
@@ -44,7 +45,12 @@ class TritonKernel:
     @property
     def name(self) -> str:
         """The name of the Triton function."""
-        return unwrapped(self.function).__name__
+        return name_of(self.function)
+
+    @property
+    def jit(self) -> Any:
+        """The Triton function itself, which a named one is imported for."""
+        return loaded(self.function)
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -108,7 +114,8 @@ def tensor_descriptor(
             address and other strides divisible by 16 bytes, where the GPU has TMA.
         block: the block's sizes: a tuple, or a function of named values that returns one.
         shape: describe the contiguous tensor as one of this shape: a tuple or a function; by default as it is.
-        layout: for Gluon, the layout of a block in shared memory.
+        layout: for Gluon, the layout of a block in shared memory; one of Gluon's, or of opkit's
+            (:class:`~opkit.kernels.triton.symbols.Layout`), which needs no import of Gluon.
         padding: what is read outside of the tensor: "zero" or "nan".
 
     >>> import opkit

@@ -27,7 +27,7 @@ from opkit.op.triton.graph import wrapped
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launching import Launching
 from opkit.op.triton.machine import MACHINES, machine_of
-from opkit.op.triton.parameters import unwrapped
+from opkit.op.triton.parameters import module_of
 from opkit.op.triton.python import launched_by_triton
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Form:
                 f"{self.bound.kernel.name}: it was launched on {device} tensors. A Triton kernel runs on cuda tensors, and in "
                 "the interpreter on the CPU's (opkit.testing.interpret)."
             )
-        launching = Launching(self.bound, machine, unwrapped(self.bound.kernel.function).__module__)
+        launching = Launching(self.bound, machine, module_of(self.bound.kernel.function))
         library = launching.library(packed=False)
         name = self.hidden.partition("(")[0]
         fragment = torch.library.Library(_NAMESPACE, "FRAGMENT")

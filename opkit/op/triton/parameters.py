@@ -1,7 +1,7 @@
 """What a Triton function says of itself: its parameters, its dialect, and where it stands.
 
 Read from the function's signature alone, so that ``triton.jit``, Gluon's ``jit`` and the interpreter's stand-in for them
-are one thing here, and Triton need not be imported.
+are one thing here, and Triton need not be imported; of one that is named, from its file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import inspect
 from typing import Any
 
 from opkit.errors import DeclarationError
+from opkit.kernels.triton.headers import Header
+from opkit.kernels.triton.named import Named, loaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ def unwrapped(function: Any) -> Any:
     Raises:
         DeclarationError: it is no such object.
     """
-    inner = getattr(function, "fn", None)
+    inner = getattr(loaded(function), "fn", None)
     if not inspect.isfunction(inner):
         raise DeclarationError(
             f"opkit.triton_kernel takes a function decorated with @triton.jit (or Gluon's @gluon.jit), got {function!r}."
@@ -54,7 +56,13 @@ def unwrapped(function: Any) -> Any:
 
 
 def parameters_of(function: Any) -> tuple[Parameter, ...]:
-    """The parameters of a ``triton.jit`` object, in order."""
+    """The parameters of a ``triton.jit`` object, or of a named one, in order."""
+    header = header_of(function)
+    if header is not None:
+        return tuple(
+            Parameter(p.name, p.constexpr, p.annotation, p.default, p.specialised, p.aligned) for p in header.parameters
+        )
+    function = loaded(function)
     known = {p.name: p for p in getattr(function, "params", ())}
     return tuple(_parameter(p, known.get(p.name)) for p in inspect.signature(unwrapped(function)).parameters.values())
 
@@ -82,10 +90,29 @@ def is_interpreted(function: Any) -> bool:
 
 def is_gluon(function: Any) -> bool:
     """Whether the function is in Gluon."""
-    return bool(getattr(function, "is_gluon", bool)())
+    header = header_of(function)
+    return bool(getattr(loaded(function), "is_gluon", bool)()) if header is None else header.gluon
+
+
+def name_of(function: Any) -> str:
+    """The name of the function."""
+    return function.name if isinstance(function, Named) else unwrapped(function).__name__
+
+
+def module_of(function: Any) -> str:
+    """The module that defines the function."""
+    return function.module if isinstance(function, Named) else unwrapped(function).__module__
+
+
+def header_of(function: Any) -> Header | None:
+    """What the file of a named function says of it; None of another, and where the file does not tell."""
+    return function.header if isinstance(function, Named) else None
 
 
 def location(function: Any) -> tuple[str, int]:
     """The file and line at which the function stands."""
+    header = header_of(function)
+    if header is not None:
+        return header.file, header.line
     code = unwrapped(function).__code__
     return code.co_filename, code.co_firstlineno

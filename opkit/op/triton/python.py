@@ -22,7 +22,7 @@ from opkit.op.triton.binding import Bound, bind
 from opkit.op.triton.choosing import Chooser
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.machine import machine_of
-from opkit.op.triton.parameters import unwrapped
+from opkit.op.triton.parameters import module_of
 
 Launcher = Callable[[Values], None]
 """What launches a kernel on values."""
@@ -98,7 +98,7 @@ def _launch(values: Values, config: Config | None) -> None:
             hook(launch.arguments)
     if all(launch.grid):
         with _device_of(launch):
-            kernel.function[launch.grid](**launch.arguments, **launch.options)
+            kernel.jit[launch.grid](**launch.arguments, **launch.options)
 
 
 def _device_of(launch: Launch) -> Any:
@@ -170,7 +170,7 @@ def chosen(values: Values) -> Config:
     if machine is None or bound.kernel.interpreted:
         return bound.kernel.configs[0]
     named = {**values.named(), **bound.constants}
-    chooser = Chooser(bound, machine, unwrapped(bound.kernel.function).__module__)
+    chooser = Chooser(bound, machine, module_of(bound.kernel.function))
     device = tensors[0].device.index
     return chooser.choose(named, device, lambda config: _measured(values, config), capturing()).config
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from opkit.errors import KernelError, ResourceError
 from opkit.kernels.triton import compiling, packaged, signatures, targets
+from opkit.kernels.triton.named import Named
 from opkit.kernels.triton.packaged import Wanted
+from opkit.kernels.triton.symbols import Layout, written_out
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.entries import MOST_PROGRAMS, Memory, Variant, source_of
 from opkit.op.triton.evaluation import as_grid, exact
@@ -109,7 +111,9 @@ class Variants:
         element = signatures.element_type(values[source_of(self.bound, name)].dtype)
         block = [int(size) for size in named.get(f"{name}.block", given.block)]
         layout = "" if given.layout is None else f",{given.layout!r}"
-        return signatures.Typed(f"tensordesc<{element}{block}{layout}>")
+        written = f"tensordesc<{element}{block}{layout}>"
+        settled = not isinstance(given.layout, Layout) or isinstance(self.bound.kernel.function, Named)
+        return signatures.Typed(written if settled else written_out(written))
 
     def _variant(self, values: Sequence[Any], named: Mapping[str, Any], device: int, chunked: bool) -> Variant:
         request = self.request(values, named, self.machine.target(device), chunked)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from opkit.attn.gpu.decode.device.append import append
+from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
+
+_APPEND = Named("opkit.attn.gpu.decode.device.append", "append")
 
 
 @functools.cache
@@ -22,7 +24,7 @@ def kernel(k_scaled: bool, v_scaled: bool, constants: tuple[tuple[str, Any], ...
         strides = {f"{x}s_{d}": f"{x}_scale_stride_{n}" for n, d in enumerate("bth")}
         bound |= strides if scaled else {}
         unused |= {} if scaled else dict.fromkeys(strides, 0)
-    return triton_kernel(append, grid=_programs, bind=bound, num_warps=1, **dict(constants), **unused)
+    return triton_kernel(_APPEND, grid=_programs, bind=bound, num_warps=1, **dict(constants), **unused)
 
 
 def _programs(programs: int) -> int:

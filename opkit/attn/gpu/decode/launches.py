@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from opkit.attn.gpu.decode.device.decode import decode
-from opkit.attn.gpu.decode.device.merge import merge
 from opkit.attn.gpu.decode.plan import Blocks, Device, parts, power
+from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch
@@ -20,7 +18,8 @@ from opkit.op.triton.launch import PreparedLaunch
 Pages = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 NO_PAGES: Pages = (None, None, None, None, None)
 
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_DECODE = Named("opkit.attn.gpu.decode.device.decode", "decode")
+_MERGE = Named("opkit.attn.gpu.decode.device.merge", "merge")
 _DECODED = ("q", "k", "v", "out", "lse", "sinks", "partial", "table", "lengths", "starts", "k_scale", "v_scale")
 _MERGED = ("partial", "out", "lse", "sinks", "lengths", "starts")
 _MERGE_CONSTANTS = ("GROUP", "DV", "DV_WIDE", "DV_REST", "ROWS", "BATCH", "SINKS", "PDL")
@@ -104,7 +103,6 @@ def constants_of(
 @functools.cache
 def _kernel(warps: int, stages: int, constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
     named = dict(constants)
-    named["COMPUTE"] = _TYPES[named["COMPUTE"]]
     paged = named["PAGE"] > 0
     strides, unused = _strides(("q", "k", "v", "out", "lse"), paged)
     sizes = {"batch": "lengths_size_0", "queries": "q_size_0", "pages": "k_size_0", "table_b": "table_stride_0"}
@@ -117,7 +115,7 @@ def _kernel(warps: int, stages: int, constants: tuple[tuple[str, Any], ...]) -> 
         unused |= {} if scaled else dict.fromkeys(names, 0)
     bind = {**strides, **sizes}
     return triton_kernel(
-        decode, grid=_programs, bind=bind, num_warps=warps, STAGES=stages, **named, **unused, **_early(named["PDL"])
+        _DECODE, grid=_programs, bind=bind, num_warps=warps, STAGES=stages, **named, **unused, **_early(named["PDL"])
     )
 
 
@@ -131,7 +129,7 @@ def _merging(most: int, paged: bool, constants: tuple[tuple[str, Any], ...]) -> 
     warps = max(1, min(4, most * named["DV_WIDE"] // 4096))
     bind = {**strides, **sizes}
     return triton_kernel(
-        merge,
+        _MERGE,
         grid=_programs,
         bind=bind,
         num_warps=warps,

@@ -20,6 +20,8 @@ from opkit.attn.calls import GradientCall
 from opkit.attn.gpu.hopper.forward import counters, describable, on_hopper, processors
 from opkit.attn.memory_safety import shapes_fit
 from opkit.errors import KernelError
+from opkit.kernels.triton.named import Named
+from opkit.kernels.triton.symbols import Layout
 from opkit.op.prepared import PreparedKernel
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
@@ -32,6 +34,12 @@ _CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those t
 _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _MOST = 128  #: rows of a block
 _WIDE = 32  #: floats in a row of the sums
+_BACKWARD_KERNELS = {  # by the keys of a program
+    128: Named("opkit.attn.gpu.hopper.device.backward", "hopper_backward"),
+    64: Named("opkit.attn.gpu.hopper.device.backward_wide", "hopper_backward_wide"),
+}
+_BEGIN_KERNEL = Named("opkit.attn.gpu.hopper.device.backward_rows", "hopper_backward_begin")
+_END_KERNEL = Named("opkit.attn.gpu.hopper.device.backward_rows", "hopper_backward_end")
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 Run = Callable[..., _Four]
 
@@ -220,37 +228,31 @@ def _blocks(queries: int, ROWS: int) -> int:
 
 @functools.cache
 def _begin_kernel(columns: int, wide: int, tile: Tile) -> TritonKernel:
-    from opkit.attn.gpu.hopper.device.backward_rows import hopper_backward_begin
-
     return triton_kernel(
-        hopper_backward_begin, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
+        _BEGIN_KERNEL, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
         E=columns, E0=wide, D=wide, ROWS=tile.rows, GROUPED=tile.grouped,
     )  # fmt: skip
 
 
 @functools.cache
 def _end_kernel(channels: int, wide: int, block: int) -> TritonKernel:
-    from opkit.attn.gpu.hopper.device.backward_rows import hopper_backward_end
-
     return triton_kernel(
-        hopper_backward_end, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
+        _END_KERNEL, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
         E=channels, D=wide, ROWS=block,
     )  # fmt: skip
 
 
 @functools.cache
 def _kernel(tile: Tile, ordered: bool, banded: bool) -> TritonKernel:
-    from triton.experimental.gluon import language as gl
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    of_sums = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    of_total = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    layout = Layout("NVMMASharedLayout", swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    of_sums = Layout("NVMMASharedLayout", swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    of_total = Layout("NVMMASharedLayout", swizzle_byte_width=128, element_bitwidth=32, rank=2)
     loops, others, all_threads = tile.registers
     half = 64
     of_rows = functools.partial(_block, tile.rows)
     of_keys = functools.partial(_block, half)
     return triton_kernel(
-        _function(tile.keys),
+        _BACKWARD_KERNELS[tile.keys],
         grid=lambda tiles, processors: min(tiles, processors),
         q_desc=tensor_descriptor("q", block=lambda q, v: of_rows(q, v), layout=layout),
         k_desc=tensor_descriptor("k", block=lambda q, v: of_keys(q, v), layout=layout),
@@ -274,17 +276,6 @@ def _kernel(tile: Tile, ordered: bool, banded: bool) -> TritonKernel:
         maxnreg=all_threads,
         targets=("sm_90",),
     )
-
-
-def _function(keys: int) -> Any:
-    """The function that multiplies, by how many keys a program of it has."""
-    if keys == 64:
-        from opkit.attn.gpu.hopper.device.backward_wide import hopper_backward_wide
-
-        return hopper_backward_wide
-    from opkit.attn.gpu.hopper.device.backward import hopper_backward
-
-    return hopper_backward
 
 
 def _block(rows: int, q: Any, v: Any) -> tuple[int, int, int, int]:

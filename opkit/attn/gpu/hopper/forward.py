@@ -18,6 +18,8 @@ from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.plans import Shape, Words
 from opkit.attn.memory_safety import mask_fits, shapes_fit, sinks_fit
 from opkit.errors import KernelError
+from opkit.kernels.triton.named import Named
+from opkit.kernels.triton.symbols import Layout
 from opkit.op import torch_private as private
 from opkit.op.prepared import PreparedKernel
 from opkit.op.triton.declare import triton_kernel
@@ -32,6 +34,7 @@ _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _MOST = 256  #: channels
 _ROWS = 64  #: queries of a warpgroup
 _OWNERS = 4  #: marks of a program beside those of its tiles
+_FORWARD = Named("opkit.attn.gpu.hopper.device.forward", "hopper_forward")
 _OF_MASKS = ("tiles", "counts", *plans.TENSORS)
 _NO_MASK: tuple[Tensor | None, ...] = (None,) * len(_OF_MASKS)
 _TENSORS = ("q", "k", "v", "out", "lse", "sinks", "counter", *_OF_MASKS)
@@ -249,16 +252,12 @@ def _padded(channels: int) -> int:
 
 @functools.cache
 def _kernel(tile: Tile, mask: Words) -> TritonKernel:
-    from triton.experimental.gluon import language as gl
-
-    from opkit.attn.gpu.hopper.device.forward import hopper_forward
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    layout = Layout("NVMMASharedLayout", swizzle_byte_width=128, element_bitwidth=16, rank=4)
     of_queries, of_keys = (functools.partial(_block, rows) for rows in (_ROWS, tile.keys))
     block = tile.warpgroups * _ROWS
     loops, loads, all_threads = tile.registers
     return triton_kernel(
-        hopper_forward,
+        _FORWARD,
         grid=lambda work, processors: min(work, processors),
         q_desc=tensor_descriptor("q", block=lambda q: of_queries(q), layout=layout),
         k_desc=tensor_descriptor("k", block=lambda k: of_keys(k), layout=layout),

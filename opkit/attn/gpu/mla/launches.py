@@ -6,11 +6,11 @@ import functools
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from opkit.attn.gpu.decode.launches import merged
 from opkit.attn.gpu.decode.plan import Device
-from opkit.attn.gpu.mla.device.decode import mla
+from opkit.kernels.triton.named import Named
+from opkit.kernels.triton.symbols import Layout
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
 from opkit.op.triton.launch import PreparedLaunch
@@ -18,6 +18,7 @@ from opkit.op.triton.launch import PreparedLaunch
 VALUES = 512  #: channels of values
 ROWS = 64  #: heads of a tile
 _REGISTERS, _LOADER_REGISTERS, _ALL_REGISTERS = 240, 24, 168  # the last of each thread before they are shared out
+_MLA = Named("opkit.attn.gpu.mla.device.decode", "mla")
 _TENSORS = ("q", "k", "out", "lse", "sinks", "partial", "table", "lengths", "starts")
 
 
@@ -83,7 +84,7 @@ def plan(form: Form, division: Division, gpu: Device, numbers: dict[str, Any]) -
 
 @functools.cache
 def _kernel(form: Form, split: bool) -> TritonKernel:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    layout = Layout("NVMMASharedLayout", swizzle_byte_width=128, element_bitwidth=16, rank=4)
     rows, half, rest = (1, ROWS, 1, 256), (1, 1, 64, 256), (1, 1, 64, 64)
     if form.page:
         half, rest = ((x[0], x[2], x[1], x[3]) for x in (half, rest))
@@ -96,7 +97,7 @@ def _kernel(form: Form, split: bool) -> TritonKernel:
         sizes |= {"keys": "k_size_2"}
         constants |= {"pages": 0, "table_b": 0}
     return triton_kernel(
-        mla,
+        _MLA,
         grid=lambda slots, kv_heads, splits: slots * kv_heads * splits,
         bind={**strides, **sizes},
         q_desc=tensor_descriptor("q", block=rows, layout=layout),

@@ -29,7 +29,7 @@ _PRIORITY = 1  # above the kernel that takes all pages
 
 def register_paged(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::paged_attention`` the kernel for latent attention."""
-    op.register_kernel("cuda", paged, when=takes_pages, name=NAME, priority=_PRIORITY)
+    op.register_kernel("cuda", paged, when=takes_pages, name=NAME, priority=_PRIORITY, trusted=True)
 
 
 def takes_pages(

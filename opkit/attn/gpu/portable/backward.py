@@ -13,7 +13,7 @@ from opkit.attn.allocation import dense_rows, like, rows
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu import arguments, blocks, plans
 from opkit.attn.gpu.arguments import Run
-from opkit.attn.gpu.portable.device.backward import attention_delta, attention_of_keys, attention_of_queries
+from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch
@@ -22,6 +22,10 @@ _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 _ROWS = ("out", "gradient", "of_lse", "delta")
 _TENSORS = ("q", "k", "v", "gradient", "lse", "delta", "seed", *plans.TENSORS, "tiles", "counts")
 _ELEMENTS = 4096  # of a tile of results
+_DELTA, _OF_KEYS, _OF_QUERIES = (
+    Named("opkit.attn.gpu.portable.device.backward", name)
+    for name in ("attention_delta", "attention_of_keys", "attention_of_queries")
+)
 
 
 @functools.cache
@@ -29,7 +33,7 @@ def delta_kernel(columns: int) -> TritonKernel:
     """The kernel of delta for values of so many columns."""
     wide, _ = blocks.parts(columns)
     return triton_kernel(
-        attention_delta,
+        _DELTA,
         grid=lambda queries, programs, ROWS: (blocks.tiles_in(queries, ROWS), programs),
         E=columns, E0=wide, ROWS=max(16, _ELEMENTS // wide),
     )  # fmt: skip
@@ -39,7 +43,7 @@ def delta_kernel(columns: int) -> TritonKernel:
 def keys_kernel(constants: arguments.Constants) -> TritonKernel:
     """The kernel of the gradients of keys and values with its constants settled."""
     return triton_kernel(
-        attention_of_keys, grid=lambda keys, programs, KEYS: (blocks.tiles_in(keys, KEYS), programs), **dict(constants)
+        _OF_KEYS, grid=lambda keys, programs, KEYS: (blocks.tiles_in(keys, KEYS), programs), **dict(constants)
     )
 
 
@@ -47,7 +51,7 @@ def keys_kernel(constants: arguments.Constants) -> TritonKernel:
 def queries_kernel(constants: arguments.Constants) -> TritonKernel:
     """The kernel of the gradient of queries with its constants settled."""
     return triton_kernel(
-        attention_of_queries,
+        _OF_QUERIES,
         grid=lambda queries, programs, ROWS: (blocks.tiles_in(queries, ROWS), programs),
         **dict(constants),
     )

@@ -16,11 +16,12 @@ from opkit.attn.calls import BiasCall
 from opkit.attn.gpu import arguments, blocks, plans
 from opkit.attn.gpu.arguments import Run
 from opkit.attn.gpu.blocks import Blocks
-from opkit.attn.gpu.portable.device.bias import attention_of_bias
+from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
 _TENSORS = ("of_bias", "q", "k", "v", "gradient", "lse", "delta", "seed", *plans.TENSORS)
+_OF_BIAS = Named("opkit.attn.gpu.portable.device.bias", "attention_of_bias")
 _PROGRAMS = 4  # for each multiprocessor; where tiles are fewer, several share one out among them
 _LEAST = 16  # keys of a tile
 
@@ -74,9 +75,7 @@ def _relative(of_rows: int, of_columns: int, shapes: Sequence[Sequence[int]]) ->
 @functools.cache
 def kernel(constants: arguments.Constants) -> TritonKernel:
     """The kernel with its constants settled."""
-    return triton_kernel(
-        attention_of_bias, grid=lambda own, programs, shares: (own, programs, shares), **dict(constants)
-    )
+    return triton_kernel(_OF_BIAS, grid=lambda own, programs, shares: (own, programs, shares), **dict(constants))
 
 
 def backward(example: BiasCall) -> Run:

@@ -14,19 +14,20 @@ from opkit.attn.allocation import dense_rows, like, rows
 from opkit.attn.calls import Call
 from opkit.attn.gpu import arguments, blocks, plans
 from opkit.attn.gpu.arguments import Run
-from opkit.attn.gpu.portable.device.forward import attention_forward
+from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
 _DESCALES = ("q_by", "k_by", "v_by")
 _TENSORS = ("q", "k", "v", *_DESCALES, "out", "lse", "sinks", "seed", "tiles", "counts", *plans.TENSORS)
+_FORWARD = Named("opkit.attn.gpu.portable.device.forward", "attention_forward")
 
 
 @functools.cache
 def kernel(constants: arguments.Constants) -> TritonKernel:
     """The forward kernel with its constants settled."""
     return triton_kernel(
-        attention_forward,
+        _FORWARD,
         grid=lambda queries, programs, ROWS: (blocks.tiles_in(queries, ROWS), programs),
         **dict(constants),
     )

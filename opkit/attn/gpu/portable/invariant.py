@@ -23,9 +23,11 @@ from opkit.attn.gpu.decode.paged import takes_pages
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, takes
 from opkit.attn.paged_cpu import PagedCall
 from opkit.errors import KernelError
+from opkit.kernels.triton.named import Named
 from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
+_PAGED = Named("opkit.attn.gpu.portable.device.paged", "attention_forward_paged")
 _FIRST = 10  # of priorities, above those of all other kernels
 _TENSORS = ("q", "k", "v", "out", "lse", "sinks", "table", "lengths", "starts", "k_scale", "v_scale")
 
@@ -37,12 +39,12 @@ def name() -> str:
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel: it runs where it is forced, or for all calls with ``OPKIT_BATCH_INVARIANT=1``."""
-    op.register_kernel(decoding.where(), forward, when=switched_on, name=name(), priority=_FIRST)
+    op.register_kernel(decoding.where(), forward, when=switched_on, name=name(), priority=_FIRST, trusted=True)
 
 
 def register_paged(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::paged_attention`` the kernel."""
-    op.register_kernel(decoding.where(), paged, when=switched_on, name=name(), priority=_FIRST)
+    op.register_kernel(decoding.where(), paged, when=switched_on, name=name(), priority=_FIRST, trusted=True)
 
 
 @PreparedKernel
@@ -122,15 +124,9 @@ def _launch(call: PagedCall) -> Callable[..., Any]:
 
 @functools.cache
 def _kernel(constants: tuple[tuple[str, Any], ...]) -> Any:
-    import triton.language as tl
-
-    from opkit.attn.gpu.portable.device.paged import attention_forward_paged
     from opkit.op.triton.declare import triton_kernel
 
-    types = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    named = dict(constants)
-    named["COMPUTE"] = types[named["COMPUTE"]]
-    return triton_kernel(attention_forward_paged, grid=lambda tall, programs: (tall, programs), **named)
+    return triton_kernel(_PAGED, grid=lambda tall, programs: (tall, programs), **dict(constants))
 
 
 def _refuse(operator: str, told: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.gpu.blocks import tiles_in
+from opkit.kernels.triton.named import Named
 from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 from opkit.op.triton.declare import triton_kernel
@@ -19,6 +20,7 @@ NAME = "triton"
 MOST_PARTS, LARGEST = 8, 4096
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ELEMENTS = 2048  # of a program's rows
+_MERGE = Named("opkit.attn.gpu.portable.device.merging", "merge_parts")
 _NAMES = (*(f"out{i}" for i in range(MOST_PARTS)), *(f"lse{i}" for i in range(MOST_PARTS)), "out", "lse")
 
 
@@ -26,7 +28,7 @@ def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::merge_attention`` its kernel for GPUs."""
     from opkit.attn.gpu.kernels import device
 
-    op.register_kernel(device(), merge, when=takes, name=NAME)
+    op.register_kernel(device(), merge, when=takes, name=NAME, trusted=True)
 
 
 def takes(outs: list[Tensor], lses: list[Tensor]) -> bool:
@@ -39,11 +41,9 @@ def takes(outs: list[Tensor], lses: list[Tensor]) -> bool:
 
 @functools.cache
 def _kernel(count: int, columns: int) -> TritonKernel:
-    from opkit.attn.gpu.portable.device.merging import merge_parts
-
     wide = 1 << (columns - 1).bit_length()
     return triton_kernel(
-        merge_parts, grid=lambda rows, ROWS: tiles_in(rows, ROWS), COUNT=count, D=columns, WIDE=wide,
+        _MERGE, grid=lambda rows, ROWS: tiles_in(rows, ROWS), COUNT=count, D=columns, WIDE=wide,
         ROWS=max(1, _ELEMENTS // wide),
     )  # fmt: skip
 

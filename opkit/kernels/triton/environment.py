@@ -1,0 +1,104 @@
+"""What decides how Triton compiles beside what it is asked, found without importing it: its release, variables, settings.
+
+Where it was imported its settings (``triton.knobs``) are asked, which a program may have changed; else the environment, from
+which they come.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+_HEEDED = re.compile(
+    r"(TRITON|LLVM|MLIR|AMDGCN|AMDGPU|NVPTX|PTXAS|GLUON|PROTON|DISABLE|ENABLE|ALLOW)_\w*|USE_IR_LOC", re.ASCII
+)
+"""The names of variables that Triton, LLVM or ptxas may heed; more than do."""
+
+_COMPILES = ("TRITON_ALWAYS_COMPILE", "TRITON_KERNEL_OVERRIDE", "TRITON_KERNEL_DUMP")
+_VERSION = re.compile(r"^__version__\s*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
+
+
+def watched() -> bool:
+    """Whether Triton is told to compile whatever it has, or someone wants to see it compile."""
+    knobs = _knobs()
+    if knobs is None:
+        return any(map(_is_on, _COMPILES))
+    return any(
+        (
+            knobs.compilation.always_compile, knobs.compilation.override, knobs.compilation.dump_ir,
+            knobs.compilation.listener, getattr(knobs.runtime, "add_stages_inspection_hook", None),
+        )
+    )  # fmt: skip
+
+
+def interprets() -> bool:
+    """Whether functions that are decorated now are for Triton's interpreter."""
+    knobs = _knobs()
+    return _is_on("TRITON_INTERPRET") if knobs is None else bool(knobs.runtime.interpret)
+
+
+def defaults() -> tuple[bool, str]:
+    """What Triton compiles with where a kernel does not say: whether for debugging, and how instrumented."""
+    knobs = _knobs()
+    if knobs is None:
+        return _is_on("TRITON_DEBUG"), os.environ.get("TRITON_INSTRUMENTATION_MODE", "")
+    return bool(knobs.runtime.debug), str(knobs.compilation.instrumentation_mode)
+
+
+def told() -> list[tuple[str, str, tuple[int, int] | None]]:
+    """The variables that may be heeded; of one that names a file, such as another ptxas, the file's size and time too."""
+    named = sorted((name, value) for name, value in os.environ.items() if _HEEDED.fullmatch(name))
+    return [(name, value, _stamp(value) if os.path.isfile(value) else None) for name, value in named]
+
+
+def knows_all() -> bool:
+    """Whether :func:`told` has every variable by which Triton, which has been imported, says that results differ."""
+    from triton._C import libtriton
+
+    return all(map(_HEEDED.fullmatch, libtriton.get_cache_invalidating_env_vars()))
+
+
+@functools.cache
+def compiler() -> tuple[str, tuple[int, int]] | None:
+    """Triton's release, and its library's size and time; None where it is not installed, or not as it is known to be."""
+    folder = _folder()
+    try:
+        version = None if folder is None else _VERSION.search((folder / "__init__.py").read_text(encoding="utf-8"))
+        libraries = [] if folder is None else sorted((folder / "_C").glob("libtriton*.so"))
+        return (version[1], _stamp(libraries[0])) if version and len(libraries) == 1 else None
+    except OSError:
+        return None
+
+
+def runtime() -> tuple[str, str]:
+    """The releases of Python, and of torch where it is there: what modules import beside Triton and those of their package."""
+    return sys.version, str(getattr(sys.modules.get("torch"), "__version__", ""))
+
+
+def _folder() -> Path | None:
+    """Where the package ``triton`` is."""
+    try:
+        found = importlib.util.find_spec("triton")
+    except (ImportError, ValueError):
+        return None
+    places = () if found is None else found.submodule_search_locations or ()
+    return next(map(Path, places), None)
+
+
+def _stamp(path: Path | str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
+def _knobs() -> Any:
+    return sys.modules.get("triton.knobs")
+
+
+def _is_on(name: str) -> bool:
+    """As Triton reads it."""
+    return os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y")

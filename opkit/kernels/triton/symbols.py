@@ -1,0 +1,105 @@
+"""Constants of Triton's and Gluon's that a kernel is declared with before either is imported, and what they become.
+
+>>> Layout("NVMMASharedLayout", swizzle_byte_width=128, element_bitwidth=16, rank=4)
+NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from opkit.errors import KernelError
+from opkit.kernels.triton import parsing
+
+_DESCRIPTOR = re.compile(r"(tensordesc<[^\[]*\[[^\]]*\]),(.*)>", re.DOTALL)
+
+
+class Layout:
+    """A layout of Gluon's by the name of its class and its fields, which are plain constants."""
+
+    def __init__(self, name: str, **fields: Any) -> None:
+        self.name, self.fields = name, fields
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.fields.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def contract_parts(self) -> list[tuple[str, Any]]:
+        """What a contract's hash covers."""
+        return [("layout", repr(self))]
+
+    def made(self) -> Any:
+        """Gluon's own.
+
+        Raises:
+            KernelError: Gluon has no such layout.
+        """
+        from triton.experimental.gluon import language
+
+        try:
+            return getattr(language, self.name)(**self.fields)
+        except (AttributeError, AssertionError, TypeError, ValueError) as error:
+            raise KernelError(f"Gluon has no layout {self!r}: {type(error).__name__}: {error}") from error
+
+
+class Element:
+    """An element type of Triton's by its name in ``triton.language``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Element({self.name!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Element) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash((Element, self.name))
+
+    def contract_parts(self) -> list[tuple[str, Any]]:
+        """What a contract's hash covers."""
+        return [("element", self.name)]
+
+    def made(self) -> Any:
+        """Triton's own."""
+        import triton.language
+
+        return getattr(triton.language, self.name)
+
+
+def made(value: Any) -> Any:
+    """A value with Triton's and Gluon's own in place of what stands for them here."""
+    return value.made() if isinstance(value, (Layout, Element)) else value
+
+
+def written_out(kind: str) -> str:
+    """The type of a descriptor with its layout as Gluon writes it, which is what its compiler reads.
+
+    >>> written_out("tensordesc<bf16[64, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)>")[:65]
+    'tensordesc<bf16[64, 64],NVMMASharedLayout(swizzle_byte_width=128,'
+    >>> written_out("*bf16")
+    '*bf16'
+    """
+    match = _DESCRIPTOR.fullmatch(kind)
+    layout = None if match is None else _layout(match[2])
+    return kind if match is None or layout is None else f"{match[1]},{layout.made()!r}>"
+
+
+def _layout(text: str) -> Layout | None:
+    """The layout that a text says; None of one that is not written so."""
+    try:
+        with parsing.ALONE:
+            node = ast.parse(text, mode="eval").body
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+            return None
+        return Layout(node.func.id, **{str(each.arg): ast.literal_eval(each.value) for each in node.keywords})
+    except (SyntaxError, ValueError):
+        return None

@@ -1,0 +1,80 @@
+"""A process whose kernels are in the cache imports no compiler for its first call; what is read of kernels is what Triton has."""
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import opkit
+import opkit.attn.gpu
+from opkit.kernels.triton import signatures
+from opkit.kernels.triton.named import Named
+from opkit.op.triton import parameters
+
+ROOT = Path(opkit.__file__).parents[1]
+SCRIPT = ROOT / "benchmarks" / "first_call.py"
+DRIVER = ROOT / "tests" / "kernels" / "fake_driver.c"
+
+
+def named():
+    """The kernels that modules of the host name."""
+    walked = pkgutil.walk_packages(opkit.attn.gpu.__path__, "opkit.attn.gpu.")
+    modules = [importlib.import_module(each.name) for each in walked if ".device" not in each.name]
+    found = {value for module in modules for value in vars(module).values() if isinstance(value, Named)}
+    return sorted(found, key=lambda each: (each.module, each.name))
+
+
+KERNELS = named()
+
+
+def test_there_are_kernels_of_each_kind():
+    assert {each.name for each in KERNELS} >= {
+        "attention_forward", "attention_of_keys", "attention_of_bias", "attention_forward_paged", "merge_parts", "tile_lists",
+        "hopper_forward", "hopper_backward", "hopper_backward_begin", "hopper_backward_end", "decode", "merge", "append", "mla",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda each: each.name)
+def test_what_is_read_of_a_kernel_is_what_triton_has(kernel):
+    header = kernel.header
+    assert header is not None
+    function = kernel.loaded()
+    assert signatures.parameters(kernel) == signatures.parameters(function)
+    assert parameters.parameters_of(kernel) == parameters.parameters_of(function)
+    assert parameters.is_gluon(kernel) == parameters.is_gluon(function)
+    assert parameters.location(kernel) == parameters.location(function)
+    assert parameters.name_of(kernel) == function.fn.__name__
+    assert parameters.module_of(kernel) == function.fn.__module__
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    path = tmp_path_factory.mktemp("driver") / "libfake.so"
+    flags = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-shared", "-fPIC", "-pthread", "-DCUDA"]
+    subprocess.run(["gcc", *flags, str(DRIVER), "-o", str(path)], check=True)
+    return str(path)
+
+
+@pytest.mark.parametrize("case", ["hopper", "portable", "backward", "decode"])
+def test_a_process_that_finds_its_kernels_does_not_import_triton(case, library, tmp_path, child_environment):
+    caches = {
+        "OPKIT_CACHE_DIR": str(tmp_path / "opkit"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+        "OPKIT_VERIFY": "1",
+    }
+    environment = {**child_environment, **caches}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, str(SCRIPT), "--child", case, library]
+    runs = [
+        json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
+        for _ in range(2)
+    ]
+    assert [each["triton"] for each in runs] == [True, False]
+    assert runs[0]["launches"] == runs[1]["launches"] > 0
+    assert runs[1]["imported"] == []
+    assert os.listdir(tmp_path / "opkit" / "triton" / "named")
