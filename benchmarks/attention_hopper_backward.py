@@ -4,8 +4,9 @@
 
 All are captured into CUDA graphs of several calls, which take turns; the table has medians over rounds. What goes before the
 kernel that multiplies, and after it, is part of a call. "deterministic" is opkit's where
-``torch.use_deterministic_algorithms`` is on. Operations are those of five products: half of them of a causal call, and of a
-window those of its width.
+``torch.use_deterministic_algorithms`` is on. Operations are those of five products: half of them of a causal call, of a window
+those of its width, and of documents those within each. Lists of tiles are built in each captured call, as a graph may be replayed
+with other documents.
 """
 
 from __future__ import annotations
@@ -16,31 +17,46 @@ import json
 import torch
 from attention_hopper import Call, mask_of, medians, operations
 
+from opkit.attn import program
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import forward as hopper
 
-SHAPES = {  # batch, heads, sequence, head, and how many keys back a query sees: None for all, -1 for all before it
-    "8x16x2048x128 causal": (8, 16, 2048, 128, -1),
-    "2x16x8192x128 causal": (2, 16, 8192, 128, -1),
-    "1x16x16384x128 causal": (1, 16, 16384, 128, -1),
-    "8x16x2048x128": (8, 16, 2048, 128, None),
-    "2x16x8192x128": (2, 16, 8192, 128, None),
-    "16x16x512x128 causal": (16, 16, 512, 128, -1),
-    "16x16x1024x64 causal": (16, 16, 1024, 64, -1),
-    "1x16x16384x64 causal": (1, 16, 16384, 64, -1),
-    "2x16x8192x64": (2, 16, 8192, 64, None),
-    "2x8x8192x256 causal": (2, 8, 8192, 256, -1),
-    "2x8x8192x256": (2, 8, 8192, 256, None),
-    "2x16x16384x128 window": (2, 16, 16384, 128, 1024),
+Shape = tuple[int, int, int, int, int | None, int | None]
+SHAPES: dict[str, Shape] = {
+    # batch, heads, sequence, head, how many keys back a query sees (None: all, -1: all before it), and how long documents are
+    "8x16x2048x128 causal": (8, 16, 2048, 128, -1, None),
+    "2x16x8192x128 causal": (2, 16, 8192, 128, -1, None),
+    "1x16x16384x128 causal": (1, 16, 16384, 128, -1, None),
+    "8x16x2048x128": (8, 16, 2048, 128, None, None),
+    "2x16x8192x128": (2, 16, 8192, 128, None, None),
+    "16x16x512x128 causal": (16, 16, 512, 128, -1, None),
+    "16x16x1024x64 causal": (16, 16, 1024, 64, -1, None),
+    "1x16x16384x64 causal": (1, 16, 16384, 64, -1, None),
+    "2x16x8192x64": (2, 16, 8192, 64, None, None),
+    "2x8x8192x256 causal": (2, 8, 8192, 256, -1, None),
+    "2x8x8192x256": (2, 8, 8192, 256, None, None),
+    "2x16x16384x128 window": (2, 16, 16384, 128, 1024, None),
+    "2x16x16384x128 documents": (2, 16, 16384, 128, None, 2048),
+    "2x16x16384x128 causal documents": (2, 16, 16384, 128, -1, 2048),
+    "2x16x16384x64 window": (2, 16, 16384, 64, 1024, None),
+    "2x16x16384x64 causal documents": (2, 16, 16384, 64, -1, 2048),
 }
 
 
-def calls(batch: int, heads: int, length: int, head: int, back: int | None) -> dict[str, Call]:
-    """The kernels, on the same tensors; cuDNN has no windows here."""
+def masked(length: int, back: int | None, size: int | None) -> tuple[list[int], list[torch.Tensor]]:
+    """A mask, and its tensors."""
+    if size is None:
+        return mask_of(back), []
+    ids = (torch.arange(length, device="cuda") // size).int()[None]
+    return [program.SEGMENTS, 0, 0, *([] if back is None else [*mask_of(back), program.AND])], [ids]
+
+
+def calls(batch: int, heads: int, length: int, head: int, back: int | None, size: int | None) -> dict[str, Call]:
+    """The kernels, on the same tensors; cuDNN has no windows and no documents here."""
     q, k, v, gradient = (torch.randn(batch, heads, length, head, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    mask, scale = mask_of(back), head**-0.5
-    out, lse = hopper.forward(q, k, v, [], [], None, None, mask, [], scale, 0.0, 0.0, False)
-    given = (gradient, None, q, k, v, out, lse, [], [], mask, [], scale, 0.0, False)
+    (mask, masks), scale = masked(length, back, size), head**-0.5
+    out, lse = hopper.forward(q, k, v, masks, [], None, None, mask, [], scale, 0.0, 0.0, False)
+    given = (gradient, None, q, k, v, out, lse, masks, [], mask, [], scale, 0.0, False)
     run = hopper_backward.backward.prepare(*given)
 
     def deterministic() -> None:
@@ -49,7 +65,7 @@ def calls(batch: int, heads: int, length: int, head: int, back: int | None) -> d
         torch.use_deterministic_algorithms(False)
 
     found: dict[str, Call] = {"opkit": lambda: run(*given), "deterministic": deterministic}
-    if back is None or back < 0:
+    if size is None and (back is None or back < 0):
         found["cudnn"] = cudnn(q, k, v, gradient, back is not None)
     return found
 
@@ -64,9 +80,12 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Ten
     return lambda: aten._scaled_dot_product_cudnn_attention_backward(*given, scale=scale)
 
 
-def measure(shape: tuple[int, int, int, int, int | None], rounds: int) -> dict[str, float]:
+def measure(shape: Shape, rounds: int) -> dict[str, float]:
     """TFLOP/s of each kernel, by five products where the forward has two."""
-    return {name: 2.5 * operations(*shape) / each / 1e9 for name, each in medians(calls(*shape), rounds).items()}
+    batch, heads, length, head, back, size = shape
+    alone = size or length
+    done = 2.5 * operations(batch * (length // alone), heads, alone, head, back)
+    return {name: done / each / 1e9 for name, each in medians(calls(*shape), rounds).items()}
 
 
 def main() -> None:

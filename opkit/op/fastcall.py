@@ -26,8 +26,9 @@ from opkit.errors import AliasError
 from opkit.op import fastcall_source
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
-from opkit.op.planning import Plan, make_plan, make_training
+from opkit.op.planning import Plan, make_plan
 from opkit.op.selection import forced_kernels
+from opkit.op.training import make_training
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _MOST_PLANS, _MOST_ENTRIES = 4096, 4

@@ -45,8 +45,9 @@ def register(op: CustomOp[Any, Any]) -> None:
     of_gradients = gradients.backward_operator()
     when = predicate(GradientCall, takes_gradients)
     of_gradients.register_kernel(device(), backward, when=when, name=NAME, trusted=True)
+    when = predicate(GradientCall, hopper_backward.takes)
     of_gradients.register_kernel(
-        "cuda", hopper_backward.backward, when=hopper_backward.takes, name="hopper", priority=_HOPPER, trusted=True
+        "cuda", hopper_backward.backward, when=when, name="hopper", priority=_HOPPER, trusted=True
     )
     when = predicate(BiasCall, takes_bias_gradients)
     gradients.bias_backward_operator().register_kernel(device(), bias_backward, when=when, name=NAME, trusted=True)

@@ -58,6 +58,33 @@ def lists_of(call: Any, shape: Shape, blocks: Blocks, by_keys: bool) -> Lists:
     return _kept_or((shape, blocks[:2], sizes, by_keys, device, _stream(device), versions), masks, build)
 
 
+def turns_of(lists: Lists, others: Lists) -> Tensor:
+    """Of each tile in a list how many greater ones are in its list among ``others``, the lists the other way round.
+
+    The result is as ``lists.tiles``, with its strides.
+    """
+    tiles, counts, theirs, their_counts = (_own(x) for x in (*lists, *others))
+    turns = torch.empty_like(tiles)
+    own, count = tiles.shape[2:]
+    _turns_kernel()(
+        tiles=tiles, counts=counts, theirs=theirs, their_counts=their_counts, turns=turns, own=own, others=count,
+        programs=tiles.shape[0] * tiles.shape[1],
+    )  # fmt: skip
+    return turns.expand(lists.tiles.shape)
+
+
+def _own(x: Tensor) -> Tensor:
+    """Lists of batches and heads that have lists of their own."""
+    return x[: 1 if x.stride(0) == 0 else None, : 1 if x.stride(1) == 0 else None]
+
+
+@functools.cache
+def _turns_kernel() -> TritonKernel:
+    from opkit.attn.gpu.device.tile_turns import tile_turns
+
+    return triton_kernel(tile_turns, grid=lambda own, programs: (own, programs), SOME=_SOME, num_warps=4)
+
+
 def _kept_or(key: Any, masks: Sequence[Tensor], build: Callable[[], Lists]) -> Lists:
     """What was kept for these very tensors; else what is built now."""
     with _lock:

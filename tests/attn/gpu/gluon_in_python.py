@@ -24,14 +24,15 @@ _LATE = 4e-4  # seconds that TMA takes
 _SLOW = 20.0  # seconds after which a barrier that is waited for is an error
 _OTHER = 77  # what is in buffers that were not filled
 _lock = threading.RLock()
+_addressed: dict[int, Any] = {}  # pointers by the numbers that they are in a table
 _here = threading.local()
 
 
 class Int(int):
     """A 32-bit integer: division truncates, comparisons are numbers."""
 
-    def to(self, dtype):
-        return self
+    def to(self, dtype, bitcast=False):
+        return _addressed[self] if bitcast else self
 
     @property
     def dtype(self):
@@ -248,13 +249,36 @@ def _store_wait(pendings):
 
 
 class Pointer:
-    """A place in a tensor."""
+    """A place in a tensor's memory, or places."""
 
     def __init__(self, x, at=0):
-        self.x, self.at = x, int(at)
+        self.x, self.at = x, at
 
     def __add__(self, n):
         return Pointer(self.x, self.at + n)
+
+    def to(self, dtype):
+        """As a number."""
+        with _lock:
+            found = next(
+                (n for n, each in _addressed.items() if each.x is self.x and each.at == self.at), len(_addressed)
+            )
+            return _addressed.setdefault(Int(found), self) and Int(found)
+
+
+def pointer(x):
+    """The address of a tensor, of any strides."""
+    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return Pointer(x.as_strided((size,), (1,)))
+
+
+def _load(pointer, mask=None, other=None, volatile=False):
+    at = torch.as_tensor(pointer.at)
+    there = torch.ones_like(at, dtype=torch.bool) if mask is None else torch.as_tensor(mask, dtype=torch.bool)
+    at, there = torch.broadcast_tensors(at, there)
+    assert ((at >= 0) & (at < len(pointer.x)))[there].all(), "what is read is not in memory"
+    found = torch.where(there, pointer.x[torch.where(there, at, 0).long()], 0 if other is None else int(other))
+    return Int(found.item()) if found.ndim == 0 else found
 
 
 def _atomic_add(pointer, by, sem=None):
@@ -307,7 +331,7 @@ def _specialize(partitions, warps, registers):
 
 def _where(condition, a, b):
     if isinstance(condition, torch.Tensor):
-        return torch.where(condition, a, b)
+        return torch.where(condition != 0, a, b)
     return _value(a) if condition else _value(b)
 
 
@@ -327,16 +351,16 @@ def _language():
     gl.__dict__.update(
         {name: lambda *a, **k: "layout" for name in layouts},
         constexpr=_value, tensor=object, shared_memory_descriptor=object, pointer_type=lambda t: t,
-        float32=torch.float32, int32=torch.int32, int64=torch.int64,
+        float32=torch.float32, int8=torch.int8, int32=torch.int32, int64=torch.int64,
         program_id=lambda axis: Int(_here.program), num_programs=lambda axis: Int(_here.programs),
         static_range=range, to_tensor=_value, full=full,
         zeros=lambda shape, dtype, layout=None: full(shape, 0, dtype),
         arange=lambda a, b, layout=None: torch.arange(int(a), int(b), dtype=torch.int32),
-        where=_where, abs=torch.abs, max=lambda x, axis: Int(x.max().item()),
+        where=_where, abs=torch.abs, max=lambda x, axis: Int(x.max().item()), sum=lambda x, axis: Int(x.sum().item()),
         minimum=lambda a, b: Int(min(a, b)), maximum=lambda a, b: Int(max(a, b)),
         convert_layout=lambda x, layout, assert_trivial=False: x, split=lambda x: x.unbind(-1),
         allocate_shared_memory=_allocate, warp_specialize=_specialize, inline_asm_elementwise=_asm,
-        atomic_add=_atomic_add, store=_store,
+        atomic_add=_atomic_add, store=_store, load=_load,
     )  # fmt: skip
     return gl
 
@@ -377,6 +401,13 @@ def installed():
         sys.modules.update(kept)
         package.gluon, core._aggregate = kept["triton.experimental.gluon"], aggregate
     torch.Tensor.type = property(lambda x: types.SimpleNamespace(layout="layout"))
+
+
+def plain(function, **others):
+    """A function of Triton's as one of Python, which finds ``others`` by their names, and this language as ``tl``."""
+    python = function.fn
+    known = {**python.__globals__, "tl": _language(), **others}
+    return types.FunctionType(python.__code__, known, python.__name__, python.__defaults__)
 
 
 def run(kernel, programs, **given: Any):

@@ -9,13 +9,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hopper_calls import CAUSAL, FAR
+from hopper_masks import blocks_of_bools, bools, documents, lengths, packed, shuffled
 
 from opkit.attn import gradients, program, reference
 from opkit.attn.gpu.hopper import backward as hopper_backward
 
 
 def arguments(q, k, v, out=None, lse=None, gradient=None, of_lse=None, mask=(), scale=None, softcap=0.0, bias=(), dropout_p=0.0,
-              heads_inside=False):  # fmt: skip
+              heads_inside=False, masks=()):  # fmt: skip
     """A call of ``opkit::attention_backward``; results and their gradients are empty by default."""
     out = q.new_empty((*q.shape[:3], v.shape[3])) if out is None else out
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if lse is None else lse
@@ -29,7 +30,7 @@ def arguments(q, k, v, out=None, lse=None, gradient=None, of_lse=None, mask=(), 
         v,
         out,
         lse,
-        [],
+        list(masks),
         [],
         list(mask),
         list(bias),
@@ -47,6 +48,15 @@ def window(width):
 
 def bottom_right(queries, keys):
     return program.BAND, -FAR, keys - queries
+
+
+SEGMENTS, LENGTH, DENSE, AND = (program.SEGMENTS, 0, 1), (program.LENGTH, 0), (program.DENSE, 0), program.AND
+OR = program.OR
+
+
+def masked(mask, *masks, **what):
+    """What else a call has that has a mask with tensors."""
+    return {"mask": mask, "masks": masks, **what}
 
 
 CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns), and what else
@@ -93,15 +103,60 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns)
     "192 and 128": ((1, (2, 1), 190, 190, 192, 128), {"mask": CAUSAL}),
     "64 and 256": ((1, (2, 1), 190, 190, 64, 256), {}),
     "40": ((2, (4, 2), 300, 300, 40, 40), {"mask": window(70)}),
-}
+    "two bands": ((1, (2, 1), 300, 300, 128, 128), {"mask": (*CAUSAL, program.BAND, -30, 30, AND)}),
+    "documents": ((2, (4, 2), 300, 300, 128, 128), masked(SEGMENTS, *[documents(2, 300, 5)] * 2)),
+    "documents of whole tiles": ((1, (1, 1), 640, 640, 128, 128), masked(SEGMENTS, *[packed(256, 128, 256)] * 2)),
+    "causal documents": (
+        (1, (2, 2), 500, 500, 128, 128), masked((*SEGMENTS, *CAUSAL, AND), *[documents(1, 500, 4)] * 2, of_lse=True),
+    ),
+    "documents of other keys": (
+        (2, (2, 1), 200, 400, 128, 128), masked(SEGMENTS, documents(2, 200, 5), documents(2, 400, 5, 3)),
+    ),
+    "no order": ((1, (2, 1), 300, 300, 128, 128), masked(SEGMENTS, shuffled(1, 300), shuffled(1, 300))),
+    "nothing is seen": (
+        (2, (2, 1), 300, 300, 128, 128), masked(SEGMENTS, documents(1, 300, 3), documents(1, 300, 3) + 100, of_lse=True),
+    ),
+    "lengths": ((3, (2, 1), 200, 400, 128, 128), masked(LENGTH, lengths(0, 333, 400))),
+    "causal with lengths": ((2, (2, 1), 400, 400, 128, 128), masked((*LENGTH, *CAUSAL, AND), lengths(128, 355))),
+    "two lengths": (
+        (2, (1, 1), 200, 400, 128, 128),
+        masked((*LENGTH, program.LENGTH, 1, OR), lengths(50, 400), lengths(300)),
+    ),
+    "bools": ((2, (2, 1), 200, 200, 128, 128), masked(DENSE, bools(2, 1, 200, 200))),
+    "bools of heads": ((2, (2, 1), 200, 200, 128, 128), masked(DENSE, bools(1, 2, 200, 1))),
+    "blocks of bools": ((1, (4, 2), 300, 390, 128, 128), masked(DENSE, blocks_of_bools(4, 300, 390))),
+    "not these documents, or near": (
+        (2, (2, 1), 300, 300, 64, 64),
+        masked((*SEGMENTS, program.NOT, program.BAND, -30, 30, OR), *[documents(2, 300, 3)] * 2),
+    ),
+    "a diagonal of each query": (
+        (2, (1, 1), 200, 400, 128, 128), masked((program.BAND_AT, 0, -20, 20), shuffled(2, 200) * 100),
+    ),
+    "seven tensors": (
+        (1, (2, 2), 200, 200, 128, 128),
+        masked(
+            (*SEGMENTS, program.SEGMENTS, 2, 3, OR, program.SEGMENTS, 4, 5, OR, program.BAND_AT, 6, -5, 5, OR),
+            *[documents(1, 200, 3, seed) for seed in range(7)],
+        ),
+    ),
+    "documents, capped": ((1, (2, 1), 300, 300, 128, 128), masked(SEGMENTS, *[documents(1, 300, 3)] * 2, softcap=3.0)),
+    "documents, 72 and 128": (
+        (1, (2, 1), 300, 300, 72, 128), masked(SEGMENTS, *[documents(1, 300, 3)] * 2, heads_inside=True),
+    ),
+    "documents, 64": ((2, (2, 1), 400, 400, 64, 64), masked(SEGMENTS, *[documents(2, 400, 3)] * 2)),
+    "causal documents, 64": ((1, (2, 1), 600, 600, 64, 64), masked((*SEGMENTS, *CAUSAL, AND), *[documents(1, 600, 3)] * 2)),
+    "blocks of bools, 64": ((1, (2, 1), 450, 390, 64, 64), masked(DENSE, blocks_of_bools(2, 450, 390), softcap=3.0)),
+    "documents, one query": ((1, (2, 1), 1, 300, 64, 64), masked(SEGMENTS, documents(1, 1, 1), documents(1, 300, 3))),
+}  # fmt: skip
 
 
 def called(tensors, of_lse=False, **what):
     """A call of normal gradients, with results that are the reference's."""
+    what["masks"] = [x.to(tensors[0].device) for x in what.get("masks", ())]
     found = arguments(*tensors, **what)
-    mask, scale, softcap, heads_inside = found[9], found[11], found[12], found[13]
+    masks, mask, scale, softcap, heads_inside = found[7], found[9], found[11], found[12], found[13]
     exact = [x.double() for x in tensors]
-    out, lse = reference.attention(*exact, [], [], None, None, mask, [], scale, softcap, 0.0, heads_inside)
+    out, lse = reference.attention(*exact, masks, [], None, None, mask, [], scale, softcap, 0.0, heads_inside)
     out, lse = out.to(tensors[0].dtype), lse.float()
     gradient = torch.randn_like(out)
     return arguments(*tensors, out, lse, gradient, torch.randn_like(lse) if of_lse else None, **what)
@@ -128,26 +183,71 @@ def compared(given, found=None):
 
 
 HIDING = {  # a head's size, and a mask
-    "hidden, 128": (128, CAUSAL),
-    "hidden, 64": (64, window(50)),
-    "hidden, 128, bottom right": (128, bottom_right(300, 200)),
-    "hidden, 256": (256, CAUSAL),
-    "hidden, 200, both sides": (200, (program.BAND, -40, 30)),
-    "hidden, 96, both sides": (96, (program.BAND, -40, 30)),
+    "hidden, 128": (128, {"mask": CAUSAL}),
+    "hidden, 64": (64, {"mask": window(50)}),
+    "hidden, 128, bottom right": (128, {"mask": bottom_right(300, 200)}),
+    "hidden, 256": (256, {"mask": CAUSAL}),
+    "hidden, 200, both sides": (200, {"mask": (program.BAND, -40, 30)}),
+    "hidden, 96, both sides": (96, {"mask": (program.BAND, -40, 30)}),
+    "hidden, 128, documents": (128, masked(SEGMENTS, *[packed(20, 20, 100, 160)] * 2)),
+    "hidden, 64, documents": (64, masked((*SEGMENTS, *CAUSAL, AND), *[packed(20, 20, 100, 160)] * 2)),
+    "hidden, 128, lengths": (128, masked((*LENGTH, program.BAND, 1, FAR, AND), lengths(299))),
+    "hidden, 64, bools": (64, masked(DENSE, bools(1, 2, 300, 300))),
+}
+ROWS_HIDING = {
+    "hidden rows, 128, documents": (128, masked(SEGMENTS, packed(20, 20, 100, 160), packed(20, 20, 260))),
+    "hidden rows, 64, documents": (
+        64,
+        masked((*SEGMENTS, *CAUSAL, AND), packed(20, 20, 100, 160), packed(20, 20, 260)),
+    ),
+    "hidden rows, 128, bools": (128, masked(DENSE, blocks_of_bools(2, 300, 300, 30, 0.3))),
+    "hidden rows, 64, bools": (64, masked(DENSE, blocks_of_bools(2, 300, 300, 30, 0.3))),
 }
 
 
-def compared_where_hidden(tensors, mask):
+def compared_where_rows_are_hidden(tensors, what):
+    """The gradients that queries, and gradients of results, which are not finite must not reach; of 300 queries and keys.
+
+    They are where the reference has them when these are zeros, and NaN where a gradient that is not finite is seen.
+    """
+    q, k, v = tensors
+    bad, lost = (3, 129, 254), (4, 131, 299)  # queries, gradients
+    clean = called((q.clone(), k, v), **what)
+    gradient, changed = clean[0].clone(), q.clone()
+    for i in bad:
+        changed[:, :, i], changed[:, :, i, 5] = float("nan"), float("inf")
+    for i in lost:
+        gradient[:, :, i], gradient[:, :, i, ::7] = float("nan"), float("inf")
+    given = called((changed, k, v), **what)
+    found = hopper_backward.backward(gradient, *given[1:])
+    seen = program.visible(clean[9], clean[7], program.Grid(300, 300, q.device)).expand(*q.shape[:3], 300)
+    rows = torch.zeros(300, dtype=torch.bool, device=q.device)
+    rows[[*bad, *lost]] = True
+    kept = ~(seen & rows[:, None]).flatten(0, -2).any(0)  # keys that none of these rows sees
+    dead = ~seen.any(-1)
+    exact = expected_of((torch.where(rows[:, None], 0.0, clean[0]), *clean[1:]))
+    assert kept.any()
+    assert not kept.all()
+    assert (dead & rows).any()
+    fine = ~rows | dead
+    torch.testing.assert_close(found[0][fine].double(), exact[0][fine], rtol=2e-2, atol=2e-2)
+    for mine, expected in zip(found[1:3], exact[1:3], strict=True):
+        torch.testing.assert_close(mine[:, :, kept].double(), expected[:, :, kept], rtol=2e-2, atol=2e-2)
+        assert mine[:, :, ~kept].isnan().any(-1).all()
+
+
+def compared_where_hidden(tensors, what):
     """The gradients that keys and values which are not finite must not reach, of tensors of 300 queries and keys."""
     q, k, v = tensors
     for j in (3, 150, 299):
         k[:, :, j], v[:, :, j, ::3], v[:, :, j, 1] = float("nan"), float("inf"), float("nan")
-    given = called((q, k, v), mask=mask)
+    given = called((q, k, v), **what)
     of_q, of_k, of_v, _ = hopper_backward.backward(*given)
     exact = expected_of(given)
-    clean = given[5].isfinite().all(-1)[0, 0]  # the rows that see none of the three
-    seen = program.visible(list(mask), [], program.Grid(300, 300, q.device))[0, 0]
-    kept = ~(seen & ~clean[:, None]).any(0)  # the keys that no other row sees
+    clean = given[5].isfinite().all(-1)  # the rows that see none of the three
+    seen = program.visible(given[9], given[7], program.Grid(300, 300, q.device)).expand(*q.shape[:3], 300)
+    kept = ~(seen & ~clean.unsqueeze(-1)).flatten(0, -2).any(0)  # the keys that no other row sees
     assert clean.any()
-    for found, expected, which in ((of_q, exact[0], clean), (of_k, exact[1], kept), (of_v, exact[2], kept)):
-        torch.testing.assert_close(found[:, :, which].double(), expected[:, :, which], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(of_q[clean].double(), exact[0][clean], rtol=2e-2, atol=2e-2)
+    for found, expected in ((of_k, exact[1]), (of_v, exact[2])):
+        torch.testing.assert_close(found[:, :, kept].double(), expected[:, :, kept], rtol=2e-2, atol=2e-2)

@@ -20,10 +20,21 @@ import gluon_in_python
 with gluon_in_python.installed():
     from opkit.attn.gpu.hopper.device import backward as device
     from opkit.attn.gpu.hopper.device import backward_wide as wide_device
+    from opkit.attn.gpu.hopper.device import masks
 
-from hopper_backward_calls import CALLS, HIDING, called, compared, compared_where_hidden
+from hopper_backward_calls import (
+    CALLS,
+    HIDING,
+    ROWS_HIDING,
+    called,
+    compared,
+    compared_where_hidden,
+    compared_where_rows_are_hidden,
+)
 from hopper_calls import FP16, shaped
 
+from opkit.attn.gpu import plans
+from opkit.attn.gpu.device import programs
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper.backward import Tile
 
@@ -35,32 +46,63 @@ _FUNCTIONS = {128: device.hopper_backward, 64: wide_device.hopper_backward_wide}
 class Launch:
     """Launches of the kernel that multiplies."""
 
-    def __init__(self, tile: Tile, ordered: bool, banded: bool, numbers: dict[str, float]) -> None:
-        self.tile, self.ordered, self.banded, self.numbers = tile, ordered, banded, numbers
+    def __init__(self, tile: Tile, ordered: bool, banded: bool, mask: plans.Words, numbers: dict[str, float]) -> None:
+        self.tile, self.ordered, self.banded, self.mask, self.numbers = tile, ordered, banded, mask, numbers
 
-    def __call__(self, q, k, v, gradient, sums, total, of_k, of_v, turns, counter):
+    def __call__(self, q, k, v, gradient, sums, total, of_k, of_v, turns, counter, *of_mask):
         of, point, whole = gluon_in_python.Descriptor, gluon_in_python.Pointer, gluon_in_python.Int
         wide = hopper_backward._padded(max(q.shape[3], v.shape[3]))
         rows, keys = (1, 1, self.tile.rows, wide), (1, 1, _HALF, wide)
         numbers = {name: value for name, value in self.numbers.items() if name != "processors"}
+        numbers = {name: whole(value) if isinstance(value, int) else value for name, value in numbers.items()}
         sizes = {
             "queries": q.shape[2], "keys": k.shape[2], "heads": q.shape[1], "key_heads": k.shape[1], "section": 2,
-            "tiles": k.shape[0] * k.shape[1] * -(-k.shape[2] // self.tile.keys),
-            "lower": numbers.pop("lower"), "upper": numbers.pop("upper"), "ROWS": self.tile.rows,
+            "tiles": k.shape[0] * k.shape[1] * -(-k.shape[2] // self.tile.keys), "ROWS": self.tile.rows,
         }  # fmt: skip
+        of_masks = {**told(*of_mask), "MASK": self.mask} if self.tile.lists else {}
         gluon_in_python.run(
             _FUNCTIONS[self.tile.keys], min(_PROGRAMS, sizes["tiles"]), q_desc=of(q, rows), k_desc=of(k, keys),
             v_desc=of(v, keys), gradient_desc=of(gradient, rows), sums_desc=of(sums, (_HALF,)),
             sum_desc=of(total, (_HALF * _HALF // _WIDE, _WIDE)), of_k_desc=of(of_k, keys), of_v_desc=of(of_v, keys),
             turns=None if turns is None else point(turns), counter=point(counter),
-            **{name: whole(size) for name, size in sizes.items()}, **numbers, BANDED=self.banded,
+            **{name: whole(size) for name, size in sizes.items()}, **numbers, **of_masks, BANDED=self.banded,
             ORDERED=self.ordered, GROUPED=self.tile.grouped, APART=self.tile.apart, REGISTERS=0, OTHER_REGISTERS=0,
         )  # fmt: skip
         assert not counter.any()  # they are left as they were found
 
 
+_STRIDES = {"listed": 3, "listed_turns": 0, "counts": 3, "lengths": 1}  # how many are told; of other tensors four
+
+
+def told(*of_mask):
+    """The arguments that a mask is."""
+    found: dict[str, object] = {}
+    for name, x in zip(hopper_backward._OF_MASKS, of_mask, strict=True):
+        found[name] = None if x is None else gluon_in_python.pointer(x)
+        for i in range(_STRIDES.get(name, 4)):
+            found[f"{name}_stride_{i}"] = None if x is None else gluon_in_python.Int(x.stride(i))
+    if of_mask[1] is not None:
+        check_turns(*of_mask[:3])
+    return found
+
+
+def check_turns(listed, turns, counts):
+    """They are how many later tiles of keys see the same queries, and lie as the lists do."""
+    place, whole, total = torch.arange(listed.shape[3]), counts[..., :1], counts[..., 1:]
+    there = (place < whole) | (place >= listed.shape[3] - total + whole)
+    live = torch.zeros(listed.shape, dtype=torch.int64).scatter_add_(
+        3, torch.where(there, listed, 0).long(), there.long()
+    )
+    later = live.flip(2).cumsum(2).flip(2) - live
+    assert live.max() <= 1
+    assert torch.equal(turns[there].long(), later.gather(3, torch.where(there, listed, 0).long())[there])
+    assert turns.stride() == listed.stride()
+
+
 def emulate():
     """From now on ``hopper_backward.backward`` launches the kernel that multiplies in Python."""
+    of_slots = {name: gluon_in_python.plain(getattr(programs, name)) for name in ("element", "number", "_between")}
+    masks._visible = gluon_in_python.plain(programs.visible, **of_slots)
     for add in (device.add, wide_device.add):
         sys.modules[add.__module__].reduce_add = gluon_in_python.reduce_add
     prepared = hopper_backward.PreparedLaunch
@@ -81,8 +123,11 @@ def answer(case, ordered=False):
     """Compare the gradients of a call with the reference's; where programs take turns they must be the same twice."""
     torch.manual_seed(0)
     if case in HIDING:
-        head, mask = HIDING[case]
-        return compared_where_hidden(tensors(1, (2, 1), 300, 300, head, head, False), mask)
+        head, what = HIDING[case]
+        return compared_where_hidden(tensors(1, (2, 1), 300, 300, head, head, False), what)
+    if case in ROWS_HIDING:
+        head, what = ROWS_HIDING[case]
+        return compared_where_rows_are_hidden(tensors(1, (2, 1), 300, 300, head, head, False), what)
     sizes, what = CALLS[case]
     given = called(tensors(*sizes, what.get("heads_inside", False)), **what)
     torch.use_deterministic_algorithms(ordered)

@@ -8,8 +8,21 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hopper_backward_calls import CALLS, HIDING, arguments, called, compared, compared_where_hidden
+from hopper_backward_calls import (
+    AND,
+    CALLS,
+    HIDING,
+    ROWS_HIDING,
+    SEGMENTS,
+    arguments,
+    called,
+    compared,
+    compared_where_hidden,
+    compared_where_rows_are_hidden,
+    expected_of,
+)
 from hopper_calls import BF16, CAUSAL, FAR, FP16, SHARED, assembled, filled, on_hopper, shaped
+from hopper_masks import documents, packed
 
 from opkit.attn import program
 from opkit.attn.calls import GradientCall
@@ -45,23 +58,43 @@ COMPILED = {  # most bytes of registers that a thread may put into memory, and t
     "136 and 256, causal": (160, lambda: arguments(*shaped((4, 2), 300, 300, 136, 256), mask=CAUSAL)),
     "64": (96, lambda: arguments(*shaped((4, 2), 300, 300, 64, 64))),
     "64, causal": (128, lambda: arguments(*shaped((4, 2), 300, 300, 64, 64), mask=CAUSAL)),
+    "128, documents": (192, lambda: without_numbers("documents")),
+    "128, causal documents": (448, lambda: without_numbers("causal documents")),
+    "128, causal documents, capped": (832, lambda: without_numbers("causal documents", softcap=30.0)),
+    "128, lengths": (160, lambda: without_numbers("lengths")),
+    "128, bools": (448, lambda: without_numbers("bools of heads")),
+    "128, a diagonal of each query": (448, lambda: without_numbers("a diagonal of each query")),
+    "64, causal documents": (160, lambda: without_numbers("causal documents, 64")),
+    "64, bools, capped": (416, lambda: without_numbers("blocks of bools, 64")),
 }  # fmt: skip
+
+
+def without_numbers(case, **more):
+    """One of the calls on tensors without numbers."""
+    (batch, *sizes), what = CALLS[case]
+    masks = [x.to("meta") for x in what["masks"]]
+    given = {name: value for name, value in what.items() if name != "of_lse"}
+    return arguments(*shaped(*sizes, batch=batch), **{**given, "masks": masks, **more})
 
 
 def requested(given):
     """What is asked of the compiler for the kernel that multiplies."""
     with recording() as found:
         hopper_backward.backward(*given)
-    return request_for(found[1], None, "sm_90")
+    return request_for(next(each for each in found if each.bound.kernel.name == "hopper_backward"), None, "sm_90")
 
 
 def check_compiled(given, most, folder, record_property):
     report = compile_launches(lambda: hopper_backward.backward(*given), ["sm_90"])
     report.raise_for_failures()
-    before, row, after = report.rows
+    rows = {row.kernel: row for row in report.rows}
+    row = rows.pop("hopper_backward")
     record_property("resources", f"{row.registers} registers, {row.shared} bytes shared, {row.spills} bytes spilled")
     assert row.registers == 168
-    assert (before.spills, after.spills) == (0, 0)
+    assert ("tile_lists" in rows) == bool(given[7])
+    assert ("tile_turns" in rows) == (bool(given[7]) and torch.are_deterministic_algorithms_enabled())
+    rows.pop("tile_lists", None)  # tests of the forward have it
+    assert all(other.spills == 0 for other in rows.values()), rows
     assert row.shared <= SHARED
     said = assembled(requested(given), folder)
     assert re.findall(r"\((C75\d\d)\)", said) == [], said  # a product that waits for the one before it
@@ -76,7 +109,7 @@ def test_compiles(case, tmp_path, record_property):
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("case", ["128, causal", "64", "256, causal"])
+@pytest.mark.parametrize("case", ["128, causal", "64", "256, causal", "128, causal documents", "64, causal documents"])
 def test_compiles_deterministic(case, tmp_path, record_property):
     _, given = COMPILED[case]
     check_compiled(given(), 480, tmp_path, record_property)
@@ -93,6 +126,15 @@ def test_other_lengths_and_bands_compile_nothing_anew(head):
     assert compiling.identity(requested(arguments(*shaped((4, 2), 300, 300, head, head)))) != first
 
 
+def test_other_lengths_of_documents_compile_nothing_anew():
+    def identity(queries, keys, heads=(4, 2), batches=1):
+        masks = [torch.empty(batches, n, dtype=torch.int32, device="meta") for n in (queries, keys)]
+        given = arguments(*shaped(heads, queries, keys, 128, 128), mask=(program.SEGMENTS, 0, 1), masks=masks)
+        return compiling.identity(requested(given))
+
+    assert identity(300, 300) == identity(4096, 512, batches=2) == identity(77, 1000, heads=(8, 1)) == identity(1, 1)
+
+
 # ---- what it takes ---------------------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -103,7 +145,12 @@ REFUSED = {
     "heads that do not divide": lambda: arguments(*shaped((4, 3), 8, 8, 64, 64)),
     "no keys": lambda: arguments(*shaped((4, 2), 8, 0, 64, 64)),
     "dropout": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), dropout_p=0.5),
-    "two bands": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), mask=(*CAUSAL, *CAUSAL, program.AND)),
+    "a mask without its tensor": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), mask=(program.LENGTH, 0)),
+    "documents of other queries": lambda: arguments(
+        *shaped((4, 2), 8, 8, 64, 64),
+        mask=(program.SEGMENTS, 0, 0),
+        masks=[torch.empty(1, 9, dtype=torch.int32, device="meta")],
+    ),
     "a bias": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), bias=(program.BIAS_ALIBI, 0)),
     "a negative scale": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), scale=-1.0),
     "another dtype of the gradient": lambda: arguments(
@@ -120,7 +167,7 @@ def test_refuses(case):
 
 def test_takes_nothing_that_is_not_on_such_a_gpu():
     call = GradientCall(*arguments(*shaped((4, 2), 8, 8, 64, 64, device="cpu")))
-    assert not hopper_backward.takes(*call[:7], call.mask, call.bias, call.scale, call.dropout_p)
+    assert not hopper_backward.takes(call)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -154,8 +201,27 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("case", HIDING)
     def test_hidden_keys_and_values_do_not_leak(self, case):
-        head, mask = HIDING[case]
-        compared_where_hidden(filled(1, (2, 1), 300, 300, head, head), mask)
+        head, what = HIDING[case]
+        compared_where_hidden(filled(1, (2, 1), 300, 300, head, head), what)
+
+    @pytest.mark.parametrize("case", ROWS_HIDING)
+    def test_hidden_queries_and_gradients_do_not_leak(self, case):
+        head, what = ROWS_HIDING[case]
+        compared_where_rows_are_hidden(filled(1, (2, 1), 300, 300, head, head), what)
+
+    @pytest.mark.parametrize("head", [64, 128])
+    @pytest.mark.parametrize("mask", [SEGMENTS, (*SEGMENTS, *CAUSAL, AND)], ids=["documents", "causal documents"])
+    def test_long_documents_are_as_each_alone(self, head, mask):
+        length, size = 16384, 2048
+        alone = [slice(at, at + size) for at in range(0, length, size)]
+        whole = filled(1, (4, 2), length, length, head, head)
+        parts = [called([x[:, :, part] for x in whole], mask=mask[3:-1]) for part in alone]
+        gradient, out, lse = (torch.cat([part[i] for part in parts], 2) for i in (0, 5, 6))
+        ids = packed(*[size] * len(alone)).cuda()
+        found = hopper_backward.backward(*arguments(*whole, out, lse, gradient, mask=mask, masks=[ids, ids]))
+        exact = [torch.cat(each, 2) for each in zip(*map(expected_of, parts), strict=True)]
+        for mine, expected in zip(found[:3], exact[:3], strict=True):
+            torch.testing.assert_close(mine.double(), expected, rtol=2e-2, atol=2e-2)
 
     @pytest.mark.parametrize("head", [128, 256])
     def test_padding_in_memory_does_not_leak(self, head):
@@ -172,6 +238,21 @@ class TestOnGpu:
         given = called((q, k, v), mask=CAUSAL)
         compared(given)
         compared((torch.ones((), device="cuda", dtype=BF16).expand(given[0].shape), *given[1:]))
+
+    def test_a_graph_reads_what_the_mask_holds_when_it_is_replayed(self):
+        sizes, what = CALLS["documents"]
+        given = called(filled(*sizes), **what)
+        hopper_backward.backward(*given)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = hopper_backward.backward(*given)
+        other = called(given[2:5], **{**what, "masks": [documents(2, 300, 9, seed=5)] * 2})
+        for x, y in zip((*given[5:7], *given[7]), (*other[5:7], *other[7]), strict=True):
+            x.copy_(y)
+        graph.replay()
+        torch.cuda.synchronize()
+        compared(given, found)
 
     @pytest.mark.parametrize("head", [128, 256])
     def test_a_graph_can_be_captured(self, head):
@@ -201,4 +282,4 @@ class TestOnGpu:
     @pytest.mark.parametrize("head", [64, 256])
     def test_takes(self, head):
         call = GradientCall(*called(filled(1, (2, 1), 8, 8, head, head), mask=CAUSAL))
-        assert hopper_backward.takes(*call[:7], call.mask, call.bias, call.scale, call.dropout_p)
+        assert hopper_backward.takes(call)

@@ -14,10 +14,10 @@ CASES = (
     "capped", "72 and 128", "64, capped", "64, tails, causal", "40", "256", "256, tails", "256, causal", "256, window",
     "256, narrow window", "256, dead rows", "256, keys that nothing sees", "256, one query", "256, one key", "256, capped",
     "256, capped, full", "136", "192 and 128", "64 and 256",
-)  # fmt: skip
-
-HIDDEN = (
-    "hidden, 128", "hidden, 64", "hidden, 128, bottom right", "hidden, 96, both sides", "hidden, 256", "hidden, 200, both sides",
+    "two bands", "documents", "documents of whole tiles", "causal documents", "documents of other keys", "no order",
+    "nothing is seen", "lengths", "causal with lengths", "two lengths", "bools", "bools of heads", "blocks of bools",
+    "not these documents, or near", "a diagonal of each query", "seven tensors", "documents, capped", "documents, 72 and 128",
+    "documents, 64", "causal documents, 64", "blocks of bools, 64", "documents, one query",
 )  # fmt: skip
 
 
@@ -43,6 +43,24 @@ def test_numbers_are_the_references(child, case, ordered):
     assert answer(child, case, ordered) == "right\n"
 
 
+HIDDEN = (
+    "hidden, 128", "hidden, 64", "hidden, 128, bottom right", "hidden, 96, both sides", "hidden, 256",
+    "hidden, 200, both sides", "hidden, 128, documents",
+    "hidden, 64, documents", "hidden, 128, lengths", "hidden, 64, bools",
+)  # fmt: skip
+HIDDEN_ROWS = (
+    "hidden rows, 128, documents",
+    "hidden rows, 64, documents",
+    "hidden rows, 128, bools",
+    "hidden rows, 64, bools",
+)
+
+
 @pytest.mark.parametrize("case", HIDDEN)
 def test_hidden_keys_and_values_do_not_leak(child, case):
+    assert answer(child, case) == "right\n"
+
+
+@pytest.mark.parametrize("case", HIDDEN_ROWS)
+def test_hidden_queries_and_gradients_do_not_leak(child, case):
     assert answer(child, case) == "right\n"

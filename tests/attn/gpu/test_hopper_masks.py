@@ -8,30 +8,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hopper_calls import BF16, CAUSAL, FP16, arguments, check_compiled, compared, filled, on_hopper, shaped
+from hopper_masks import bools, documents, lengths, shuffled
 
 from opkit.attn import program as p
 from opkit.attn import reference
 from opkit.attn.gpu.hopper import forward as hopper
 
 SPILLED = 256  # bytes: in tiles that are partly seen a mask's numbers come beside logits, probabilities and sums
-
-
-def documents(batch, length, count, seed=0):
-    """Numbers of documents that lie one after another, of random lengths."""
-    starts = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) < count / length
-    return starts.cumsum(1).int()
-
-
-def shuffled(batch, length):
-    return torch.randint(0, 3, (batch, length), generator=torch.Generator().manual_seed(1)).int()
-
-
-def bools(*sizes):
-    return torch.rand(sizes, generator=torch.Generator().manual_seed(2)) < 0.6
-
-
-def lengths(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 SEGMENTS, NEAR = (p.SEGMENTS, 0, 1), (p.BAND, -30, 30)

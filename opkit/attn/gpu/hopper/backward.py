@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opkit.attn import program
 from opkit.attn.allocation import dense_rows, like, rows
 from opkit.attn.calls import GradientCall
+from opkit.attn.gpu import plans
+from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.hopper.forward import counters, describable, on_hopper, processors
-from opkit.attn.memory_safety import shapes_fit
+from opkit.attn.gpu.plans import Shape, Words
+from opkit.attn.memory_safety import mask_fits, results_fit, shapes_fit
 from opkit.errors import KernelError
 from opkit.kernels.triton.named import Named
 from opkit.kernels.triton.symbols import Layout
@@ -34,12 +36,11 @@ _CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those t
 _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _MOST = 128  #: rows of a block
 _WIDE = 32  #: floats in a row of the sums
-_BACKWARD_KERNELS = {  # by the keys of a program
-    128: Named("opkit.attn.gpu.hopper.device.backward", "hopper_backward"),
-    64: Named("opkit.attn.gpu.hopper.device.backward_wide", "hopper_backward_wide"),
-}
+_BACKWARD_KERNEL = Named("opkit.attn.gpu.hopper.device.backward", "hopper_backward")
+_WIDE_KERNEL = Named("opkit.attn.gpu.hopper.device.backward_wide", "hopper_backward_wide")
 _BEGIN_KERNEL = Named("opkit.attn.gpu.hopper.device.backward_rows", "hopper_backward_begin")
 _END_KERNEL = Named("opkit.attn.gpu.hopper.device.backward_rows", "hopper_backward_end")
+_OF_MASKS = ("listed", "listed_turns", "counts", *plans.TENSORS)
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 Run = Callable[..., _Four]
 
@@ -53,6 +54,7 @@ class Tile:
         grouped: whether numbers of rows lie in memory so that a thread reads four at once.
         apart: whether each thread counts buffers in a register of its own.
         keys: of a program.
+        lists: whether it takes masks that are more than a band.
         registers: of a thread that multiplies, of the other warps, and of all before they are shared out.
     """
 
@@ -60,10 +62,11 @@ class Tile:
     grouped: bool
     apart: bool
     keys: int = 128
+    lists: bool = True
     registers: tuple[int, int, int] = (240, 24, 168)
 
 
-TILES = {64: Tile(128, True, True), 128: Tile(64, False, False), 256: Tile(64, False, False, keys=64)}
+TILES = {64: Tile(128, True, True), 128: Tile(64, False, False), 256: Tile(64, False, False, keys=64, lists=False)}
 """By the size of the larger head, rounded up. Half of a block's gradient of queries is 64 x 64 in the first two.
 
 On an H200, causal, TFLOP/s with ``grouped`` and ``apart``, and without: 1 x 16 heads of 64, 16384 queries, 452 and 412; 2 x 16
@@ -71,46 +74,29 @@ heads of 128, 8192 queries, 507 and 539.
 """
 
 
-def takes(
-    gradient: Tensor,
-    of_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: list[int],
-    bias: list[int],
-    scale: float,
-    dropout_p: float,
-) -> bool:
+def takes(call: GradientCall) -> bool:
     """Whether :func:`backward` takes a call: what it says there, on a GPU of compute capability 9.0."""
-    return _fits(gradient, of_lse, q, k, v, out, lse, mask, bias, scale, dropout_p) and on_hopper(q)
+    return fits(call) and on_hopper(call.q)
 
 
-def _fits(
-    gradient: Tensor,
-    of_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: list[int],
-    bias: list[int],
-    scale: float,
-    dropout_p: float,
-) -> bool:
+def fits(call: GradientCall) -> bool:
+    """Whether :func:`backward` can compute a call."""
+    q, k, v = call[2:5]
     if q.dtype not in DTYPES or not shapes_fit(q, k, v) or 0 in q.shape or 0 in v.shape:
         return False
-    results = all(each.shape == (*q.shape[:3], v.shape[3]) and each.dtype == q.dtype for each in (out, gradient))
-    sums = [lse] if of_lse is None else [lse, of_lse]
-    numbers = all(each.shape == q.shape[:3] and each.dtype == torch.float32 for each in sums)
-    heads = all(size % _ALIGNED == 0 and size <= max(TILES) for size in (q.shape[3], v.shape[3]))
-    most = 2**28 if max(q.shape[3], v.shape[3]) > 128 else 2**29  # rows of the sums are counted in 32 bits
+    if any(size % _ALIGNED or size > max(TILES) for size in (q.shape[3], v.shape[3])):
+        return False
+    tile = _tile_of(call)
+    most = 2**29 if tile.keys == 128 else 2**28  # rows of the sums are counted in 32 bits
     lengths = max(q.shape[2], k.shape[2]) < _FAR and q.shape[0] * q.shape[1] * (q.shape[2] + _MOST) < most
-    banded = not mask or (len(mask) == 3 and mask[0] == program.BAND)
-    return results and numbers and heads and lengths and banded and not bias and dropout_p == 0 and scale > 0
+    plain = not call.bias and call.dropout_p == 0 and call.scale > 0
+    masked = mask_fits(call) and (tile.lists or not _listed(plans.shape_of(tuple(call.mask), ())))
+    return results_fit(call) and lengths and plain and masked
+
+
+def _tile_of(call: GradientCall) -> Tile:
+    """The layout that a call gets."""
+    return TILES[_padded(max(call.q.shape[3], call.v.shape[3]))]
 
 
 @PreparedKernel
@@ -118,13 +104,14 @@ def backward(*given: Any) -> Run:
     """The gradients of q, k and v, and delta; its arguments are a :class:`~opkit.attn.calls.GradientCall`.
 
     It takes bfloat16 and float16; heads of up to 256 channels that 8 divides, those of queries and of values of any two such
-    sizes; grouped heads; any numbers of queries and keys but none; no mask, or one BAND; a positive scale; a soft cap; a
-    gradient of the log-sum-exp. It takes no other masks, no biases and no dropout.
+    sizes; grouped heads; any numbers of queries and keys but none; every mask for heads of up to 128, and no mask or
+    one band for wider ones; a positive scale; a soft cap; a gradient of the log-sum-exp. It takes no biases and no dropout.
 
     Probabilities and the gradients of logits are rounded to q's dtype before they are multiplied further; sums are in float32.
     Keys, values and queries that are hidden from one another do not reach each other's gradients, whatever they hold. The
     gradients of a row that sees a key or a value that is not finite, and of the keys that such a row sees, may be NaN where the
-    reference has numbers, or other numbers.
+    reference has numbers, or other numbers. Under a mask that is more than a band, gradients of results do not reach what is
+    hidden from their rows either; those of a row that are not finite may make NaN of the gradients of all that it sees.
 
     Parts of the gradient of queries are added up in memory in any order, so that its last bits differ from run to run, unless
     ``torch.are_deterministic_algorithms_enabled()`` at the time of a call: then they are added up by the order of keys. The
@@ -136,56 +123,90 @@ def backward(*given: Any) -> Run:
         KernelError: it does not take the call.
     """
     call = GradientCall(*given)
-    if not _fits(*call[:7], call.mask, call.bias, call.scale, call.dropout_p):
+    if not fits(call):
         shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in (call.q, call.k, call.v))
         raise KernelError(
             f"opkit::attention_backward: kernel 'hopper' does not take q, k, v of {shapes}, mask={call.mask}, "
             f"bias={call.bias}, scale={call.scale}, dropout_p={call.dropout_p}. Leave the choice to opkit, or force "
             "kernel='reference'."
         )
-    return _prepared(call, TILES[_padded(max(call.q.shape[3], call.v.shape[3]))])
+    return _prepared(call, _tile_of(call))
 
 
 def _prepared(call: GradientCall, tile: Tile) -> Run:
+    from opkit.attn.gpu import arguments
+
     new = [like(rows(each, each.shape[3], call.heads_inside)) for each in call[2:5]]
     new.append(like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32)))
-    as_they_lie, copied = (_launches(call, tile) for _ in range(2))  # copies have strides of their own
+    roomy = arguments.with_room(call)
+    fits, shape = roomy is call, arguments.shape_of(roomy)
+    told = _told(shape, tile) if _listed(shape) else None
+    as_they_lie, copied = (_launches(call, shape, tile) for _ in range(2))  # copies have strides of their own
     described = all(describable(each) for each in (call.gradient, *call[2:5]))
+    none = (None,) * len(_OF_MASKS) * tile.lists
 
     def run(
         gradient: Tensor, of_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any
     ) -> _Four:
+        given = GradientCall(gradient, of_lse, q, k, v, *rest, **named)
+        ordered = torch.are_deterministic_algorithms_enabled()
         launch = as_they_lie
         if not described or (q.data_ptr() | k.data_ptr() | v.data_ptr() | gradient.data_ptr()) % 16:
             gradient, q, k, v = (each.clone(memory_format=torch.contiguous_format) for each in (gradient, q, k, v))
             launch = copied
         of_q, of_k, of_v, delta = (make() for make in new)
-        launch(gradient, of_lse, q, k, v, dense_rows(rest[0]), rest[1], of_q, of_k, of_v, delta)
+        of_mask = none if told is None else told(given if fits else arguments.with_room(given), ordered)
+        read = (gradient, of_lse, q, k, v, dense_rows(given.out), given.lse)
+        launch(ordered, of_mask, *read, of_q, of_k, of_v, delta)
         return of_q, of_k, of_v, delta
 
     return run
 
 
-def _launches(call: GradientCall, tile: Tile) -> Callable[..., None]:
-    """A function of the tensors of a call, which TMA can follow, and of its results, which launches the three kernels."""
-    q, v, of_rows, numbers = call.q, call.v, _row_numbers(call.q), _numbers(call)
+def _listed(shape: Shape) -> bool:
+    """Whether a mask says more than a band: then the blocks of queries to visit come from a list."""
+    return bool(shape.mask or shape.lengths)
+
+
+def _told(shape: Shape, tile: Tile) -> Callable[[GradientCall, bool], Sequence[Tensor | None]]:
+    """A function that gives the lists of a call, where programs take turns these too, and the tensors that its mask reads."""
+    from opkit.attn.gpu import arguments, tile_lists
+
+    blocks = Blocks(tile.rows, tile.keys, 0, 0)
+
+    def told(call: GradientCall, ordered: bool) -> Sequence[Tensor | None]:
+        lists, turns = tile_lists.lists_of(call, shape, blocks, by_keys=True), None
+        if ordered:
+            turns = tile_lists.turns_of(lists, tile_lists.lists_of(call, shape, blocks, by_keys=False))
+        return [lists.tiles, turns, lists.counts, *arguments.tensors_of(call, shape)]
+
+    return told
+
+
+def _launches(call: GradientCall, shape: Shape, tile: Tile) -> Callable[..., None]:
+    """A function that launches the three kernels.
+
+    It takes whether programs take turns, the lists and the mask's tensors, the tensors of a call, which TMA can follow, and its
+    results.
+    """
+    q, v, of_rows, numbers = call.q, call.v, _row_numbers(call.q), _numbers(call, shape, tile)
     wide = _padded(max(q.shape[3], v.shape[3]))
     blocks = of_rows["programs"] * _blocks(q.shape[2], tile.rows)
     memory, counter = functools.partial(torch.empty, device=q.device), counters(q.device, 2)
-    begin = PreparedLaunch(_begin_kernel(v.shape[3], wide, tile), _BEGIN, of_rows)
-    main = [PreparedLaunch(_kernel(tile, ordered, bool(call.mask)), _MAIN, numbers) for ordered in (False, True)]
+    begin = PreparedLaunch(_begin_kernel(v.shape[3], wide, tile, _listed(shape)), _BEGIN, of_rows)
+    kernels = (_kernel(tile, ordered, shape.banded, shape.mask) for ordered in (False, True))
+    main = [PreparedLaunch(each, _MAIN + _OF_MASKS * tile.lists, numbers) for each in kernels]
     end = PreparedLaunch(_end_kernel(q.shape[3], wide, tile.rows), _END, {**of_rows, "scale": call.scale})
 
     def launch(
-        gradient: Tensor, of_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, of_q: Tensor,
-        of_k: Tensor, of_v: Tensor, delta: Tensor,
+        ordered: bool, of_mask: Sequence[Tensor | None], gradient: Tensor, of_lse: Tensor | None, q: Tensor, k: Tensor,
+        v: Tensor, out: Tensor, lse: Tensor, of_q: Tensor, of_k: Tensor, of_v: Tensor, delta: Tensor,
     ) -> None:  # fmt: skip
-        ordered = torch.are_deterministic_algorithms_enabled()
         sums = memory(blocks * 2 * tile.rows, dtype=torch.float32)
         total = memory((blocks * tile.rows * wide // _WIDE, _WIDE), dtype=torch.float32)
         turns = memory(blocks, dtype=torch.int32) if ordered else None
         begin(out, gradient, of_lse, lse, delta, sums, total, turns)
-        main[ordered](q, k, v, gradient, sums, total, of_k, of_v, turns, counter())
+        main[ordered](q, k, v, gradient, sums, total, of_k, of_v, turns, counter(), *of_mask)
         end(total, of_q)
 
     return launch
@@ -196,13 +217,11 @@ def _row_numbers(q: Tensor) -> dict[str, Any]:
     return {"programs": batch * heads, "heads": heads, "queries": queries}
 
 
-def _numbers(call: GradientCall) -> dict[str, Any]:
+def _numbers(call: GradientCall, shape: Shape, tile: Tile) -> dict[str, Any]:
     """What the kernel is told of a call beside its tensors. The exponents' base is 2."""
-    lower, upper = call.mask[1:] or (-_FAR, _FAR)
     capped = call.softcap > 0
     return {
-        "lower": max(min(lower, _FAR), -_FAR),
-        "upper": max(min(upper, _FAR), -_FAR),
+        **(plans.numbers_of(shape) if tile.lists else {"lower": shape.lower, "upper": shape.upper}),
         "CAPPED": capped,
         "factor": (call.softcap if capped else call.scale) * _LOG2E,
         "inner": call.scale / call.softcap if capped else 1.0,
@@ -227,10 +246,10 @@ def _blocks(queries: int, ROWS: int) -> int:
 
 
 @functools.cache
-def _begin_kernel(columns: int, wide: int, tile: Tile) -> TritonKernel:
+def _begin_kernel(columns: int, wide: int, tile: Tile, listed: bool) -> TritonKernel:
     return triton_kernel(
         _BEGIN_KERNEL, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
-        E=columns, E0=wide, D=wide, ROWS=tile.rows, GROUPED=tile.grouped,
+        E=columns, E0=wide, D=wide, ROWS=tile.rows, GROUPED=tile.grouped, LISTED=listed,
     )  # fmt: skip
 
 
@@ -243,16 +262,17 @@ def _end_kernel(channels: int, wide: int, block: int) -> TritonKernel:
 
 
 @functools.cache
-def _kernel(tile: Tile, ordered: bool, banded: bool) -> TritonKernel:
+def _kernel(tile: Tile, ordered: bool, banded: bool, mask: Words) -> TritonKernel:
     layout = Layout("NVMMASharedLayout", swizzle_byte_width=128, element_bitwidth=16, rank=4)
     of_sums = Layout("NVMMASharedLayout", swizzle_byte_width=0, element_bitwidth=32, rank=1)
     of_total = Layout("NVMMASharedLayout", swizzle_byte_width=128, element_bitwidth=32, rank=2)
     loops, others, all_threads = tile.registers
+    of_mask: dict[str, Any] = {"MASK": mask} if tile.lists else {}
     half = 64
     of_rows = functools.partial(_block, tile.rows)
     of_keys = functools.partial(_block, half)
     return triton_kernel(
-        _BACKWARD_KERNELS[tile.keys],
+        _BACKWARD_KERNEL if tile.keys == 128 else _WIDE_KERNEL,
         grid=lambda tiles, processors: min(tiles, processors),
         q_desc=tensor_descriptor("q", block=lambda q, v: of_rows(q, v), layout=layout),
         k_desc=tensor_descriptor("k", block=lambda q, v: of_keys(q, v), layout=layout),
@@ -267,6 +287,7 @@ def _kernel(tile: Tile, ordered: bool, banded: bool) -> TritonKernel:
         section=lambda q, k, v: _section(q, k, v, tile.rows),
         ROWS=tile.rows,
         BANDED=banded,
+        **of_mask,
         ORDERED=ordered,
         GROUPED=tile.grouped,
         APART=tile.apart,

@@ -4,7 +4,8 @@ Two warpgroups multiply, 64 keys each: logits and probabilities are (keys, queri
 feed the products for values and keys from registers, where the sums of these stay. The gradients of logits of both
 warpgroups meet in shared memory, for the gradient of queries: a warpgroup multiplies half of it, and a warp of its own
 adds that to memory by TMA, in float32. Another warp loads (the method is that of FlashAttention-3, Shah et al., 2024,
-section 3, and its files ``hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp`` and ``flash_attn/cute/flash_bwd_sm90.py``).
+section 3, and its files ``hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp`` and ``flash_attn/cute/flash_bwd_sm90.py``). Where a mask
+is more than a band the queries come from lists (:mod:`opkit.attn.gpu.hopper.device.backward_lists`).
 """
 
 from triton.experimental import gluon
@@ -17,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from opkit.attn.gpu.hopper.device.backward_lists import BLOCKS_TOLD, told_head
 from opkit.attn.gpu.hopper.device.backward_moves import add, load
 from opkit.attn.gpu.hopper.device.backward_work import (
     AHEAD,
@@ -37,11 +39,13 @@ from opkit.attn.gpu.hopper.device.backward_work import (
     numbers_of,
     told,
 )
+from opkit.attn.gpu.hopper.device.masks import keep_mask
 from opkit.attn.gpu.hopper.device.softmax import capped, exp2
+from opkit.attn.gpu.hopper.device.table import LENGTH, table_of
 
 
 @gluon.jit
-def _multiply(ME: gl.constexpr, problem, buffers, barriers, results, numbers):
+def _multiply(ME: gl.constexpr, problem, buffers, barriers, results, numbers, table):
     """The gradients of 64 keys and values of each tile, and half of those of the queries that see any of the 128."""
     keys, values, tiles = buffers[0], buffers[1], buffers[8]
     keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
@@ -56,15 +60,17 @@ def _multiply(ME: gl.constexpr, problem, buffers, barriers, results, numbers):
         dk = gl.zeros([HALF, problem.D], gl.float32, layout=of_sums)
         dv = gl.zeros([HALF, problem.D], gl.float32, layout=of_sums)
         mbarrier.wait(keys_full.index(0), n % 2)
-        if problem.BANDED and steps > 0:
+        if problem.MASKED and steps > 0:
             cleaned(keys.index(ME).reshape([HALF, problem.D]))
             fence_async_shared()
             meet()
         mbarrier.wait(values_full.index(0), n % 2)
-        # Where there is a band, the warp that loads tells of rows.
+        # Where there is a mask, the warp that loads tells of rows.
         row, last = slot * 0, problem.last_whole(told(tiles, n % AHEAD * TOLD + PLACE, 4) + ME * HALF)
-        for _ in range(steps * (problem.heads // problem.key_heads)):
-            dk, dv = _step(ME, problem, buffers, barriers, numbers, slot, phase, n, row, row > last, dk, dv)
+        if not problem.LISTED:
+            steps *= problem.heads // problem.key_heads
+        for _ in range(steps):
+            dk, dv = _step(ME, problem, buffers, barriers, numbers, table, slot, phase, n, row, row > last, dk, dv)
             slot, phase = following(slot, phase)
             row += problem.ROWS
             row = gl.where(row < problem.queries, row, 0)
@@ -93,7 +99,7 @@ def _finish(ME: gl.constexpr, problem, keys, values, tiles, n, results, dk, dv):
 
 
 @gluon.jit
-def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, slot, phase, n, row, part, dk, dv):
+def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, slot, phase, n, row, part, dk, dv):
     """The gradients of keys and values so far, after those of one block of queries."""
     keys, values, queries, gradients, sums, deltas, meeting, parts, tiles, blocks = buffers
     queries_full, queries_empty, gradients_full, gradients_empty = barriers[1]
@@ -103,11 +109,14 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, slot, phase, n,
     k = keys.index(ME).reshape([HALF, problem.D])
     v = values.index(ME).reshape([HALF, problem.D])
     mbarrier.wait(queries_full.index(slot), phase)
-    if problem.BANDED:
+    if problem.MASKED:
         described = told(blocks, slot, 4)
         row = described // HALF * HALF
         part = described // (ME + 1) % 2 != 0
-    of_block = (meeting.index(slot * 2 + ME), tiles, n, row, part)
+    if problem.LISTED and part:
+        mbarrier.wait(gradients_full.index(slot), phase)
+        _cleaned_halves(ME, problem, q, gradient)
+    of_block = (meeting.index(slot * 2 + ME), tiles, n, row, part, blocks, slot, table)
     HALVES: gl.constexpr = problem.ROWS // HALF
     first = _rows(q, 0)
     s = _product(k, first)
@@ -133,7 +142,7 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, slot, phase, n,
     dp = warpgroup_mma_wait(0, deps=(dp,))
     ds = _slopes(ME, HALVES - 1, problem, of_block, s, p, dp, delta)
     dv = warpgroup_mma(narrow, _rows(gradient, HALVES - 1), dv, is_async=True)  # begun earlier it is slower
-    if problem.BANDED and part:
+    if problem.BANDED and not problem.LISTED and part:
         cleaned(q.slice(ME * (problem.ROWS // 2), problem.ROWS // 2, dim=0))
     fence_async_shared()
     meet()
@@ -150,6 +159,16 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, slot, phase, n,
     dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(queries_empty.index(slot), count=1)
     return dk, dv
+
+
+@gluon.jit
+def _cleaned_halves(ME: gl.constexpr, problem, q, gradient):
+    """Clean a block of queries and gradients of which some see some of the keys: each warpgroup does half of it."""
+    SIZE: gl.constexpr = problem.ROWS // 2
+    cleaned(q.slice(ME * SIZE, SIZE, dim=0))
+    cleaned(gradient.slice(ME * SIZE, SIZE, dim=0))
+    fence_async_shared()
+    meet()
 
 
 @gluon.jit
@@ -171,9 +190,15 @@ def _product(a, b):
 @gluon.jit
 def _shown(ME: gl.constexpr, I: gl.constexpr, problem, of_block, x):
     """``x`` of 64 of the queries of a block, with zeros where they do not see keys."""
-    _, tiles, n, row, part = of_block
+    _, tiles, n, row, part, blocks, slot, table = of_block
     if part:
-        x = problem.shown(x, row + I * HALF, told(tiles, n % AHEAD * TOLD + PLACE, 4) + ME * HALF)
+        at = told(tiles, n % AHEAD * TOLD + PLACE, 4) + ME * HALF
+        if problem.LISTED:
+            batch, head = told(tiles, n % AHEAD * TOLD + BATCH, 4), told_head(blocks, slot)
+            row = told(blocks, slot, 4) // HALF * HALF
+            x = problem.shown_by_mask(x, row + I * HALF, at, table, batch, head)
+        else:
+            x = problem.shown(x, row + I * HALF, at)
     return x
 
 
@@ -196,11 +221,15 @@ def _narrow(problem, x):
 @gluon.jit
 def _slopes(ME: gl.constexpr, I: gl.constexpr, problem, of_block, s, p, dp, delta):
     """Put the gradients of logits where the other warpgroup finds them too; give them as a product takes them."""
-    meeting = of_block[0]
+    meeting, part = of_block[0], of_block[4]
     ds = p * (dp - delta[None, :])
     if problem.CAPPED:
         ds *= 1.0 - s * s
-    ds = _shown(ME, I, problem, of_block, ds).to(problem.DTYPE)
+    if not problem.LISTED:
+        ds = _shown(ME, I, problem, of_block, ds)
+    elif part:  # what is hidden has probability 0, and a mask is not asked twice
+        ds = gl.where(p == 0.0, 0.0, ds)
+    ds = ds.to(problem.DTYPE)
     if problem.ROWS > HALF:
         meeting = meeting.slice(I * HALF, HALF, dim=1)
     meeting.store(ds)
@@ -232,20 +261,32 @@ def _barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 
 _INTS = ("queries", "keys", "heads", "key_heads", "lower", "upper", "section", "tiles")
+_OF_MASKS = (
+    *(f"{x}_stride_{i}" for x in ("listed", "counts") for i in range(3)),
+    "lengths_stride_0",
+    *(f"n{i}" for i in range(8)),
+    *(f"t{i}_stride_{k}" for i in range(6) for k in range(4)),
+)
 
 
-@gluon.jit(do_not_specialize=_INTS)
+@gluon.jit(do_not_specialize=(*_INTS, *_OF_MASKS))
 def hopper_backward(
     q_desc, k_desc, v_desc, gradient_desc, sums_desc, sum_desc, of_k_desc, of_v_desc, turns, counter,
     queries, keys, heads, key_heads, lower, upper, section, tiles, factor, inner, scale,
-    ROWS: gl.constexpr, BANDED: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, GROUPED: gl.constexpr,
-    APART: gl.constexpr, REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+    listed, listed_turns, counts, lengths, lengths_stride_0, listed_stride_0, listed_stride_1, listed_stride_2,
+    counts_stride_0, counts_stride_1, counts_stride_2,
+    t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3, t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3,
+    t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3, t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3,
+    t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3, t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3,
+    n0, n1, n2, n3, n4, n5, n6, n7,
+    ROWS: gl.constexpr, BANDED: gl.constexpr, MASK: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr,
+    GROUPED: gl.constexpr, APART: gl.constexpr, REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = q_desc.block_type.shape[3]
     problem = Slopes(
         queries.to(gl.int32), keys.to(gl.int32), heads.to(gl.int32), key_heads.to(gl.int32), lower.to(gl.int32),
         upper.to(gl.int32), section.to(gl.int32), tiles.to(gl.int32), D, ROWS, BANDED, CAPPED, ORDERED, GROUPED, APART,
-        q_desc.dtype,
+        q_desc.dtype, listed is not None, MASK, lengths is not None,
     )  # fmt: skip
     meeting: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     buffers = (
@@ -258,8 +299,23 @@ def hopper_backward(
         gl.allocate_shared_memory(q_desc.dtype, [2 * STAGES, HALF, ROWS], meeting),
         gl.allocate_shared_memory(gl.float32, [2, HALF * HALF // WIDE, WIDE], sum_desc.layout),
         gl.allocate_shared_memory(gl.int32, [AHEAD * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
-        gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        gl.allocate_shared_memory(
+            gl.int32, [BLOCKS_TOLD if problem.LISTED else STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+        ),
     )
+    table = ()
+    if problem.LISTED:
+        table = table_of(LENGTH)
+        slots = (
+            (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
+            (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
+            (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
+        )  # fmt: skip
+        keep_mask(table, problem, lengths, lengths_stride_0, slots, (n0, n1, n2, n3, n4, n5, n6, n7))
+    lists = (
+        listed, listed_turns, (listed_stride_0, listed_stride_1, listed_stride_2),
+        counts, (counts_stride_0, counts_stride_1, counts_stride_2),
+    )  # fmt: skip
     barriers = (
         (_barriers(1, 1), _barriers(1, 1), _barriers(1, 2), _barriers(AHEAD, 1), _barriers(AHEAD, 3)),
         (_barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1), _barriers(STAGES, 2)),
@@ -270,9 +326,9 @@ def hopper_backward(
     numbers = (inner, factor, scale)
     gl.warp_specialize(
         [
-            (_multiply, (0, problem, buffers, barriers, results, numbers)),
-            (_multiply, (1, problem, buffers, barriers, results, numbers)),
-            (load, (problem, (q_desc, k_desc, v_desc, gradient_desc, sums_desc), buffers, barriers, counter)),
+            (_multiply, (0, problem, buffers, barriers, results, numbers, table)),
+            (_multiply, (1, problem, buffers, barriers, results, numbers, table)),
+            (load, (problem, (q_desc, k_desc, v_desc, gradient_desc, sums_desc), buffers, barriers, counter, lists)),
             (add, (problem, sum_desc, turns, buffers, barriers)),
         ],
         [4, 1, 1],

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from opkit.attn.gpu.hopper.device.backward_lists import list_of, listed_steps, tell_listed, told_of_sum, visit
 from opkit.attn.gpu.hopper.device.backward_work import (
     AHEAD,
     BATCH,
@@ -24,48 +25,52 @@ from opkit.attn.gpu.hopper.device.forward import put_back
 
 
 @gluon.jit
-def load(problem, descriptors, buffers, barriers, counter):
-    """Hand out tiles: their keys and values, and the queries that see them with their gradients, block by block."""
-    q_desc, k_desc, v_desc, gradient_desc, sums_desc = descriptors
-    keys, values, queries, gradients, sums, deltas, _, _, tiles, blocks = buffers
+def load(problem, descriptors, buffers, barriers, counter, lists=None):
+    """Hand out tiles: their keys and values, and the queries that see them with their gradients, block by block.
+
+    Where the problem is LISTED, ``lists`` are those of :mod:`opkit.attn.gpu.hopper.device.backward_lists`.
+    """
+    tiles, blocks = buffers[8], buffers[9]
     keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
-    queries_full, queries_empty, gradients_full, gradients_empty = barriers[1]
-    HALVES: gl.constexpr = problem.ROWS // HALF
+    queries_empty = barriers[1][1]
     group = problem.heads // problem.key_heads
     tile = gl.program_id(0).to(gl.int32)
     programs = gl.num_programs(0).to(gl.int32)
     n, slot, phase = tile * 0, tile * 0, tile * 0 + 1
     while tile < problem.tiles:
         batch, key_head, at = problem.place(tile)
-        first, steps = problem.span(at)
+        if problem.LISTED:
+            first, steps = at * 0, listed_steps(problem, lists, batch, key_head, at)
+        else:
+            first, steps = problem.span(at)
         mbarrier.wait(told_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
         _tell_all(tiles, n, (steps, first, at, batch, key_head, 0))
         mbarrier.arrive(told_full.index(n % AHEAD), count=1)
+        done = at * 0
         for g in range(group):
             head = key_head * group + g
             of_head = (batch * problem.heads + head) * problem.blocks()
-            for i in range(steps):
-                block = first + i
-                row = block * problem.ROWS
-                place = (of_head + block) * (2 * problem.ROWS)
-                full = queries_full.index(slot)
-                mbarrier.wait(queries_empty.index(slot), phase)
-                if problem.BANDED:
-                    tell(blocks, slot, problem.described(row, at))
-                mbarrier.expect(full, q_desc.block_type.nbytes + HALVES * sums_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, queries.index(slot))
-                _load_sums(HALVES, sums_desc, place, full, sums, slot)
-                if (g == 0) & (i == 0):
-                    mbarrier.wait(keys_empty.index(0), n % 2 ^ 1)
-                    _load_half(k_desc, batch, key_head, at, keys_full, keys)
-                full = gradients_full.index(slot)
-                mbarrier.wait(gradients_empty.index(slot), phase)
-                mbarrier.expect(full, gradient_desc.block_type.nbytes + HALVES * sums_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(gradient_desc, [batch, head, row, 0], full, gradients.index(slot))
-                _load_sums(HALVES, sums_desc, place + problem.ROWS, full, deltas, slot)
-                if (g == 0) & (i == 0):
-                    _load_half(v_desc, batch, key_head, at, values_full, values)
-                slot, phase = following(slot, phase)
+            if problem.LISTED:
+                mine = list_of(problem, lists, batch, head, at)
+                mark, turn = visit(problem, mine, at * 0)
+                for i in range(mine[3]):
+                    block = mark // 2
+                    mbarrier.wait(queries_empty.index(slot), phase)
+                    tell_listed(problem, blocks, slot, phase ^ 1, mark, head, of_head + block, turn)
+                    mark, turn = visit(problem, mine, i + 1)
+                    place = (batch, head, key_head, at, block, of_head + block)
+                    _load_block(problem, descriptors, buffers, barriers, place, slot, phase, n, done == 0)
+                    done += 1
+                    slot, phase = following(slot, phase)
+            else:
+                for i in range(steps):
+                    block = first + i
+                    mbarrier.wait(queries_empty.index(slot), phase)
+                    if problem.BANDED:
+                        tell(blocks, slot, problem.described(block * problem.ROWS, at))
+                    place = (batch, head, key_head, at, block, of_head + block)
+                    _load_block(problem, descriptors, buffers, barriers, place, slot, phase, n, (g == 0) & (i == 0))
+                    slot, phase = following(slot, phase)
         if steps == 0:
             mbarrier.wait(keys_empty.index(0), n % 2 ^ 1)
             mbarrier.arrive(keys_full.index(0), count=1)
@@ -77,6 +82,33 @@ def load(problem, descriptors, buffers, barriers, counter):
     _tell_all(tiles, n, (-1, tile, tile, tile, tile, 0))
     mbarrier.arrive(told_full.index(n % AHEAD), count=1)
     put_back(counter, programs)
+
+
+@gluon.jit
+def _load_block(problem, descriptors, buffers, barriers, place, slot, phase, n, begins):
+    """Load a block of queries with what belongs to it, into buffers that are free; where it ``begins`` a tile, its keys too."""
+    q_desc, k_desc, v_desc, gradient_desc, sums_desc = descriptors
+    keys, values, queries, gradients, sums, deltas = buffers[:6]
+    keys_full, values_full, keys_empty = barriers[0][:3]
+    queries_full, _, gradients_full, gradients_empty = barriers[1]
+    batch, head, key_head, at, block, of_all = place
+    HALVES: gl.constexpr = problem.ROWS // HALF
+    row = block * problem.ROWS
+    numbers = of_all * (2 * problem.ROWS)
+    full = queries_full.index(slot)
+    mbarrier.expect(full, q_desc.block_type.nbytes + HALVES * sums_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, queries.index(slot))
+    _load_sums(HALVES, sums_desc, numbers, full, sums, slot)
+    if begins:
+        mbarrier.wait(keys_empty.index(0), n % 2 ^ 1)
+        _load_half(k_desc, batch, key_head, at, keys_full, keys)
+    full = gradients_full.index(slot)
+    mbarrier.wait(gradients_empty.index(slot), phase)
+    mbarrier.expect(full, gradient_desc.block_type.nbytes + HALVES * sums_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(gradient_desc, [batch, head, row, 0], full, gradients.index(slot))
+    _load_sums(HALVES, sums_desc, numbers + problem.ROWS, full, deltas, slot)
+    if begins:
+        _load_half(v_desc, batch, key_head, at, values_full, values)
 
 
 @gluon.jit
@@ -105,36 +137,55 @@ def _load_half(descriptor, batch, head, at, full, buffers):
 @gluon.jit
 def add(problem, sum_desc, turns, buffers, barriers):
     """Add the parts of the gradient of queries to memory as they come."""
-    parts, tiles = buffers[7], buffers[8]
+    tiles, blocks = buffers[8], buffers[9]
     told_full, told_empty = barriers[0][3], barriers[0][4]
-    full, empty = barriers[2]
     group = problem.heads // problem.key_heads
-    SIZE: gl.constexpr = HALF * HALF // WIDE
     n, phase = problem.tiles * 0, problem.tiles * 0
+    count = n
     mbarrier.wait(told_full.index(0), 0)
     steps = told(tiles, n % AHEAD * TOLD + STEPS, 1)
     while steps >= 0:
         first, at = told(tiles, n % AHEAD * TOLD + FIRST, 1), told(tiles, n % AHEAD * TOLD + PLACE, 1)
         batch, key_head = told(tiles, n % AHEAD * TOLD + BATCH, 1), told(tiles, n % AHEAD * TOLD + HEAD, 1)
         mbarrier.arrive(told_empty.index(n % AHEAD), count=1)
-        for g in range(group):
-            of_head = (batch * problem.heads + key_head * group + g) * problem.blocks()
-            for i in range(steps):
-                block = first + i
-                if problem.ORDERED:
-                    while gl.atomic_add(turns + of_head + block, 0, sem="acquire") < problem.turn(block, at):
-                        pass
-                for c in gl.static_range(2):
-                    mbarrier.wait(full.index(c), phase)
-                    reduce_add(sum_desc, [((of_head + block) * 2 + c) * SIZE, 0], parts.index(c))
-                for c in gl.static_range(2):
-                    tma.store_wait(1 - c)
-                    mbarrier.arrive(empty.index(c), count=1)
-                if problem.ORDERED:
-                    added()
-                    gl.atomic_add(turns + of_head + block, 1, sem="release")
+        if problem.LISTED:
+            for _ in range(steps):
+                mbarrier.wait(barriers[2][0].index(0), phase)  # what is told of a block is there when its gradient is
+                of_all, turn = told_of_sum(problem, blocks, count)
+                _add_block(problem, sum_desc, turns, buffers, barriers, of_all, turn, phase)
                 phase ^= 1
+                count += 1
+        else:
+            for g in range(group):
+                of_head = (batch * problem.heads + key_head * group + g) * problem.blocks()
+                for i in range(steps):
+                    block = first + i
+                    turn = block
+                    if problem.ORDERED:
+                        turn = problem.turn(block, at)
+                    _add_block(problem, sum_desc, turns, buffers, barriers, of_head + block, turn, phase)
+                    phase ^= 1
         n += 1
         mbarrier.wait(told_full.index(n % AHEAD), n // AHEAD % 2)
         steps = told(tiles, n % AHEAD * TOLD + STEPS, 1)
     added()
+
+
+@gluon.jit
+def _add_block(problem, sum_desc, turns, buffers, barriers, of_all, turn, phase):
+    """Add the gradient of a block of queries, counted among all, when ``turn`` others have been added to it."""
+    parts = buffers[7]
+    full, empty = barriers[2]
+    SIZE: gl.constexpr = HALF * HALF // WIDE
+    if problem.ORDERED:
+        while gl.atomic_add(turns + of_all, 0, sem="acquire") < turn:
+            pass
+    for c in gl.static_range(2):
+        mbarrier.wait(full.index(c), phase)
+        reduce_add(sum_desc, [(of_all * 2 + c) * SIZE, 0], parts.index(c))
+    for c in gl.static_range(2):
+        tma.store_wait(1 - c)
+        mbarrier.arrive(empty.index(c), count=1)
+    if problem.ORDERED:
+        added()
+        gl.atomic_add(turns + of_all, 1, sem="release")

@@ -20,12 +20,14 @@ def hopper_backward_begin(
     out, gradient, of_lse, lse, delta, sums, total, turns, out_stride_0, out_stride_1, out_stride_2, gradient_stride_0,
     gradient_stride_1, gradient_stride_2, of_lse_stride_0, of_lse_stride_1, of_lse_stride_2, lse_stride_0, lse_stride_1,
     lse_stride_2, heads, queries, E: tl.constexpr, E0: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    GROUPED: tl.constexpr,
+    GROUPED: tl.constexpr, LISTED: tl.constexpr = False,
 ):  # fmt: skip
     """Of a block of rows delta, what the other kernel reads of them, and zeros for the sum of their gradients.
 
     That is the log-sum-exp times log2(e), infinite for rows that see nothing or are not there, so that their
-    probabilities are 0; then delta. ``delta`` and what follows is contiguous.
+    probabilities are 0; then delta. ``delta`` and what follows is contiguous. Where the other kernel has lists, it puts zeros
+    in place of what is not finite in queries and gradients of which some keys are hidden: then the log-sum-exp of rows that see
+    something is NaN if it or delta is not finite, so that their probabilities are.
     """
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -39,6 +41,9 @@ def hopper_backward_begin(
     tl.store(delta + (b * heads + h).to(tl.int64) * queries + i, found, mask=i < queries)
     lse += b.to(tl.int64) * lse_stride_0 + h.to(tl.int64) * lse_stride_1
     power = tl.load(lse + i * lse_stride_2, mask=i < queries, other=float("-inf")) * LOG2E
+    if LISTED:
+        lost = (power != float("-inf")) & ((power == float("inf")) | ((tl.abs(found) < float("inf")) == 0))
+        power = tl.where(lost, float("nan"), power)
     block = (b * heads + h).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     tl.store(sums + block * (2 * ROWS) + within, tl.where(power == float("-inf"), float("inf"), power))
     tl.store(sums + block * (2 * ROWS) + ROWS + within, found)

@@ -6,6 +6,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.language.core import _aggregate as aggregate
 
+from opkit.attn.gpu.hopper.device.masks import end_of, sees_by_program
+
+KEYS = gl.constexpr(128)  #: keys of a program that goes by lists
 HALF = gl.constexpr(64)  #: keys of one warpgroup, and rows and columns of its part of the gradient of queries
 STAGES = gl.constexpr(2)  #: blocks of queries that are there at once
 AHEAD = gl.constexpr(2)  #: tiles of a program that are told of at once
@@ -17,7 +20,11 @@ WIDE = gl.constexpr(32)  #: floats in a row of the memory that sums up the gradi
 
 @aggregate
 class Slopes:
-    """The sizes of a call and its mask: query ``i`` sees key ``j`` if ``lower <= j - i <= upper``, where it is BANDED."""
+    """The sizes of a call and its mask: query ``i`` sees key ``j`` if ``lower <= j - i <= upper``, where it is BANDED.
+
+    Where it is LISTED, a list has the blocks of queries to visit, and MASK and lengths, if there are any, say more of what is
+    seen.
+    """
 
     queries: gl.tensor
     keys: gl.tensor
@@ -35,29 +42,17 @@ class Slopes:
     GROUPED: gl.constexpr  # whether the numbers of rows lie in memory so that a thread reads four at once
     APART: gl.constexpr  # whether each thread counts buffers in a register of its own
     DTYPE: gl.constexpr
+    LISTED: gl.constexpr
+    MASKED: gl.constexpr
+    MASK: gl.constexpr
+    LENGTHS: gl.constexpr
     KEYS: gl.constexpr  # of a program
 
     @gluon.constexpr_function
     def __init__(
-        self,
-        queries,
-        keys,
-        heads,
-        key_heads,
-        lower,
-        upper,
-        section,
-        tiles,
-        D,
-        ROWS,
-        BANDED,
-        CAPPED,
-        ORDERED,
-        GROUPED,
-        APART,
-        DTYPE,
-        KEYS=128,
-    ):
+        self, queries, keys, heads, key_heads, lower, upper, section, tiles, D, ROWS, BANDED, CAPPED, ORDERED, GROUPED, APART,
+        DTYPE, LISTED=False, MASK=(), LENGTHS=False, KEYS=128,
+    ):  # fmt: skip
         self.queries = queries
         self.keys = keys
         self.heads = heads
@@ -74,6 +69,10 @@ class Slopes:
         self.GROUPED = gl.constexpr(GROUPED)
         self.APART = gl.constexpr(APART)
         self.DTYPE = gl.constexpr(DTYPE)
+        self.LISTED = gl.constexpr(LISTED)
+        self.MASKED = gl.constexpr(BANDED or LISTED)
+        self.MASK = gl.constexpr(MASK)
+        self.LENGTHS = gl.constexpr(LENGTHS)
         self.KEYS = gl.constexpr(KEYS)
 
     @gluon.jit
@@ -146,6 +145,22 @@ class Slopes:
         if self.BANDED:
             apart = keys - rows
             seen &= (apart >= self.lower + (row - at)) & (apart <= self.upper + (row - at))
+        return gl.where(seen, x, 0.0)
+
+    @gluon.jit
+    def shown_by_mask(self, x, row, at, table, batch, head):
+        """As :meth:`shown`, where the mask is more than a band; ``table`` has what it reads."""
+        layout: gl.constexpr = x.type.layout
+        here = _nothing()
+        keys = at + here + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))[:, None]
+        rows = row + here + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+        seen = keys < end_of(self, table, batch)
+        if self.BANDED:
+            x = self.shown(x, row, at)
+        else:
+            seen = seen & (rows < self.queries)
+        if len(self.MASK) > 0:
+            seen = seen & sees_by_program(self, table, batch, head, rows, keys)
         return gl.where(seen, x, 0.0)
 
 

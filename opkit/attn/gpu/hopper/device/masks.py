@@ -70,14 +70,20 @@ def sees(problem, table, batch, head, rows, columns):
     if problem.BANDED:
         seen = seen & (columns - rows >= problem.lower) & (columns - rows <= problem.upper)
     if len(problem.MASK) > 0:
-        slots = ()
-        for i in gl.static_range(len(_slots_read(problem.MASK))):
-            slots = slots + (_slot(table, i, _slots_read(problem.MASK)[i]),)
-        numbers = ()
-        for i in gl.static_range(_numbers_used(problem.MASK)):
-            numbers = numbers + (kept(table, _NUMBERS + i).to(gl.int32),)
-        seen = seen & _visible(problem.MASK, slots, numbers, batch, head, rows, columns, problem.queries, problem.keys)
+        seen = seen & sees_by_program(problem, table, batch, head, rows, columns)
     return seen
+
+
+@gluon.jit
+def sees_by_program(problem, table, batch, head, rows, columns):
+    """What the mask's program says alone, without the band and the lengths that hold for the whole mask."""
+    slots = ()
+    for i in gl.static_range(len(_slots_read(problem.MASK))):
+        slots = slots + (_slot(table, i, _slots_read(problem.MASK)[i]),)
+    numbers = ()
+    for i in gl.static_range(_numbers_used(problem.MASK)):
+        numbers = numbers + (kept(table, _NUMBERS + i).to(gl.int32),)
+    return _visible(problem.MASK, slots, numbers, batch, head, rows, columns, problem.queries, problem.keys)
 
 
 # ---- the tiles that a block of queries visits ------------------------------------------------------------------------
