@@ -165,10 +165,8 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             priority: kernels of higher priority are tried first, later registrations before earlier ones.
             name: for :func:`opkit.use_kernel` and messages; the function's name by default.
             autotune: time the eligible kernels registered so once per shape bucket, and remember across processes.
-            traceable: torch.compile is to see what ``fn`` does, which is torch operations and launches of
-                :func:`opkit.triton_kernel` alone, in place of the operator.
-            trusted: its first calls are not compared with the reference, of which a trace takes seconds in a new process, but
-                for ``OPKIT_VERIFY=all``: for a kernel that tests compare, and whose first call shall be fast.
+            traceable: torch.compile is to see what ``fn`` does, torch operations and Triton launches, in place of the operator.
+            trusted: first calls are not compared with the reference (whose first trace takes seconds) but by OPKIT_VERIFY=all.
 
         Raises:
             KernelError: the name is taken, a device type is unknown, or ``when`` asks for an unknown argument.
@@ -195,11 +193,8 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         return register if fn is None else register(fn)
 
     def _checked_devices(self, device_types: Devices) -> list[str | None]:
-        devices: list[str | None] = (
-            [device_types]
-            if device_types is None or isinstance(device_types, str)
-            else list(dict.fromkeys(device_types))
-        )
+        given = [device_types] if device_types is None or isinstance(device_types, str) else device_types
+        devices: list[str | None] = list(dict.fromkeys(given))
         for device in devices:
             try:
                 _ = None if device is None else private.dispatch_key_of(device)
