@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from opkit.attn.calls import Float8Call
+from opkit.attn.gpu import tuned
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, sizes_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 NAME = "triton"
 _BYTES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -42,7 +42,7 @@ def takes(
     return q.dtype in _BYTES and descaled and sizes_fit(q, k, v, mask_tensors, bias_tensors, sinks, mask, bias)
 
 
-@PreparedKernel
+@tuned.float8
 def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """The operator's result and log-sum-exp, of its own arguments.
 
