@@ -4,9 +4,15 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 from opkit import config
+from opkit.attn.calls import Call, GradientCall
+from opkit.attn.gpu import candidates
 from opkit.attn.gpu.decode import launches as decoding
 from opkit.attn.gpu.portable import backward, bias, forward
+from opkit.attn.program import BAND
 from opkit.kernels.triton import compiling, layout, tuning
 from opkit.op.triton import machine
 from opkit.op.triton.launching import Launching
@@ -19,6 +25,11 @@ def imported(name, file):
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+FAR = 2**62
+CAUSAL = [BAND, -FAR, 0]
+KERNELS = (candidates.FORWARD, candidates.OF_KEYS, candidates.OF_QUERIES, candidates.OF_BIAS)
 
 
 def tiles(request):
@@ -94,3 +105,42 @@ class Gpu:
         """What was launched of a kernel, in order."""
         numbers = [int(row[1].split(" ")[0][1:]) for row in self.fake.launches]
         return [self.compiled[n] for n in numbers if self.compiled[n].function.fn.__name__ == kernel]
+
+
+_driver = imported("opkit_fake_driver_of_attention", TESTS / "kernels" / "conftest.py")
+fake_libraries, fake = _driver.fake_libraries, _driver.fake
+
+
+@pytest.fixture
+def gpu(fake, monkeypatch, tmp_path):
+    """An A100 that there is not, with no results of searches."""
+    made = Gpu(fake, monkeypatch, tmp_path)
+    yield made
+    made.restart()
+
+
+def call(batch=1, heads=2, queries=600, d=64, keys=None, dtype=torch.bfloat16, mask=(), masks=(), biases=(), bias=()):
+    q, k = (torch.zeros(batch, heads, n, d, dtype=dtype) for n in (queries, keys or queries))
+    return Call(q, k, k, list(masks), list(biases), None, None, list(mask), list(bias), 0.1, 0.0, 0.0, False)
+
+
+def tried(kernel, d=64, e=None, size=2, shared=166912, pair=0):
+    return [tuple(each) for each in candidates.candidates(kernel, d, e or d, size, shared, pair)]
+
+
+LABEL = "ROWS={}, KEYS={}, num_warps={}, num_stages={}"
+FASTEST = min(tried(candidates.FORWARD), key=milliseconds)
+
+
+def timed(gpu):
+    return [tiles(request) for request in gpu.timed]
+
+
+def launched(gpu, kernel="attention_forward"):
+    return tiles(gpu.launches(kernel)[-1])
+
+
+def gradient_call(given):
+    lse = torch.zeros(given.q.shape[:3])
+    rest = given.mask_tensors, given.bias_tensors, given.mask, given.bias, 0.1, 0.0
+    return GradientCall(given.q, None, given.q, given.k, given.v, given.q, lse, *rest, False)
