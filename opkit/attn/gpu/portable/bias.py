@@ -14,11 +14,10 @@ from torch import Tensor
 from opkit.attn import program
 from opkit.attn.allocation import dense_rows
 from opkit.attn.calls import BiasCall
-from opkit.attn.gpu import arguments, blocks, candidates, plans
+from opkit.attn.gpu import arguments, blocks, candidates, plans, search
 from opkit.attn.gpu.arguments import Launches, Run
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.portable.device.bias import attention_of_bias
-from opkit.attn.gpu.search import Tiles
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
@@ -118,7 +117,7 @@ class _Maker:
 
     def __init__(self, call: BiasCall, term: Term, tensor: Tensor) -> None:
         most = max(_LEAST, 1 << (term.wide - 1).bit_length())  # keys of a tile: no more than a row has, rounded up
-        self.tiles: Tiles[Blocks, _Launch] = arguments.tiles_of(
+        self.tiles: search.Tiles[Blocks, _Launch] = arguments.tiles_of(
             candidates.OF_BIAS, call, arguments.shape_of(call), lambda size: size._replace(keys=min(size.keys, most))
         )
         self.term, self.shape, self.dtype = term, tuple(tensor.shape), tensor.dtype

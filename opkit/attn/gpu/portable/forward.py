@@ -12,10 +12,9 @@ from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, like, rows
 from opkit.attn.calls import Call
-from opkit.attn.gpu import arguments, blocks, candidates, plans
+from opkit.attn.gpu import arguments, blocks, candidates, plans, search
 from opkit.attn.gpu.arguments import Run
 from opkit.attn.gpu.portable.device.forward import attention_forward
-from opkit.attn.gpu.search import Tiles
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
@@ -61,7 +60,7 @@ def forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
     return run
 
 
-def tiles_of(call: Call) -> Tiles[Any, Any]:
+def tiles_of(call: Call) -> search.Tiles[Any, Any]:
     """The tiles of calls like this one, whose mask and bias have room in the kernel."""
     return arguments.tiles_of(candidates.FORWARD, call, arguments.shape_of(call))
 
