@@ -104,7 +104,7 @@ class Gpu:
     def launches(self, kernel):
         """What was launched of a kernel, in order."""
         numbers = [int(row[1].split(" ")[0][1:]) for row in self.fake.launches]
-        return [self.compiled[n] for n in numbers if self.compiled[n].function.fn.__name__ == kernel]
+        return [self.compiled[n] for n in numbers if self.compiled[n].function.__name__ == kernel]
 
 
 _driver = imported("opkit_fake_driver_of_attention", TESTS / "kernels" / "conftest.py")
