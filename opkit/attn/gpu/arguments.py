@@ -77,11 +77,15 @@ def question_of(kernel: Kernel, call: AnyCall, shape: Shape) -> Question | None:
 
 
 def _class(call: AnyCall, shape: Shape, pair: int) -> str:
-    """The class of a call: dtype, padded heads, bytes per pair, whether there are many queries, and the kind of its mask."""
+    """The class of a call: dtype, padded heads, the kind of its mask, bytes per pair, and two coarse kinds of the rest.
+
+    Biases, softcap and dropout (``extras``) take registers and shared memory, of which the fastest tiles may leave little.
+    """
     kind = 2 if shape.mask else int(shape.banded or bool(shape.lengths))
+    extras = bool(shape.bias) or call.softcap > 0 or call.dropout_p > 0
     d, e = (sum(blocks.parts(each)) for each in (call.q.shape[3], call.v.shape[3]))
-    sizes = {"d": d, "e": e, "long": int(call.q.shape[2] > _SHORT), "mask": kind, "pair": pair}
-    return search.class_of(search.name_of(call.q.dtype), sizes)
+    sizes = {"d": d, "e": e, "extras": extras, "long": call.q.shape[2] > _SHORT, "mask": kind, "pair": pair}
+    return search.class_of(search.name_of(call.q.dtype), {name: int(size) for name, size in sizes.items()})
 
 
 def _blocks(config: Config) -> Blocks:

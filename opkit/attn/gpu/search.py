@@ -104,8 +104,8 @@ def question(
 def class_of(dtype: str, sizes: Mapping[str, int]) -> str:
     """A class of calls, named as buckets of other kernels are.
 
-    >>> class_of("bfloat16", {"d": 128, "e": 128, "long": 1, "mask": 1, "pair": 0})
-    'bfloat16 | d=128 e=128 long=1 mask=1 pair=0'
+    >>> class_of("bfloat16", {"d": 128, "e": 128, "extras": 0, "long": 1, "mask": 1, "pair": 0})
+    'bfloat16 | d=128 e=128 extras=0 long=1 mask=1 pair=0'
     """
     return bucket_of(sizes, [dtype])
 

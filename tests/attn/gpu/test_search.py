@@ -45,7 +45,10 @@ def test_the_fastest_is_found_once_for_a_class_and_kept(gpu):
     (record,) = records.listed()
     assert (record.operator, record.kernel) == ("opkit::attention", "attention_forward")
     (entry,) = record.entries
-    assert (entry.device, entry.bucket) == ("NVIDIA A100-SXM4-80GB", "bfloat16 | d=64 e=64 long=1 mask=0 pair=0")
+    assert (entry.device, entry.bucket) == (
+        "NVIDIA A100-SXM4-80GB",
+        "bfloat16 | d=64 e=64 extras=0 long=1 mask=0 pair=0",
+    )
 
 
 def test_one_plan_asks_once(gpu, monkeypatch):
@@ -60,10 +63,11 @@ def test_one_plan_asks_once(gpu, monkeypatch):
     "other",
     [
         call(queries=512), call(dtype=torch.float16), call(dtype=torch.float32), call(d=128), call(mask=CAUSAL),
+        call()._replace(softcap=5.0), call()._replace(dropout_p=0.5, seed=torch.zeros(2, dtype=torch.int64)),
         call(mask=(SEGMENTS, 0, 0), masks=(torch.zeros(1, 600, dtype=torch.int32),)),
         call(bias=(BIAS_DENSE, 0), biases=(torch.zeros(1, 1, 600, 600, dtype=torch.bfloat16),)),
     ],
-    ids=["few queries", "float16", "float32", "heads of 128", "causal", "documents", "bias"],
+    ids=["few queries", "float16", "float32", "heads of 128", "causal", "softcap", "dropout", "documents", "bias"],
 )  # fmt: skip
 def test_other_classes_are_searched_apart(gpu, other):
     kernels.forward(*call())
@@ -183,7 +187,7 @@ def test_nothing_is_timed_while_a_graph_is_captured(gpu, monkeypatch):
 def test_a_captured_call_takes_the_tiles_of_similar_ones(gpu, monkeypatch):
     kernels.forward(*call())
     monkeypatch.setattr(autotune, "capturing", lambda: True)
-    with pytest.warns(TuningWarning, match=r"the configuration for bfloat16 \| d=64 e=64 long=1 mask=0"):
+    with pytest.warns(TuningWarning, match=r"the configuration for bfloat16 \| d=64 e=64 extras=0 long=1 mask=0"):
         kernels.forward(*call(mask=CAUSAL))
     assert launched(gpu) == FASTEST
 

@@ -221,7 +221,7 @@ def test_select_says_which_tiles_and_why(gpu):
         kernels.forward(*call())
         chosen = select(q, q, q)
         assert "rows={}, keys={}, warps={}, stages={} (the fastest by search".format(*FASTEST) in str(chosen)
-        assert "for bfloat16 | d=64 e=64 long=1 mask=0 pair=0 on NVIDIA A100-SXM4-80GB)" in str(chosen)
+        assert "for bfloat16 | d=64 e=64 extras=0 long=1 mask=0 pair=0 on NVIDIA A100-SXM4-80GB)" in str(chosen)
         (note,) = select(q, q, q, bias=torch.zeros(1, 1, 600, 600)).notes
         assert "not searched for yet" in note
         gpu.become("NVIDIA H200", "sm_90", 232448)
