@@ -192,17 +192,18 @@ class Tiled:
         dtype: of queries.
         names: of the tensors that are given.
         numbers: what else the kernel takes, by name.
+        written: which of the tensors are results.
         by_keys: whether its programs have tiles of keys.
         constants: beside those of :func:`constants_of`.
     """
 
     def __init__(
         self, kernel: Callable[[Constants], TritonKernel], tiles: Tiles[Blocks, Launches], shape: Shape, dtype: torch.dtype,
-        names: Sequence[str], numbers: dict[str, Any], *, by_keys: bool = False, constants: Constants = (),
+        names: Sequence[str], numbers: dict[str, Any], *, written: slice, by_keys: bool = False, constants: Constants = (),
     ) -> None:  # fmt: skip
         self._kernel, self._tiles, self._shape, self._dtype = kernel, tiles, shape, dtype
         self._names, self._numbers = (*names, "tiles", "counts"), numbers
-        self._by_keys, self._constants = by_keys, constants
+        self._written, self._by_keys, self._constants = written, by_keys, constants
 
     def __call__(self, call: AnyCall, *tensors: Tensor | None) -> None:
         """Launch; where the tiles are not known yet, they are chosen first."""
@@ -215,6 +216,8 @@ class Tiled:
         constants = (*constants_of(call, self._shape, size), *self._constants)
         return launcher(kernel, constants, self._dtype, self._names, self._numbers)
 
-    def _time(self, call: AnyCall, tensors: Sequence[Tensor | None], size: Blocks) -> float:
+    def _time(self, call: AnyCall, tensors: Sequence[Tensor | None], size: Blocks) -> search.Timed:
         launch = self._made(call, inspect.unwrap(self._kernel), size)  # what is tried is not kept
-        return launch.time(*tensors, *lists_of(call, self._shape, size, by_keys=self._by_keys))
+        results = [each for each in tensors[self._written] if each is not None]
+        search.emptied(*results)
+        return launch.time(*tensors, *lists_of(call, self._shape, size, by_keys=self._by_keys)), results

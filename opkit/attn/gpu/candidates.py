@@ -9,7 +9,7 @@ from opkit.attn.gpu import blocks
 from opkit.attn.gpu.blocks import Blocks, Rule
 
 MOST = 16  #: tiles that are tried; each costs seconds of compiling
-_SIZES, _WARPS, _STAGES = (16, 256), (4, 8), (1, 4)  # of a tile's rows and keys, and of the compiler's options
+_SIZES, _WARPS, _STAGES = (16, 128), (4, 8), (1, 4)  # of a tile's rows and keys, and of the compiler's options
 _REGISTERS = 224  # of a thread's 255, for what is summed up
 
 

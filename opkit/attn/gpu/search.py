@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from opkit import config
 from opkit.errors import CompileError
@@ -38,6 +39,9 @@ _REASONS = {
     "first": "not searched for yet, so by rule",
 }
 
+_APART = 0.05  # of the largest number: what rounding may make of results, in bfloat16 and of gradients too
+
+Timed = tuple[float, Sequence[Tensor]]  #: milliseconds, and what was computed
 B = TypeVar("B")
 L = TypeVar("L")
 
@@ -151,12 +155,12 @@ class Tiles(Generic[B, L]):
         """Ask again at the next call."""
         self.chosen = None
 
-    def choose(self, make: Callable[[B], L], time: Callable[[B], float]) -> tuple[B, L]:
+    def choose(self, make: Callable[[B], L], time: Callable[[B], Timed]) -> tuple[B, L]:
         """The tiles for a call, and what launches with them.
 
         Args:
             make: makes it.
-            time: the milliseconds that the call takes with some tiles; asked where a search is made.
+            time: of some tiles, how long the call takes, and what it computes; asked where a search is made.
         """
         choice = None if self._question is None else self._question.ask(self._measure(time))
         size = self._tiles(None if choice is None else choice.config)
@@ -173,13 +177,14 @@ class Tiles(Generic[B, L]):
         reason = by_rule if choice is None else _reason(choice)
         return f"{kernel}: {label} ({reason})"
 
-    def _measure(self, time: Callable[[B], float]) -> tuning.Measure:
+    def _measure(self, time: Callable[[B], Timed]) -> tuning.Measure:
         took: dict[B, float] = {}
+        expected: list[Tensor] = []
 
         def measure(tried: Config) -> float:
             size = self._tiles(tried)
             if size not in took:  # tiles that are cut to a call's sizes may come out alike
-                took[size] = _timed(size, time)
+                took[size] = _timed(size, time, expected)
             return took[size]
 
         return measure
@@ -190,8 +195,26 @@ def _reason(choice: Choice) -> str:
     return f"{_REASONS[choice.source]}{took}, for {choice.bucket} on {choice.device}"
 
 
-def _timed(size: B, time: Callable[[B], float]) -> float:
+def _timed(size: B, time: Callable[[B], Timed], expected: list[Tensor]) -> float:
+    """The milliseconds of a candidate that compiles, and computes what the first one did: nobody promised either."""
     try:
-        return time(size)
-    except CompileError as error:  # of candidates nobody promised that they compile
-        raise tuning.Unfit(str(error)) from error
+        ms, results = time(size)
+    except CompileError as error:
+        raise tuning.Unfit(f"it does not compile: {error}") from error
+    if not expected:
+        expected += [each.clone() for each in results]
+    if not all(_alike(mine, other) for mine, other in zip(results, expected, strict=True)):
+        raise tuning.Unfit("it computes something else than the first candidate")
+    return ms
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    """Whether they differ in rounding alone."""
+    largest = torch.where(y.isfinite(), y, 0).abs().amax().item() if y.numel() else 0.0
+    return bool(torch.isclose(x, y, rtol=_APART, atol=_APART * largest, equal_nan=True).all())
+
+
+def emptied(*tensors: Tensor) -> None:
+    """Fill with NaN what a candidate is to write, so that it shows where it does not."""
+    for each in tensors:
+        each.fill_(torch.nan)

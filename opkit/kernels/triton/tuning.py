@@ -27,7 +27,7 @@ Measure = Callable[[Config], float]
 
 
 class Unfit(Exception):
-    """A measurement raises it where a configuration does not compile, and nobody promised that it does."""
+    """A measurement raises it for a configuration that is not to be used, of which nobody promised that it can be."""
 
 
 _NO_MEMORY = "out of memory"
@@ -37,7 +37,7 @@ _SKIPPED = {
     "OutOfMemoryError": _NO_MEMORY,
     "MemoryError": _NO_MEMORY,
     "PTXASError": "ptxas refused it",
-    "Unfit": "it does not compile",
+    "Unfit": "unfit",
     "CompileTimeAssertionFailure": "a static_assert of the kernel failed",
 }
 """Exceptions that speak against one configuration alone, by the names of their classes, as neither torch nor Triton is

@@ -33,16 +33,17 @@ def test_candidates_begin_with_the_table_s_own_and_have_room(kernel, shared):
             assert len(set(found)) == len(found) <= candidates.MOST
             assert all(blocks.bytes_of(each, d, size, kernel.tensors, 0) <= shared for each in found[1:])
             for rows, keys, warps, stages in found:
-                assert rows in (16, 32, 64, 128, 256)
-                assert keys in (16, 32, 64, 128, 256)
-                assert (warps in (4, 8), 1 <= stages <= 4) == (True, True)
+                assert rows in (16, 32, 64, 128)  # for 256 Triton 3.7 makes kernels for sm_100 that do nothing
+                assert keys in (16, 32, 64, 128)
+                assert warps in (4, 8)
+                assert 1 <= stages <= 4
 
 
 def test_candidates_differ_in_each_way_and_spare_registers():
     found = tried(candidates.FORWARD, 128)
     assert found[:3] == [(128, 64, 8, 4), (128, 64, 8, 2), (64, 64, 4, 2)]
     assert {(64, 64, 8, 4), (128, 32, 8, 4), (128, 64, 4, 4), (128, 64, 8, 3)} <= set(found)
-    assert (256, 64, 4, 2) not in found  # 384 sums a thread
+    assert (128, 128, 4, 2) not in found  # 256 sums a thread
     assert len(tried(candidates.FORWARD, 64, pair=4)) < len(tried(candidates.FORWARD, 64))
 
 
@@ -120,7 +121,9 @@ def test_candidates_compile(target, shared, monkeypatch):
     for size in candidates.candidates(kernel, d, d, 2, shared, 0):
         monkeypatch.setattr(arguments, "tiles_of", lambda *_, size=size: search.Tiles(None, lambda _: size))
         (launch,) = [each for each in _launches(d) if each.bound.kernel.name == kernel.name]
-        assert resources.of(compiling.build(request_for(launch, None, target))).shared <= shared
+        taken = resources.of(compiling.build(request_for(launch, None, target)))
+        assert taken.shared <= shared
+        assert taken.registers >= 64, (size, taken)  # what multiplies has no fewer
 
 
 def _launches(d):

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -108,11 +109,33 @@ def test_a_candidate_that_does_not_compile_or_has_no_room_is_passed_over(gpu):
     chosen = launched(gpu)
     assert chosen == min((each for each in tried(candidates.FORWARD) if each[1] > 32 and each[2] > 4), key=milliseconds)
     skipped = {each.label: each.skipped for each in records.listed()[0].entries[0].tried if each.ms is None}
-    assert skipped[LABEL.format(*FASTEST)] == "it does not compile: no such layout"
+    assert skipped[LABEL.format(*FASTEST)] == "unfit: it does not compile: no such layout"
     assert "out of resources: shared memory" in skipped.values()
     gpu.restart()
     kernels.forward(*call())
     assert (gpu.timed, launched(gpu)) == ([], chosen)
+
+
+class Size(NamedTuple):
+    block: int
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, 3.0])
+def test_a_candidate_that_computes_something_else_is_passed_over(gpu, wrong):
+    configs = tuple(tuning.Config({"BLOCK": block}) for block in (64, 32, 16))
+    question = search.Question(search.identity("decode", division.SOURCES), configs, "NVIDIA L4", "bfloat16 | d=64")
+    tiles: search.Tiles[Size, int] = search.Tiles(question, lambda config: Size(config.constexprs["BLOCK"]))
+    results = torch.full((2, 3), torch.nan, dtype=torch.bfloat16)
+
+    def time(size):
+        search.emptied(results)
+        results[0] = 1.0 if size.block > 16 else wrong  # the second row is nobody's
+        results[0, 0] += size.block / 6400  # what rounding makes of it
+        return float(size.block), [results]
+
+    assert tiles.choose(lambda size: size.block, time) == (Size(32), 32)
+    reasons = [each.skipped for each in records.listed()[0].entries[0].tried]
+    assert reasons == ["", "", "unfit: it computes something else than the first candidate"]
 
 
 def test_no_candidate_at_all(gpu):

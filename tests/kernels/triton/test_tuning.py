@@ -97,7 +97,7 @@ def caused(by):
         (RuntimeError("hipErrorOutOfMemory"), "out of memory: hip"),
         (caused(CompileTimeAssertionFailure("BLOCK")), "a static_assert of the kernel failed: BLOCK"),
         (caused(OutOfResources("registers")), "out of resources: registers"),
-        (tuning.Unfit("no such layout"), "it does not compile: no such layout"),
+        (tuning.Unfit("no such layout"), "unfit: no such layout"),
     ],
 )
 def test_want_of_resources_skips_a_configuration(error, reason):

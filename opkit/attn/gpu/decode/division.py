@@ -50,8 +50,10 @@ class Divided:
         _, launches = self._tiles.chosen or self._tiles.choose(self._make, functools.partial(self._time, given))
         launches.run(*given)
 
-    def _time(self, given: tuple[Any, ...], blocks: Blocks) -> float:
-        return self._make(blocks).time(*given)
+    def _time(self, given: tuple[Any, ...], blocks: Blocks) -> search.Timed:
+        out, lse = given[:2]
+        search.emptied(out, lse)
+        return self._make(blocks).time(*given), (out, lse)
 
 
 def explained(question: Question | None, divide: Divide) -> str:

@@ -85,10 +85,12 @@ def _launch(example: GradientCall) -> Run:
     of_rows = PreparedLaunch(delta_kernel(columns), _ROWS, sums)
     tiles = arguments.tiles_of(candidates.OF_KEYS, example, shape)
     theirs = {**numbers, "kv_heads": kv_heads, "programs": batch * kv_heads}
-    of_keys = arguments.Tiled(keys_kernel, tiles, shape, dtype, ("of_k", "of_v", *_TENSORS), theirs, by_keys=True)
+    of_keys = arguments.Tiled(
+        keys_kernel, tiles, shape, dtype, ("of_k", "of_v", *_TENSORS), theirs, written=slice(2), by_keys=True
+    )
     tiles = arguments.tiles_of(candidates.OF_QUERIES, example, shape)
     theirs = {**numbers, "heads": heads, "programs": batch * heads}
-    of_queries = arguments.Tiled(queries_kernel, tiles, shape, dtype, ("of_q", *_TENSORS), theirs)
+    of_queries = arguments.Tiled(queries_kernel, tiles, shape, dtype, ("of_q", *_TENSORS), theirs, written=slice(1))
 
     def launch(call: GradientCall, of_q: Tensor, of_k: Tensor, of_v: Tensor, delta: Tensor) -> None:
         of_rows(call.out, call.gradient, call.of_lse, delta)

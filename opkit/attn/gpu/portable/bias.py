@@ -135,9 +135,11 @@ class _Maker:
         dtype = torch.float32 if launch.shares > 1 else self.dtype
         return read[0].new_empty((launch.shares, *self.shape), dtype=dtype)
 
-    def _time(self, call: BiasCall, read: Sequence[Any], size: Blocks) -> float:
+    def _time(self, call: BiasCall, read: Sequence[Any], size: Blocks) -> search.Timed:
         launch = _launch(call, self.term, inspect.unwrap(kernel), size)
-        return launch.launches.time(self._room(launch, read), *read)
+        made = self._room(launch, read)
+        search.emptied(made)
+        return launch.launches.time(made, *read), [made.sum(0).to(self.dtype)]
 
 
 class _Launch(NamedTuple):

@@ -20,6 +20,7 @@ from opkit.op.triton.kernel import TritonKernel
 
 _DESCALES = ("q_by", "k_by", "v_by")
 _TENSORS = ("q", "k", "v", *_DESCALES, "out", "lse", "sinks", "seed", *plans.TENSORS)
+_RESULTS = slice(6, 8)  # of these, out and lse
 
 
 @functools.cache
@@ -48,7 +49,7 @@ def forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
     fits, shape = roomy is example, arguments.shape_of(roomy)
     tiles = arguments.invariant_tiles_of(roomy, shape) if ordered else tiles_of(roomy)
     numbers, constants = {**_numbers(example), **plans.numbers_of(shape)}, (("ORDERED", ordered), ("FP8", fp8))
-    launch = arguments.Tiled(kernel, tiles, shape, q.dtype, _TENSORS, numbers, constants=constants)
+    launch = arguments.Tiled(kernel, tiles, shape, q.dtype, _TENSORS, numbers, written=_RESULTS, constants=constants)
 
     def run(*given: Any, by: Sequence[Tensor | None] = (None, None, None)) -> tuple[Tensor, Tensor]:
         call = Call(*given) if fits else arguments.with_room(Call(*given))
