@@ -17,6 +17,7 @@ from opkit.op import autotune, mutation, patterns
 from opkit.op import torch_private as private
 from opkit.op.body import Trace
 from opkit.op.core import Operator
+from opkit.op.prepared import TunedKernel
 from opkit.op.selection import REFERENCE, Kernel, Selection
 
 
@@ -91,7 +92,10 @@ def select(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> S
     kernel, refused = choose(operator, args, kwargs)
     if kernel is not None and operator.given_reference is None:
         refused = {**refused, REFERENCE: f"{kernel.name} is preferred"}
-    return Selection(operator.name, REFERENCE if kernel is None else kernel.name, refused)
+    notes: Sequence[str] = ()
+    if kernel is not None and isinstance(kernel.function, TunedKernel):
+        notes = kernel.function.notes(*completed(operator, args, kwargs).values())
+    return Selection(operator.name, REFERENCE if kernel is None else kernel.name, refused, tuple(notes))
 
 
 def make_plan(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:

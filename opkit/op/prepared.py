@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from opkit.kernels.triton.record_format import Identity
 
 
 class PreparedKernel:
@@ -29,3 +31,24 @@ class PreparedKernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call."""
         return self.prepare(*args, **kwargs)(*args, **kwargs)
+
+
+class TunedKernel(PreparedKernel):
+    """A prepared kernel that chooses among configurations by :mod:`opkit.kernels.triton.tuning`.
+
+    Args:
+        prepare: as of any prepared kernel.
+        examples: calls for which ``opkit tune`` has it choose, as those of :func:`opkit.triton_kernel`.
+        identities: gives the Triton kernels that it chooses for, as their results are recorded.
+        notes: says of a call, by the operator's arguments, what would be chosen and why; for ``select``.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[..., Callable[..., Any]],
+        examples: Sequence[Mapping[str, Any]],
+        identities: Callable[[], Sequence[Identity]],
+        notes: Callable[..., Sequence[str]],
+    ) -> None:
+        super().__init__(prepare)
+        self.examples, self.identities, self.notes = examples, identities, notes

@@ -68,14 +68,15 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The kernel that a call gets, and why each other one was refused."""
+    """The kernel that a call gets, why each other one was refused, and what the kernel itself chooses, and why."""
 
     operator: str
     kernel: str
     refused: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{self.operator}: {self.kernel}"]
+        lines = [f"{self.operator}: {self.kernel}", *(f"  {note}" for note in self.notes)]
         lines += [f"  not {name}: {reason}" for name, reason in self.refused.items()]
         return "\n".join(lines)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,16 +11,20 @@ import torch
 from torch import Tensor
 
 from opkit.attn.calls import BiasCall, Call, GradientCall
-from opkit.attn.gpu import blocks, plans, tile_lists
+from opkit.attn.gpu import blocks, candidates, plans, search, tile_lists
 from opkit.attn.gpu.blocks import Blocks, Rule
+from opkit.attn.gpu.candidates import Kernel
 from opkit.attn.gpu.plans import Shape
+from opkit.attn.gpu.search import Question, Tiles
 from opkit.attn.program import Grid
+from opkit.kernels.triton.configs import Config
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch
 
 AnyCall = Call | GradientCall | BiasCall
 Run = Callable[..., Any]
 Constants = tuple[tuple[str, Any], ...]
+_SHORT = 512  # queries; tiles for fewer are searched for apart
 _NO_TENSORS: list[Tensor | None] = [None] * len(plans.TENSORS)
 
 
@@ -40,6 +46,57 @@ def blocks_of(rules: tuple[Rule, ...], call: AnyCall, shape: Shape, tensors: int
     """The tiles of a call; ``tensors`` as for :func:`opkit.attn.gpu.blocks.choose`."""
     q, head, memory = call.q, max(call.q.shape[3], call.v.shape[3]), blocks.shared_memory(call.q.device)
     return blocks.choose(rules, head, q.element_size(), q.shape[2], memory, tensors, _pair(call, shape))
+
+
+def tiles_of(
+    kernel: Kernel, call: AnyCall, shape: Shape, cut: Callable[[Blocks], Blocks] | None = None
+) -> Tiles[Any, Any]:
+    """The tiles of calls like this one, by the kernel's table or by search; ``cut`` makes them smaller for the call."""
+    rule, queries = blocks_of(kernel.rules, call, shape, kernel.tensors), call.q.shape[2]
+
+    def tiles(config: Config | None) -> Blocks:
+        found = rule if config is None else blocks.fitted(_blocks(config), queries)
+        return found if cut is None else cut(found)
+
+    return Tiles(question_of(kernel, call, shape), tiles)
+
+
+def question_of(kernel: Kernel, call: AnyCall, shape: Shape) -> Question | None:
+    """Which tiles are the fastest for calls like this one; None where the table says it."""
+    device, machine = call.q.device, search.machine_for(call.q.device)
+    if machine is None:
+        return None
+    (d, e), pair = (call.q.shape[3], call.v.shape[3]), _pair(call, shape)
+    memory = machine.shared(search.number_of(device))
+    tried = candidates.candidates(kernel, d, e, call.q.element_size(), memory, pair)
+    configs = [
+        Config({"ROWS": each.rows, "KEYS": each.keys}, {"num_warps": each.warps, "num_stages": each.stages})
+        for each in tried
+    ]
+    return search.question(kernel.name, kernel.sources, configs, device, machine, _class(call, shape, pair))
+
+
+def _class(call: AnyCall, shape: Shape, pair: int) -> str:
+    """The class of a call: dtype, padded heads, the kind of its mask, bytes per pair, and two coarse kinds of the rest.
+
+    Biases, softcap and dropout (``extras``) take registers and shared memory, of which the fastest tiles may leave little.
+    """
+    kind = 2 if shape.mask else int(shape.banded or bool(shape.lengths))
+    extras = bool(shape.bias) or call.softcap > 0 or call.dropout_p > 0
+    d, e = (sum(blocks.parts(each)) for each in (call.q.shape[3], call.v.shape[3]))
+    sizes = {"d": d, "e": e, "extras": extras, "long": call.q.shape[2] > _SHORT, "mask": kind, "pair": pair}
+    return search.class_of(search.name_of(call.q.dtype), {name: int(size) for name, size in sizes.items()})
+
+
+def _blocks(config: Config) -> Blocks:
+    sizes, options = config.constexprs, config.options
+    return Blocks(sizes["ROWS"], sizes["KEYS"], options["num_warps"], options["num_stages"])
+
+
+def invariant_tiles_of(call: AnyCall, shape: Shape) -> Tiles[Any, Any]:
+    """As :func:`invariant_blocks_of`: never by search."""
+    size = invariant_blocks_of(call, shape)
+    return Tiles(None, lambda _: size)
 
 
 def invariant_blocks_of(call: AnyCall, shape: Shape) -> Blocks:
@@ -74,17 +131,31 @@ def launcher(
     dtype: torch.dtype,
     names: Sequence[str],
     numbers: dict[str, Any],
-) -> Run:
-    """A function of tensors, in the order of ``names``, that launches the kernel with these constants and numbers.
+) -> Launches:
+    """What launches the kernel with these constants and numbers on tensors, in the order of ``names``.
 
     Products of float32 are computed as torch's settings say at the time of a launch: in TF32, or as exactly as float32 allows.
     """
     coarse = PreparedLaunch(kernel((*constants, ("PRECISION", "tf32"))), names, numbers)
     if dtype != torch.float32:
         return coarse
-    exact = PreparedLaunch(kernel((*constants, ("PRECISION", "ieee"))), names, numbers)
-    settings = torch.backends.cuda.matmul
-    return lambda *tensors: (coarse if settings.fp32_precision == "tf32" else exact)(*tensors)
+    return _ByPrecision(coarse, PreparedLaunch(kernel((*constants, ("PRECISION", "ieee"))), names, numbers))
+
+
+class _ByPrecision:
+    """One of two launches, by what torch's settings say of products of float32."""
+
+    def __init__(self, coarse: PreparedLaunch, exact: PreparedLaunch) -> None:
+        self.coarse, self.exact = coarse, exact
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        (self.coarse if search.rounded() else self.exact)(*tensors)
+
+    def time(self, *tensors: Tensor | None) -> float:
+        return (self.coarse if search.rounded() else self.exact).time(*tensors)
+
+
+Launches = PreparedLaunch | _ByPrecision
 
 
 def listed(call: AnyCall, shape: Shape, size: Blocks) -> bool:
@@ -109,3 +180,44 @@ def tensors_of(call: AnyCall, shape: Shape) -> list[Tensor | None]:
 def rescale(dropout_p: float) -> float:
     """What the probabilities that dropout keeps are times."""
     return 0.0 if dropout_p >= 1 else 1 / (1 - dropout_p)
+
+
+class Tiled:
+    """Launches a kernel on a call's tensors and its lists of tiles, with the tiles that a table has or a search finds.
+
+    Args:
+        kernel: makes the kernel for constants, and is cached.
+        tiles: of :func:`tiles_of`.
+        shape: of the calls' masks and biases.
+        dtype: of queries.
+        names: of the tensors that are given.
+        numbers: what else the kernel takes, by name.
+        written: which of the tensors are results.
+        by_keys: whether its programs have tiles of keys.
+        constants: beside those of :func:`constants_of`.
+    """
+
+    def __init__(
+        self, kernel: Callable[[Constants], TritonKernel], tiles: Tiles[Blocks, Launches], shape: Shape, dtype: torch.dtype,
+        names: Sequence[str], numbers: dict[str, Any], *, written: slice, by_keys: bool = False, constants: Constants = (),
+    ) -> None:  # fmt: skip
+        self._kernel, self._tiles, self._shape, self._dtype = kernel, tiles, shape, dtype
+        self._names, self._numbers = (*names, "tiles", "counts"), numbers
+        self._written, self._by_keys, self._constants = written, by_keys, constants
+
+    def __call__(self, call: AnyCall, *tensors: Tensor | None) -> None:
+        """Launch; where the tiles are not known yet, they are chosen first."""
+        size, launch = self._tiles.chosen or self._tiles.choose(
+            functools.partial(self._made, call, self._kernel), functools.partial(self._time, call, tensors)
+        )
+        launch(*tensors, *lists_of(call, self._shape, size, by_keys=self._by_keys))
+
+    def _made(self, call: AnyCall, kernel: Callable[[Constants], TritonKernel], size: Blocks) -> Launches:
+        constants = (*constants_of(call, self._shape, size), *self._constants)
+        return launcher(kernel, constants, self._dtype, self._names, self._numbers)
+
+    def _time(self, call: AnyCall, tensors: Sequence[Tensor | None], size: Blocks) -> search.Timed:
+        launch = self._made(call, inspect.unwrap(self._kernel), size)  # what is tried is not kept
+        results = [each for each in tensors[self._written] if each is not None]
+        search.emptied(*results)
+        return launch.time(*tensors, *lists_of(call, self._shape, size, by_keys=self._by_keys)), results

@@ -110,9 +110,26 @@ def choose(
     >>> choose(FORWARD, 128, 2, 4096, 232448, 1)
     Blocks(rows=128, keys=64, warps=8, stages=4)
     """
-    fitting = [rule.blocks for rule in rules if head <= rule.head and size <= rule.size]
-    roomy = [each for each in fitting if _bytes(each, head, size, tensors, pair) <= memory]
-    found = (roomy or fitting[-1:])[0]
+    return fitted(roomy(rules, head, size, memory, tensors, pair)[0], queries)
+
+
+def roomy(
+    rules: tuple[Rule, ...], head: int, size: int, memory: int, tensors: int, pair: int = 0
+) -> tuple[Blocks, ...]:
+    """Of the rows that are for the narrowest heads in which these fit, those that have room; the last, where none has.
+
+    The arguments are those of :func:`choose`.
+
+    >>> roomy(FORWARD, 128, 2, 166912, 1)[1]
+    Blocks(rows=128, keys=64, warps=8, stages=2)
+    """
+    fitting = [rule for rule in rules if head <= rule.head and size <= rule.size]
+    found = [rule for rule in fitting if bytes_of(rule.blocks, head, size, tensors, pair) <= memory] or fitting[-1:]
+    return tuple(rule.blocks for rule in found if (rule.head, rule.size) == (found[0].head, found[0].size))
+
+
+def fitted(found: Blocks, queries: int) -> Blocks:
+    """The same tiles, smaller where there are fewer queries than they have rows."""
     while found.rows > _SMALLEST and found.rows >= 2 * queries:
         found = found._replace(rows=found.rows // 2, warps=max(4, found.warps // 2))
     return found
@@ -127,12 +144,13 @@ def invariant(head: int, size: int, memory: int, pair: int = 0) -> Blocks:
     (Blocks(rows=64, keys=64, warps=4, stages=3), Blocks(rows=64, keys=64, warps=4, stages=3))
     """
     found = choose(INVARIANT, head, size, _WHOLE, memory, 1)
-    while found.stages > 1 and _bytes(found, head, size, 1, pair) > memory:
+    while found.stages > 1 and bytes_of(found, head, size, 1, pair) > memory:
         found = found._replace(stages=found.stages - 1)
     return found
 
 
-def _bytes(blocks: Blocks, head: int, size: int, tensors: int, pair: int) -> int:
+def bytes_of(blocks: Blocks, head: int, size: int, tensors: int, pair: int) -> int:
+    """The shared memory that tiles take, reckoned from what they hold; the arguments are those of :func:`choose`."""
     padded = sum(parts(head)) * size
     pairs = blocks.rows * blocks.keys * pair * (blocks.stages + 1)
     return padded * (tensors * blocks.rows + 2 * blocks.stages * blocks.keys) + pairs

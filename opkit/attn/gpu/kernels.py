@@ -8,6 +8,7 @@ from typing import Any
 from opkit import config
 from opkit.attn import gradients
 from opkit.attn.calls import BiasCall, Call, GradientCall, predicate
+from opkit.attn.gpu import tuned
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import forward as hopper
@@ -18,7 +19,6 @@ from opkit.attn.gpu.portable import invariant
 from opkit.attn.memory_safety import results_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 NAME = "triton"
 _HOPPER = 1  # of a kernel's priority: above the portable ones
@@ -69,7 +69,7 @@ def takes_bias_gradients(call: BiasCall) -> bool:
     return takes_gradients(as_gradients)
 
 
-@PreparedKernel
+@tuned.forward
 def forward(*given: Any) -> Any:
     """The operator's result and log-sum-exp, of its own arguments.
 
@@ -84,7 +84,7 @@ def forward(*given: Any) -> Any:
     return portable.forward(call)
 
 
-@PreparedKernel
+@tuned.backward
 def backward(*given: Any) -> Any:
     """The gradients of q, k and v, and delta; its arguments are a :class:`~opkit.attn.calls.GradientCall`.
 
@@ -98,7 +98,7 @@ def backward(*given: Any) -> Any:
     return portable_backward.backward(call)
 
 
-@PreparedKernel
+@tuned.of_biases
 def bias_backward(*given: Any) -> Any:
     """The gradients of some of the tensors of a bias; its arguments are a :class:`~opkit.attn.calls.BiasCall`.
 

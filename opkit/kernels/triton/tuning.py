@@ -25,6 +25,11 @@ from opkit.kernels.triton.records import Lookup
 
 Measure = Callable[[Config], float]
 
+
+class Unfit(Exception):
+    """A measurement raises it for a configuration that is not to be used, of which nobody promised that it can be."""
+
+
 _NO_MEMORY = "out of memory"
 _SKIPPED = {
     "OutOfResources": "out of resources",
@@ -32,6 +37,7 @@ _SKIPPED = {
     "OutOfMemoryError": _NO_MEMORY,
     "MemoryError": _NO_MEMORY,
     "PTXASError": "ptxas refused it",
+    "Unfit": "unfit",
     "CompileTimeAssertionFailure": "a static_assert of the kernel failed",
 }
 """Exceptions that speak against one configuration alone, by the names of their classes, as neither torch nor Triton is
@@ -143,6 +149,26 @@ def decide(
     return choice
 
 
+def known(
+    identity: Identity, configs: Sequence[Config], device: str, bucket: str, folders: Sequence[Path] = ()
+) -> Choice:
+    """What :func:`decide` would answer where nothing may be timed; nothing is said of it, and nothing kept.
+
+    >>> both = [Config({"BLOCK": 64}), Config({"BLOCK": 128})]
+    >>> known(Identity("demo::f", "f", "0"), both, "a GPU that there is not", "bf16 | d=64").source
+    'first'
+    """
+    question = _Question(identity, tuple(dict.fromkeys(configs)), device, bucket, tuple(folders))
+    if len(question.configs) == 1:
+        return question.answer(question.configs[0], "only")
+    if question.key in _memory:
+        return _memory[question.key]
+    found = question.lookup()
+    if found.config is None or found.entry is None:
+        return _similar(question)
+    return question.answer(found.config, "record", found.entry.tried)
+
+
 def _decided(question: _Question, measure: Measure, capturing: bool) -> Choice:
     if len(question.configs) == 1:
         return question.answer(question.configs[0], "only")
@@ -179,14 +205,19 @@ def _complain(question: _Question, found: Lookup) -> None:
             _warn(f"A tuning result of {question.identity} is not used, and it is measured again: {refusal}.")
 
 
-def _makeshift(question: _Question, capturing: bool) -> Choice:
-    """What to run with where nothing may be timed."""
+def _similar(question: _Question) -> Choice:
+    """What was found for the most similar bucket, or else the first configuration."""
     found = records.nearest(question.identity, question.configs, question.device, question.bucket, question.folders)
     if found.config is None or found.entry is None:
-        choice, what = question.answer(question.configs[0], "first"), "its first configuration"
-    else:
-        choice = question.answer(found.config, "nearest", found.entry.tried)
-        what = f"the configuration for {found.entry.bucket}"
+        return question.answer(question.configs[0], "first")
+    return dataclasses.replace(question.answer(found.config, "nearest", found.entry.tried), bucket=found.entry.bucket)
+
+
+def _makeshift(question: _Question, capturing: bool) -> Choice:
+    """What to run with where nothing may be timed."""
+    found = _similar(question)
+    choice = dataclasses.replace(found, bucket=question.bucket)
+    what = f"the configuration for {found.bucket}" if found.source == "nearest" else "its first configuration"
     if capturing:
         _warn(
             f"{question.identity} was not tuned for {question.bucket} on {question.device}, and cannot be while a CUDA "

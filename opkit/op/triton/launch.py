@@ -91,6 +91,11 @@ class Form:
         assert launching.launcher is not None
         return launching.launcher.repeat(lambda: overload(*given))
 
+    def time(self, device: str, given: Sequence[Any]) -> float:
+        """The median milliseconds of a launch on the values of :attr:`names`; see :meth:`Launching.time`."""
+        overload, launching = self._served(device)
+        return launching.time(lambda: overload(*given))
+
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
         """The places in :attr:`names` of the tensors whose addresses :meth:`repeated` is to be given."""
@@ -146,6 +151,11 @@ def recording() -> Generator[list[Values]]:
         _recorded.reset(token)
 
 
+def is_recorded() -> bool:
+    """Whether launches of this thread are noted in place of made."""
+    return _recorded.get() is not None
+
+
 def launch(kernel: TritonKernel, values: Mapping[str, Any]) -> None:
     """Launch a kernel on values by name.
 
@@ -196,6 +206,16 @@ class PreparedLaunch:
             found = self._launches[there] = _Launch(self, tensors)
         found(tensors)
 
+    def time(self, *tensors: torch.Tensor | None) -> float:
+        """The median milliseconds that a launch on these tensors takes, with cold caches; it waits for the GPU.
+
+        The kernel is launched many times, and what it writes to is not restored.
+
+        Raises:
+            OpkitError, RuntimeError: it does not compile, the driver refuses it, or the stream is being captured.
+        """
+        return _Launch(self, tensors).time(tensors)
+
 
 class _Launch:
     """The launches of some tensors that are there and others that are None, on the device of the first.
@@ -218,8 +238,13 @@ class _Launch:
         if self._repeated is not None and (index < 0 or private.current_gpu() == index):
             self._repeated([tensors[i].data_ptr() for i in self._addressed], private.current_stream(index))
             return
-        given = [value if place < 0 else tensors[place] for place, value in self._given]
-        self._repeated = self._form.repeated(self._device, given)
+        self._repeated = self._form.repeated(self._device, self._values(tensors))
+
+    def time(self, tensors: Sequence[Any]) -> float:
+        return self._form.time(self._device, self._values(tensors))
+
+    def _values(self, tensors: Sequence[Any]) -> list[Any]:
+        return [value if place < 0 else tensors[place] for place, value in self._given]
 
 
 def _kind(kernel: TritonKernel, name: str, value: Any) -> str:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,17 @@ def _served(miss: Callable[[_core.Call], _core.Entry | None] | None, call: _core
     return miss(call)
 
 
+@dataclasses.dataclass
+class _Stopwatch:
+    """What was found of a launch that was timed: the milliseconds, or why it failed."""
+
+    ms: float | None = None
+    error: Exception | None = None
+
+
+_stopwatch: contextvars.ContextVar[_Stopwatch | None] = contextvars.ContextVar("opkit_stopwatch", default=None)
+
+
 class Launching:
     """Fills the launcher's table. ``module`` is that of the operator, whose package may hold compiled kernels."""
 
@@ -76,7 +89,38 @@ class Launching:
         for i in self._tensors:
             values[i] = None if values[i] is None else Memory._make(values[i])
         named = self.named(values)
+        watch = _stopwatch.get()
+        if watch is not None:
+            return self._timed(watch, call, values, named)
         return self._tuned(call, values, named) if self.bound.kernel.configs else self.entry(call, values, named)
+
+    def time(self, launch: Callable[[], object]) -> float:
+        """The median milliseconds of the launch that ``launch`` makes, with cold caches. It is made many times.
+
+        What it writes to is not restored. Nothing may be captured meanwhile.
+
+        Raises:
+            OpkitError, RuntimeError: it does not compile, or the driver refuses it.
+        """
+        assert self.launcher is not None
+        watch = _Stopwatch()
+        token = _stopwatch.set(watch)
+        try:
+            while watch.ms is None and watch.error is None:  # another thread may fill the table in between
+                self.launcher.clear()
+                launch()
+        finally:
+            _stopwatch.reset(token)
+        if watch.error is not None:
+            raise watch.error
+        assert watch.ms is not None
+        return watch.ms
+
+    def _timed(self, watch: _Stopwatch, call: _core.Call, values: Sequence[Any], named: dict[str, Any]) -> None:
+        try:
+            watch.ms = call.time(self.entry(call, values, named))
+        except Exception as error:  # on its way through the dispatcher it would lose its class
+            watch.error = error
 
     def entry(self, call: _core.Call, values: Sequence[Any], named: dict[str, Any]) -> _core.Entry:
         """What to launch for these values, configs included."""

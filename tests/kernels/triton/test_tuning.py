@@ -97,6 +97,7 @@ def caused(by):
         (RuntimeError("hipErrorOutOfMemory"), "out of memory: hip"),
         (caused(CompileTimeAssertionFailure("BLOCK")), "a static_assert of the kernel failed: BLOCK"),
         (caused(OutOfResources("registers")), "out of resources: registers"),
+        (tuning.Unfit("no such layout"), "unfit: no such layout"),
     ],
 )
 def test_want_of_resources_skips_a_configuration(error, reason):
@@ -182,6 +183,22 @@ def test_switched_off(settings):
     assert decide(never).source == "record"
     assert decide(never, bucket="bf16 | d=64").source == "nearest"
     assert decide(never, identity=dataclasses.replace(RMS, hash="new")).source == "first"
+
+
+def known(bucket=BUCKET, configs=CONFIGS):
+    return tuning.known(RMS, configs, DEVICE, bucket)
+
+
+def test_what_is_known_is_told_without_measuring():
+    assert (known().config, known().source) == (CONFIGS[0], "first")
+    decide(Timer())
+    assert (known().config, known().source) == (BEST, "tuned")
+    tuning.forget()
+    assert (known().config, known().source, known().ms) == (BEST, "record", 0.25)
+    similar = known("bf16 | d=4096")
+    assert (similar.config, similar.source, similar.bucket) == (BEST, "nearest", BUCKET)
+    assert known(configs=CONFIGS[:1]).source == "only"
+    assert decide(Timer(), bucket="bf16 | d=4096").source == "tuned"  # what was told is not kept
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import triton.language as tl
 
 import opkit
 import opkit.op.triton.launch as launches
-from opkit.errors import ArgumentError, DeclarationError
+from opkit.errors import ArgumentError, CompileError, DeclarationError
+from opkit.kernels.triton import compiling
 from opkit.op.triton.launch import PreparedLaunch, recording
 from opkit.testing import compile_launches
 
@@ -58,6 +59,43 @@ def test_an_address_of_another_alignment_is_compiled_for(device):
         launch(each, None, out)
     assert len(device.requests) == 2
     assert [parameters(row)[0] for row in device.launches] == [each.data_ptr() for each in (x, moved, moved, x)]
+
+
+def test_a_launch_is_timed_in_place_of_made(device):
+    launch = PreparedLaunch(kernel(), ("x", "bias", "out"), {"n": 100, "scale": 0.5})
+    x, out = torch.ones(100), torch.empty(100)
+    assert launch.time(x, None, out) >= 0
+    assert len(device.launches) > 1
+    assert {tuple(parameters(row)[:2]) for row in device.launches} == {(x.data_ptr(), out.data_ptr())}
+    before = len(device.launches)
+    launch(x, None, out)
+    launch(x, None, out)
+    assert len(device.launches) == before + 2
+    assert launch.time(x, None, out) >= 0  # although the table has it now
+    assert len(device.launches) > before + 3
+
+
+def test_what_fails_while_it_is_timed_keeps_its_class(device, monkeypatch):
+    def refuse(request):
+        raise CompileError("no such layout")
+
+    launch = PreparedLaunch(kernel(), ("x", "bias", "out"), {"n": 100, "scale": 0.5})
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "build", refuse)
+        with pytest.raises(CompileError, match="no such layout"):
+            launch.time(torch.ones(100), None, torch.empty(100))
+    launch(torch.ones(100), None, torch.empty(100))
+    assert len(device.launches) == 1
+
+
+def test_nothing_is_timed_in_a_capture(device):
+    launch = PreparedLaunch(kernel(), ("x", "bias", "out"), {"n": 100, "scale": 0.5})
+    device.fake.library.fake_capture(1)
+    try:
+        with pytest.raises(RuntimeError, match="nothing can be measured while the stream is being captured"):
+            launch.time(torch.ones(100), None, torch.empty(100))
+    finally:
+        device.fake.library.fake_capture(0)
 
 
 def test_what_launches_nothing_is_not_remembered(device):

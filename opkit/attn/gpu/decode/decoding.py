@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,14 @@ from opkit import config
 from opkit.attn import program
 from opkit.attn.allocation import dense_rows, like, rows
 from opkit.attn.calls import Call, predicate
-from opkit.attn.gpu.decode.plan import Shape, blocks_of, device_of, parts
+from opkit.attn.gpu import examples, search
+from opkit.attn.gpu.decode.division import KERNEL, SOURCES, Divided, divided, explained, question_of
+from opkit.attn.gpu.decode.plan import Blocks, Shape, blocks_of, device_of, parts
 from opkit.attn.memory_safety import shapes_fit, sinks_fit
 from opkit.errors import KernelError
+from opkit.kernels.triton.record_format import Identity
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
+from opkit.op.prepared import TunedKernel
 
 if TYPE_CHECKING:
     from opkit.attn.gpu.decode.launches import Plan
@@ -94,7 +98,21 @@ def refuse_batch_invariance(operator: str) -> None:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-@PreparedKernel
+def notes(*given: Any) -> Sequence[str]:
+    """How a call would be divided, and why."""
+    call = Call(*given)
+    lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
+    shape = shape_of(call, numbers_of(lower, upper, call.scale, call.softcap), shared=False)
+    gpu = device_of(index_of(call.q))
+    return [explained(question_of(shape, gpu, call.q.device, call.q.dtype), functools.partial(blocks_of, shape, gpu))]
+
+
+def identities() -> list[Identity]:
+    """The kernel as results of searches are recorded."""
+    return [search.identity(KERNEL, SOURCES)]
+
+
+@functools.partial(TunedKernel, examples=tuple(examples.decoding()), identities=identities, notes=notes)
 def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """The operator's result and log-sum-exp, of its own arguments; :func:`takes` says of which.
 
@@ -135,26 +153,42 @@ def may_share(k: Tensor, v: Tensor) -> bool:
     return v.shape[3] == parts(k.shape[3])[0] < k.shape[3] and k.stride() == v.stride()
 
 
-def _plan(call: Call, numbers: dict[str, Any], shared: bool) -> Plan:
-    from opkit.attn.gpu.decode import launches as decode_launches
-
+def shape_of(call: Call, numbers: dict[str, Any], shared: bool) -> Shape:
+    """A call as it matters for its division; ``numbers`` are those of :func:`numbers_of`."""
     q, k, v = call[:3]
-    group, sizes, item = q.shape[1] // k.shape[1], (k.shape[3], v.shape[3]), k.element_size()
-    gpu, height, kv_heads = device_of(index_of(q)), group * q.shape[2], k.shape[1]
-    banded = numbers["lower"] > -FAR or numbers["upper"] < FAR
-    mixed = banded and q.shape[2] > 1
-    shape = Shape(
-        height, q.shape[0] * kv_heads, k.shape[2], *sizes, item, item, shared=shared, mixed=mixed and group % 64 > 0
-    )
-    blocks = blocks_of(shape, gpu)
-    constants = {
-        **decode_launches.constants_of(blocks, group, sizes, q.dtype, gpu),
+    group, item = q.shape[1] // k.shape[1], k.element_size()
+    mixed = _banded(numbers) and q.shape[2] > 1 and group % 64 > 0
+    sizes = k.shape[2], k.shape[3], v.shape[3]
+    return Shape(group * q.shape[2], q.shape[0] * k.shape[1], *sizes, item, item, shared=shared, mixed=mixed)
+
+
+def _banded(numbers: dict[str, Any]) -> bool:
+    return bool(numbers["lower"] > -FAR or numbers["upper"] < FAR)
+
+
+def _plan(call: Call, numbers: dict[str, Any], shared: bool) -> Plan | Divided:
+    q, k, v = call[:3]
+    (batch, heads, queries, _), kv_heads, keys, sizes = q.shape, k.shape[1], k.shape[2], (k.shape[3], v.shape[3])
+    group, height, dtype = heads // kv_heads, heads // kv_heads * queries, q.dtype
+    gpu, shape = device_of(index_of(q)), shape_of(call, numbers, shared)
+    banded = _banded(numbers)
+    settled = {
         "PAGE": 0, "BATCH": 1, "SHARED": shared, "CAPPED": call.softcap > 0, "SINKS": call.sinks is not None,
-        "NEGATIVE": call.scale < 0, "MIXED": mixed and group % blocks.rows != 0,
-        "WHOLE": not banded and k.shape[2] % blocks.block == 0, "K_SCALED": False, "V_SCALED": False, "FP8": False,
+        "NEGATIVE": call.scale < 0, "K_SCALED": False, "V_SCALED": False, "FP8": False,
     }  # fmt: skip
-    slots = q.shape[0] * -(-height // blocks.rows)
-    return decode_launches.plan(blocks, constants, slots, kv_heads, min(height, blocks.rows), numbers)
+
+    def made(blocks: Blocks) -> Plan:
+        from opkit.attn.gpu.decode import launches as decode_launches
+
+        constants = {
+            **decode_launches.constants_of(blocks, group, sizes, dtype, gpu), **settled,
+            "MIXED": banded and queries > 1 and group % blocks.rows != 0,
+            "WHOLE": not banded and keys % blocks.block == 0,
+        }  # fmt: skip
+        slots = batch * -(-height // blocks.rows)
+        return decode_launches.plan(blocks, constants, slots, kv_heads, min(height, blocks.rows), numbers)
+
+    return divided(question_of(shape, gpu, q.device, dtype), functools.partial(blocks_of, shape, gpu), made)
 
 
 def index_of(x: Tensor) -> int:

@@ -48,6 +48,17 @@ class Plan(NamedTuple):
         if self.merge is not None:
             self.merge(partial, out, lse, given, pages[1], pages[2])
 
+    def time(
+        self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES
+    ) -> float:
+        """The milliseconds that the launches of :meth:`run` take, one after the other."""
+        partial = lse if self.merge is None else lse.new_empty(self.partial)
+        given = lse if sinks is None else sinks.contiguous()
+        took = self.decode.time(*read, out, lse, given, partial, *pages)
+        if self.merge is not None:
+            took += self.merge.time(partial, out, lse, given, pages[1], pages[2])
+        return took
+
 
 def plan(
     blocks: Blocks, constants: dict[str, Any], slots: int, kv_heads: int, height: int, numbers: dict[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ from opkit.attn.gpu.decode.decoding import (
     refuse_batch_invariance,
     where,
 )
-from opkit.attn.gpu.decode.plan import Shape, blocks_of, device_of, power
+from opkit.attn.gpu.decode.division import Divided, divided, question_of
+from opkit.attn.gpu.decode.plan import Blocks, Shape, blocks_of, device_of, power
 from opkit.attn.paged_cpu import PagedCall
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
@@ -91,9 +93,7 @@ def _bytes(pages: Tensor) -> Tensor:
     return dense_rows(pages).view(torch.uint8)
 
 
-def _plan(call: PagedCall, shared: bool) -> Plan:
-    from opkit.attn.gpu.decode import launches as decode_launches
-
+def _plan(call: PagedCall, shared: bool) -> Plan | Divided:
     (total, heads, d), (_, page, kv_heads, dv) = call.q.shape, call.v_pages.shape
     batch, group, keys = call.lengths.shape[0], heads // kv_heads, call.page_table.shape[1] * page
     gpu = device_of(index_of(call.q))
@@ -103,17 +103,23 @@ def _plan(call: PagedCall, shared: bool) -> Plan:
     shape = Shape(
         height, batch * kv_heads, keys, d, dv, computed.itemsize, stored, True, shared, mixed and group % 64 > 0
     )
-    blocks = blocks_of(shape, gpu)
-    constants = {
-        **decode_launches.constants_of(blocks, group, (d, dv), computed, gpu),
+    settled = {
         "PAGE": page, "BATCH": power(batch), "SHARED": shared, "CAPPED": call.softcap > 0,
         "SINKS": call.sinks is not None, "NEGATIVE": call.scale < 0, "WHOLE": False,
-        "MIXED": mixed and group % blocks.rows != 0,
         "K_SCALED": call.k_scale is not None, "V_SCALED": call.v_scale is not None,
         "FP8": call.k_pages.dtype == torch.float8_e4m3fn,
     }  # fmt: skip
-    slots, tall = total * group // blocks.rows + batch, min(blocks.rows, total * group)
-    return decode_launches.plan(blocks, constants, slots, kv_heads, tall, {**numbers, "keys": keys})
+
+    def made(blocks: Blocks) -> Plan:
+        from opkit.attn.gpu.decode import launches as decode_launches
+
+        constants = decode_launches.constants_of(blocks, group, (d, dv), computed, gpu)
+        constants |= {**settled, "MIXED": mixed and group % blocks.rows != 0}
+        slots, tall = total * group // blocks.rows + batch, min(blocks.rows, total * group)
+        return decode_launches.plan(blocks, constants, slots, kv_heads, tall, {**numbers, "keys": keys})
+
+    asked = question_of(shape, gpu, call.q.device, computed)
+    return divided(asked, functools.partial(blocks_of, shape, gpu), made)
 
 
 def _computed(call: PagedCall) -> torch.dtype:

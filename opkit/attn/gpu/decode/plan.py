@@ -16,6 +16,7 @@ import torch
 MOST_SPLITS = 128
 _LEAST = 16  # of the sizes that a matrix product takes
 _IN_FLIGHT = 32768  # bytes of a block of keys and values; twice as many where a program has a multiprocessor to itself
+_MANY_KEYS = 4096  # changes for fewer are searched for apart
 _SCRATCH = 1024  # bytes of shared memory beside blocks and queries
 _BUFFERS = {(False, False): 2, (True, False): 2, (False, True): 3, (True, True): 4}
 """Blocks in shared memory: whether a program has a multiprocessor to itself, and whether tiles have more than 32 rows."""
@@ -47,6 +48,23 @@ class Blocks(NamedTuple):
     stages: int
     warps: int
     splits: int
+
+
+class Change(NamedTuple):
+    """How a division differs from what the rules say: a block's keys and warps times so many, and stages more."""
+
+    block: float = 1
+    stages: int = 0
+    warps: float = 1
+
+
+AS_RULED = Change()
+CHANGES = (
+    AS_RULED, Change(block=0.5), Change(block=2), Change(stages=-1), Change(stages=1), Change(warps=0.5), Change(warps=2),
+    Change(block=2, warps=2), Change(block=0.5, stages=1),
+)  # fmt: skip
+"""What is tried on a GPU that the rules were not made on."""
+_MOST_WARPS = 8
 
 
 @functools.cache
@@ -89,8 +107,8 @@ class Shape(NamedTuple):
     mixed: bool = False
 
 
-def blocks_of(shape: Shape, gpu: Device) -> Blocks:
-    """How to divide a call.
+def blocks_of(shape: Shape, gpu: Device, change: Change = AS_RULED) -> Blocks:
+    """How to divide a call; with a change of the rules, as far as there is room for it.
 
     >>> h200 = Device(132, 232448, True, "tf32x3")
     >>> blocks_of(Shape(4, 8, 8192, 128, 128, 2, 2), h200)
@@ -112,12 +130,15 @@ def blocks_of(shape: Shape, gpu: Device) -> Blocks:
     narrow = shape.stored < shape.item  # what is converted goes through registers
     double = alone and tall != 64 and not narrow
     block = _block(free // 2 if huge else _IN_FLIGHT * (1 + double), elements * shape.item)
-    buffers = _BUFFERS[alone, tall > 32] * (2 if narrow and tall <= 32 else 1)
+    if change.block != 1:
+        block = max(_LEAST, min(int(block * change.block), _block(free, elements * shape.item)))
+    buffers = _BUFFERS[alone, tall > 32] * (2 if narrow and tall <= 32 else 1) + change.stages
     stages = max(1, min(buffers, free // (block * elements * shape.stored)))
     stages += tall <= 32  # products of small tiles leave the tensor cores' operands in registers
     crowded = tall == 128 or size > 256 or (size > 128 and (tall == 64 or shape.item > 2))
     splits = splits_of(tiles, gpu.processors * (1 if alone else 2), -(-shape.keys // block))
     warps = 8 if crowded else 2 if lone and tall == 16 else 4
+    warps = max(1, min(int(warps * change.warps), _MOST_WARPS))
     return Blocks(tall, block, 2 * stages - 1 if shape.paged else stages, warps, splits)
 
 
@@ -138,6 +159,13 @@ def _rows(height: int, most: int) -> int:
 def _block(room: int, read: int) -> int:
     """Keys of a block, a power of two: as many as ``room`` has bytes for, up to 128."""
     return max(_LEAST, min(128, power(room // read + 1) // 2))
+
+
+def class_of(shape: Shape, blocks: Blocks) -> dict[str, int]:
+    """What of a call decides which change is the fastest: a tile's rows, heads, bytes, pages, whether there are many keys."""
+    sizes = {"d": sum(parts(shape.d)), "e": sum(parts(shape.dv)), "stored": shape.stored, "rows": blocks.rows}
+    flags = {"paged": shape.paged, "shared": shape.shared, "mixed": shape.mixed, "long": shape.keys > _MANY_KEYS}
+    return {**sizes, **{name: int(flag) for name, flag in flags.items()}}
 
 
 def splits_of(tiles: int, room: int, blocks: int) -> int:

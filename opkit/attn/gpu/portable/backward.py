@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, like, rows
 from opkit.attn.calls import GradientCall
-from opkit.attn.gpu import arguments, blocks, plans
+from opkit.attn.gpu import arguments, blocks, candidates, plans
 from opkit.attn.gpu.arguments import Run
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
@@ -20,7 +20,7 @@ from opkit.op.triton.launch import PreparedLaunch
 
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 _ROWS = ("out", "gradient", "of_lse", "delta")
-_TENSORS = ("q", "k", "v", "gradient", "lse", "delta", "seed", *plans.TENSORS, "tiles", "counts")
+_TENSORS = ("q", "k", "v", "gradient", "lse", "delta", "seed", *plans.TENSORS)
 _ELEMENTS = 4096  # of a tile of results
 _DELTA, _OF_KEYS, _OF_QUERIES = (
     Named("opkit.attn.gpu.portable.device.backward", name)
@@ -83,24 +83,24 @@ def backward(example: GradientCall) -> Run:
 def _launch(example: GradientCall) -> Run:
     """A function of a call and its results, which launches the three kernels."""
     (batch, heads, queries, _), (_, kv_heads, _, columns) = example.q.shape, example.v.shape
-    shape = arguments.shape_of(example)
-    by_keys = arguments.blocks_of(blocks.OF_KEYS, example, shape, 2)
-    by_queries = arguments.blocks_of(blocks.OF_QUERIES, example, shape, 2)
-    numbers, dtype = {**_numbers(example), **plans.numbers_of(shape)}, example.q.dtype
+    shape, dtype = arguments.shape_of(example), example.q.dtype
+    numbers = {**_numbers(example), **plans.numbers_of(shape)}
     sums = {"heads": heads, "queries": queries, "programs": batch * heads}
     of_rows = PreparedLaunch(delta_kernel(columns), _ROWS, sums)
-    constants = arguments.constants_of(example, shape, by_keys)
+    tiles = arguments.tiles_of(candidates.OF_KEYS, example, shape)
     theirs = {**numbers, "kv_heads": kv_heads, "programs": batch * kv_heads}
-    of_keys = arguments.launcher(keys_kernel, constants, dtype, ("of_k", "of_v", *_TENSORS), theirs)
-    constants = arguments.constants_of(example, shape, by_queries)
+    of_keys = arguments.Tiled(
+        keys_kernel, tiles, shape, dtype, ("of_k", "of_v", *_TENSORS), theirs, written=slice(2), by_keys=True
+    )
+    tiles = arguments.tiles_of(candidates.OF_QUERIES, example, shape)
     theirs = {**numbers, "heads": heads, "programs": batch * heads}
-    of_queries = arguments.launcher(queries_kernel, constants, dtype, ("of_q", *_TENSORS), theirs)
+    of_queries = arguments.Tiled(queries_kernel, tiles, shape, dtype, ("of_q", *_TENSORS), theirs, written=slice(1))
 
     def launch(call: GradientCall, of_q: Tensor, of_k: Tensor, of_v: Tensor, delta: Tensor) -> None:
         of_rows(call.out, call.gradient, call.of_lse, delta)
         read = (call.q, call.k, call.v, call.gradient, call.lse, delta, call.seed, *arguments.tensors_of(call, shape))
-        of_keys(of_k, of_v, *read, *arguments.lists_of(call, shape, by_keys, by_keys=True))
-        of_queries(of_q, *read, *arguments.lists_of(call, shape, by_queries, by_keys=False))
+        of_keys(call, of_k, of_v, *read)
+        of_queries(call, of_q, *read)
 
     return launch
 

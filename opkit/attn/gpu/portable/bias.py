@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 from opkit.attn import program
 from opkit.attn.allocation import dense_rows
 from opkit.attn.calls import BiasCall
-from opkit.attn.gpu import arguments, blocks, plans
-from opkit.attn.gpu.arguments import Run
+from opkit.attn.gpu import arguments, blocks, candidates, plans, search
+from opkit.attn.gpu.arguments import Launches, Run
 from opkit.attn.gpu.blocks import Blocks
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
@@ -98,7 +99,7 @@ def backward(example: BiasCall) -> Run:
         call = call if fits else arguments.with_room(call)
         rows = [dense_rows(each) for each in (call.q, call.k, call.v, call.gradient)]
         read = (*rows, call.lse.contiguous(), call.delta.contiguous(), call.seed, *arguments.tensors_of(call, shape))
-        return [_sum([make(read) for make in each], x) for each, x in zip(makers, like, strict=True)]
+        return [_sum([make(call, read) for make in each], x) for each, x in zip(makers, like, strict=True)]
 
     return run
 
@@ -114,31 +115,52 @@ class _Maker:
     """Makes the gradient of a tensor as one term has it."""
 
     def __init__(self, call: BiasCall, term: Term, tensor: Tensor) -> None:
-        size = _blocks(call, term)
-        sizes = (call.q.shape[0], call.q.shape[1], call.q.shape[2], term.high, term.wide)
-        tiles = (*sizes[:2], blocks.tiles_in(sizes[2], size.rows), term.high, blocks.tiles_in(term.wide, size.keys))
-        own = [count for count, depends in zip(tiles, term.depends, strict=True) if depends]
-        wanted = max(1, _PROGRAMS * blocks.processors(call.q.device) // math.prod(own))
-        self.shares = min(wanted, math.prod(tiles) // math.prod(own))
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        numbers = {
-            **_numbers(call), **plans.numbers_of(arguments.shape_of(call)), "high": term.high, "wide": term.wide,
-            "shares": self.shares, "own": math.prod(n for n, d in zip(tiles[2:], term.depends[2:], strict=True) if d),
-            "programs": math.prod(n for n, d in zip(tiles[:2], term.depends[:2], strict=True) if d),
-        }  # fmt: skip
-        self.launch = arguments.launcher(kernel, _constants(call, term, size), call.q.dtype, _TENSORS, numbers)
+        most = max(_LEAST, 1 << (term.wide - 1).bit_length())  # keys of a tile: no more than a row has, rounded up
+        self.tiles: search.Tiles[Blocks, _Launch] = arguments.tiles_of(
+            candidates.OF_BIAS, call, arguments.shape_of(call), lambda size: size._replace(keys=min(size.keys, most))
+        )
+        self.term, self.shape, self.dtype = term, tuple(tensor.shape), tensor.dtype
 
-    def __call__(self, read: Sequence[Any]) -> Tensor:
-        shared = self.shares > 1
-        made = read[0].new_empty((self.shares, *self.shape), dtype=torch.float32 if shared else self.dtype)
-        self.launch(made, *read)
-        return made.sum(0).to(self.dtype) if shared else made[0]
+    def __call__(self, call: BiasCall, read: Sequence[Any]) -> Tensor:
+        _, launch = self.tiles.chosen or self.tiles.choose(
+            functools.partial(_launch, call, self.term, kernel), functools.partial(self._time, call, read)
+        )
+        made = self._room(launch, read)
+        launch.launches(made, *read)
+        return made.sum(0).to(self.dtype) if launch.shares > 1 else made[0]
+
+    def _room(self, launch: _Launch, read: Sequence[Any]) -> Tensor:
+        """Room for the shares of the gradient."""
+        dtype = torch.float32 if launch.shares > 1 else self.dtype
+        return read[0].new_empty((launch.shares, *self.shape), dtype=dtype)
+
+    def _time(self, call: BiasCall, read: Sequence[Any], size: Blocks) -> search.Timed:
+        launch = _launch(call, self.term, inspect.unwrap(kernel), size)
+        made = self._room(launch, read)
+        search.emptied(made)
+        return launch.launches.time(made, *read), [made.sum(0).to(self.dtype)]
 
 
-def _blocks(call: BiasCall, term: Term) -> Blocks:
-    """The tiles: of keys no more than a row has, rounded up."""
-    size = arguments.blocks_of(blocks.OF_BIAS, call, arguments.shape_of(call), 2)
-    return size._replace(keys=min(size.keys, max(_LEAST, 1 << (term.wide - 1).bit_length())))
+class _Launch(NamedTuple):
+    """Among how many programs each tile of the gradient is shared out, and what launches them."""
+
+    shares: int
+    launches: Launches
+
+
+def _launch(call: BiasCall, term: Term, kernel: Callable[[arguments.Constants], TritonKernel], size: Blocks) -> _Launch:
+    sizes = (call.q.shape[0], call.q.shape[1], call.q.shape[2], term.high, term.wide)
+    tiles = (*sizes[:2], blocks.tiles_in(sizes[2], size.rows), term.high, blocks.tiles_in(term.wide, size.keys))
+    own = [count for count, depends in zip(tiles, term.depends, strict=True) if depends]
+    wanted = max(1, _PROGRAMS * blocks.processors(call.q.device) // math.prod(own))
+    shares = min(wanted, math.prod(tiles) // math.prod(own))
+    numbers = {
+        **_numbers(call), **plans.numbers_of(arguments.shape_of(call)), "high": term.high, "wide": term.wide,
+        "shares": shares, "own": math.prod(n for n, d in zip(tiles[2:], term.depends[2:], strict=True) if d),
+        "programs": math.prod(n for n, d in zip(tiles[:2], term.depends[:2], strict=True) if d),
+    }  # fmt: skip
+    constants = _constants(call, term, size)
+    return _Launch(shares, arguments.launcher(kernel, constants, call.q.dtype, _TENSORS, numbers))
 
 
 def _constants(call: BiasCall, term: Term, size: Blocks) -> arguments.Constants:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from opkit.attn.calls import Float8Call, predicate
+from opkit.attn.gpu import tuned
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, sizes_fit
 from opkit.attn.memory_safety import sinks_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 NAME = "triton"
 _SMALL = 16  #: channels; products of float8 take more at once
@@ -34,7 +34,7 @@ def takes(call: Float8Call) -> bool:
     return call.q.dtype in _BYTES and descaled and sizes_fit(call) and sinks_fit(call.sinks, call.q)
 
 
-@PreparedKernel
+@tuned.float8
 def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """The operator's result and log-sum-exp, of its own arguments.
 

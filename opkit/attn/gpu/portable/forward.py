@@ -12,14 +12,15 @@ from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, like, rows
 from opkit.attn.calls import Call
-from opkit.attn.gpu import arguments, blocks, plans
+from opkit.attn.gpu import arguments, blocks, candidates, plans, search
 from opkit.attn.gpu.arguments import Run
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
 _DESCALES = ("q_by", "k_by", "v_by")
-_TENSORS = ("q", "k", "v", *_DESCALES, "out", "lse", "sinks", "seed", "tiles", "counts", *plans.TENSORS)
+_TENSORS = ("q", "k", "v", *_DESCALES, "out", "lse", "sinks", "seed", *plans.TENSORS)
+_RESULTS = slice(6, 8)  # of these, out and lse
 _FORWARD = Named("opkit.attn.gpu.portable.device.forward", "attention_forward")
 
 
@@ -47,21 +48,23 @@ def forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
         return lambda *given: (new_out(), new_lse())
     roomy = arguments.with_room(example)
     fits, shape = roomy is example, arguments.shape_of(roomy)
-    size = arguments.blocks_of(blocks.FORWARD, roomy, shape, 1)
-    size = arguments.invariant_blocks_of(roomy, shape) if ordered else size
-    numbers = {**_numbers(example), **plans.numbers_of(shape)}
-    constants = (*arguments.constants_of(example, shape, size), ("ORDERED", ordered), ("FP8", fp8))
-    launch = arguments.launcher(kernel, constants, q.dtype, _TENSORS, numbers)
+    tiles = arguments.invariant_tiles_of(roomy, shape) if ordered else tiles_of(roomy)
+    numbers, constants = {**_numbers(example), **plans.numbers_of(shape)}, (("ORDERED", ordered), ("FP8", fp8))
+    launch = arguments.Tiled(kernel, tiles, shape, q.dtype, _TENSORS, numbers, written=_RESULTS, constants=constants)
 
     def run(*given: Any, by: Sequence[Tensor | None] = (None, None, None)) -> tuple[Tensor, Tensor]:
         call = Call(*given) if fits else arguments.with_room(Call(*given))
         out, lse = new_out(), new_lse()
         read = dense_rows(call.q), dense_rows(call.k), dense_rows(call.v)
-        lists = arguments.lists_of(call, shape, size, by_keys=False)
-        launch(*read, *by, out, lse, call.sinks, call.seed, *lists, *arguments.tensors_of(call, shape))
+        launch(call, *read, *by, out, lse, call.sinks, call.seed, *arguments.tensors_of(call, shape))
         return out, lse
 
     return run
+
+
+def tiles_of(call: Call) -> search.Tiles[Any, Any]:
+    """The tiles of calls like this one, whose mask and bias have room in the kernel."""
+    return arguments.tiles_of(candidates.FORWARD, call, arguments.shape_of(call))
 
 
 def _numbers(call: Call) -> dict[str, Any]:

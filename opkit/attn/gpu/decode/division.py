@@ -1,0 +1,85 @@
+"""How calls of the decoding kernel are divided: by the rules, or on GPUs that these were not made on by a change of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opkit.attn.gpu import search
+from opkit.attn.gpu.decode import plan
+from opkit.attn.gpu.decode.plan import CHANGES, Blocks, Change, Device, Shape
+from opkit.attn.gpu.search import Question, Tiles
+from opkit.kernels.triton.configs import Config
+
+if TYPE_CHECKING:
+    from opkit.attn.gpu.decode.launches import Plan
+
+KERNEL = "decode"
+SOURCES = ("device/tile.py", "decode/device/decode.py", "decode/device/merge.py", "decode/plan.py")
+Divide = Callable[..., Blocks]
+
+# Relative to what the rules say, since these give other numbers to calls of one class.
+_CONFIGS = tuple(
+    Config({"BLOCK_TIMES": each.block, "STAGES_MORE": each.stages, "WARPS_TIMES": each.warps}) for each in CHANGES
+)
+
+
+def divided(question: Question | None, divide: Divide, make: Callable[[Blocks], Plan]) -> Plan | Divided:
+    """Launches of calls of some shapes.
+
+    Args:
+        question: which change of the rules is the fastest; None where they are not changed.
+        divide: the rules for these calls, of a change.
+        make: the launches of a division.
+    """
+    return make(divide()) if question is None else Divided(question, divide, make)
+
+
+class Divided:
+    """Launches of calls by that change of the rules which a search finds; see :func:`divided`."""
+
+    def __init__(self, question: Question, divide: Divide, make: Callable[[Blocks], Plan]) -> None:
+        self._make = make
+        self._tiles: Tiles[Blocks, Plan] = Tiles(question, functools.partial(_divided, divide))
+
+    def run(self, *given: Any) -> None:
+        """As :meth:`opkit.attn.gpu.decode.launches.Plan.run`."""
+        _, launches = self._tiles.chosen or self._tiles.choose(self._make, functools.partial(self._time, given))
+        launches.run(*given)
+
+    def _time(self, given: tuple[Any, ...], blocks: Blocks) -> search.Timed:
+        out, lse = given[:2]
+        search.emptied(out, lse)
+        return self._make(blocks).time(*given), (out, lse)
+
+
+def explained(question: Question | None, divide: Divide) -> str:
+    """How calls are divided, and why."""
+    tiles: Tiles[Blocks, Plan] = Tiles(question, functools.partial(_divided, divide))
+    return tiles.explained(KERNEL, "by rule")
+
+
+def _divided(divide: Divide, config: Config | None) -> Blocks:
+    return divide() if config is None else divide(change_of(config))
+
+
+def change_of(config: Config) -> Change:
+    """The change that a configuration stands for.
+
+    >>> change_of(Config({"BLOCK_TIMES": 2, "STAGES_MORE": 0, "WARPS_TIMES": 1}))
+    Change(block=2, stages=0, warps=1)
+    """
+    said = config.constexprs
+    return Change(said["BLOCK_TIMES"], said["STAGES_MORE"], said["WARPS_TIMES"])
+
+
+def question_of(shape: Shape, gpu: Device, device: torch.device, compute: torch.dtype) -> Question | None:
+    """Which change of the rules is the fastest for calls of a shape; None on GPUs that the rules were made on."""
+    machine = search.machine_for(device)
+    if machine is None:
+        return None
+    name = search.class_of(search.name_of(compute), plan.class_of(shape, plan.blocks_of(shape, gpu)))
+    return search.question(KERNEL, SOURCES, _CONFIGS, device, machine, name)
