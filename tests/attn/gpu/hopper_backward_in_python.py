@@ -25,9 +25,11 @@ with gluon_in_python.installed():
 from hopper_backward_calls import (
     CALLS,
     HIDING,
+    QUERY_HIDING,
     ROWS_HIDING,
     called,
     compared,
+    compared_where_a_query_is_hidden,
     compared_where_hidden,
     compared_where_rows_are_hidden,
 )
@@ -128,6 +130,9 @@ def answer(case, ordered=False):
     if case in ROWS_HIDING:
         head, what = ROWS_HIDING[case]
         return compared_where_rows_are_hidden(tensors(1, (2, 1), 300, 300, head, head, False), what)
+    if case in QUERY_HIDING:
+        head = QUERY_HIDING[case]
+        return compared_where_a_query_is_hidden(tensors(1, (2, 1), 300, 300, head, head, False))
     sizes, what = CALLS[case]
     given = called(tensors(*sizes, what.get("heads_inside", False)), **what)
     torch.use_deterministic_algorithms(ordered)

@@ -17,6 +17,7 @@ from hopper_backward_calls import (
     arguments,
     called,
     compared,
+    compared_where_a_query_is_hidden,
     compared_where_hidden,
     compared_where_rows_are_hidden,
     expected_of,
@@ -68,6 +69,8 @@ COMPILED = {  # most bytes of registers that a thread may put into memory, and t
     "64, bools, capped": (416, lambda: without_numbers("blocks of bools, 64")),
 }  # fmt: skip
 
+MULTIPLY = ("hopper_backward", "hopper_backward_wide")  # the kernels that do
+
 
 def without_numbers(case, **more):
     """One of the calls on tensors without numbers."""
@@ -81,14 +84,14 @@ def requested(given):
     """What is asked of the compiler for the kernel that multiplies."""
     with recording() as found:
         hopper_backward.backward(*given)
-    return request_for(next(each for each in found if each.bound.kernel.name == "hopper_backward"), None, "sm_90")
+    return request_for(next(each for each in found if each.bound.kernel.name in MULTIPLY), None, "sm_90")
 
 
 def check_compiled(given, most, folder, record_property):
     report = compile_launches(lambda: hopper_backward.backward(*given), ["sm_90"])
     report.raise_for_failures()
     rows = {row.kernel: row for row in report.rows}
-    row = rows.pop("hopper_backward")
+    (row,) = (rows.pop(name) for name in MULTIPLY if name in rows)
     record_property("resources", f"{row.registers} registers, {row.shared} bytes shared, {row.spills} bytes spilled")
     assert row.registers == 168
     assert ("tile_lists" in rows) == bool(given[7])
@@ -208,6 +211,10 @@ class TestOnGpu:
     def test_hidden_queries_and_gradients_do_not_leak(self, case):
         head, what = ROWS_HIDING[case]
         compared_where_rows_are_hidden(filled(1, (2, 1), 300, 300, head, head), what)
+
+    @pytest.mark.parametrize("head", [64, 128, 256])
+    def test_a_hidden_query_does_not_leak(self, head):
+        compared_where_a_query_is_hidden(filled(1, (2, 1), 300, 300, head, head))
 
     @pytest.mark.parametrize("head", [64, 128])
     @pytest.mark.parametrize("mask", [SEGMENTS, (*SEGMENTS, *CAUSAL, AND)], ids=["documents", "causal documents"])

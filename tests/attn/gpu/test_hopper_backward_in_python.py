@@ -53,6 +53,9 @@ HIDDEN_ROWS = (
     "hidden rows, 64, documents",
     "hidden rows, 128, bools",
     "hidden rows, 64, bools",
+    "a hidden query, 128",
+    "a hidden query, 64",
+    "a hidden query, 256",
 )
 
 

@@ -113,6 +113,7 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, slot, ph
         described = told(blocks, slot, 4)
         row = described // HALF * HALF
         part = described // (ME + 1) % 2 != 0
+        mixed = described % HALF != 0  # for either warpgroup's keys
     if problem.LISTED and part:
         mbarrier.wait(gradients_full.index(slot), phase)
         _cleaned_halves(ME, problem, q, gradient)
@@ -142,7 +143,7 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, slot, ph
     dp = warpgroup_mma_wait(0, deps=(dp,))
     ds = _slopes(ME, HALVES - 1, problem, of_block, s, p, dp, delta)
     dv = warpgroup_mma(narrow, _rows(gradient, HALVES - 1), dv, is_async=True)  # begun earlier it is slower
-    if problem.BANDED and not problem.LISTED and part:
+    if problem.BANDED and not problem.LISTED and mixed:
         cleaned(q.slice(ME * (problem.ROWS // 2), problem.ROWS // 2, dim=0))
     fence_async_shared()
     meet()
