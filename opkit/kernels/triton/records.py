@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib
 import os
 import re
 import tempfile
@@ -24,7 +23,7 @@ from opkit import config
 from opkit.errors import ArgumentError
 from opkit.kernels import portable, storing
 from opkit.kernels.package import FOLDER as PACKAGED
-from opkit.kernels.triton import record_format
+from opkit.kernels.triton import environment, record_format
 from opkit.kernels.triton.buckets import distance
 from opkit.kernels.triton.configs import Config
 from opkit.kernels.triton.record_format import Entry, Identity, Record, Tried
@@ -74,12 +73,9 @@ def packaged(module: str) -> tuple[Path, ...]:
 
 
 def triton_version() -> str:
-    """The major and minor version of the installed Triton; "none" where there is none."""
-    try:
-        version = str(importlib.import_module("triton").__version__)
-    except ImportError:
-        return "none"
-    return ".".join(version.split(".")[:2])
+    """The major and minor version of the installed Triton, which is not imported; "none" where there is none."""
+    found = environment.compiler()
+    return "none" if found is None else ".".join(found[0].split(".")[:2])
 
 
 # ---- finding ---------------------------------------------------------------------------------------------------------

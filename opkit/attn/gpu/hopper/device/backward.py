@@ -120,11 +120,11 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, slot, ph
     of_block = (meeting.index(slot * 2 + ME), tiles, n, row, part, blocks, slot, table)
     HALVES: gl.constexpr = problem.ROWS // HALF
     first = _rows(q, 0)
-    s = _product(k, first)
+    s = product(k, first)
     mbarrier.wait(gradients_full.index(slot), phase)
-    dp = _product(v, _rows(gradient, 0))
+    dp = product(v, _rows(gradient, 0))
     if HALVES == 2:
-        next_s = _product(k, _rows(q, 1))
+        next_s = product(k, _rows(q, 1))
         power = numbers_of(sums.index(slot * 2), problem.GROUPED)
         s = warpgroup_mma_wait(2, deps=(s,))
         s, p, narrow = _weights(ME, 0, problem, numbers, of_block, s, power)
@@ -132,7 +132,7 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, slot, ph
         delta = numbers_of(deltas.index(slot * 2), problem.GROUPED)
         dp = warpgroup_mma_wait(2, deps=(dp,))
         first_ds = _slopes(ME, 0, problem, of_block, s, p, dp, delta)
-        dp = _product(v, _rows(gradient, 1))
+        dp = product(v, _rows(gradient, 1))
         power = numbers_of(sums.index(slot * 2 + 1), problem.GROUPED)
         s = warpgroup_mma_wait(2, deps=(next_s,))
     else:
@@ -181,7 +181,7 @@ def _rows(buffer, I: gl.constexpr):
 
 
 @gluon.jit
-def _product(a, b):
+def product(a, b):
     """Begin the product of two buffers of 64 rows each, row by row."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     none = gl.zeros([HALF, HALF], gl.float32, layout=layout)
@@ -254,7 +254,8 @@ def _part(ME: gl.constexpr, problem, keys, meeting, slot):
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
+def barriers_of(COUNT: gl.constexpr, arrivals: gl.constexpr):
+    """Barriers, each of which waits for so many arrivals."""
     found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(found.index(i), count=arrivals)
@@ -318,9 +319,9 @@ def hopper_backward(
         counts, (counts_stride_0, counts_stride_1, counts_stride_2),
     )  # fmt: skip
     barriers = (
-        (_barriers(1, 1), _barriers(1, 1), _barriers(1, 2), _barriers(AHEAD, 1), _barriers(AHEAD, 3)),
-        (_barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1), _barriers(STAGES, 2)),
-        (_barriers(2, 1), _barriers(2, 1)),
+        (barriers_of(1, 1), barriers_of(1, 1), barriers_of(1, 2), barriers_of(AHEAD, 1), barriers_of(AHEAD, 3)),
+        (barriers_of(STAGES, 1), barriers_of(STAGES, 2), barriers_of(STAGES, 1), barriers_of(STAGES, 2)),
+        (barriers_of(2, 1), barriers_of(2, 1)),
     )
     fence_async_shared()
     results = (of_k_desc, of_v_desc)

@@ -44,7 +44,7 @@ def load(problem, descriptors, buffers, barriers, counter, lists=None):
         else:
             first, steps = problem.span(at)
         mbarrier.wait(told_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
-        _tell_all(tiles, n, (steps, first, at, batch, key_head, 0))
+        tell_all(tiles, n, (steps, first, at, batch, key_head, 0))
         mbarrier.arrive(told_full.index(n % AHEAD), count=1)
         done = at * 0
         for g in range(group):
@@ -79,7 +79,7 @@ def load(problem, descriptors, buffers, barriers, counter, lists=None):
         # Not earlier: a tile that is taken while another one is far from its end would begin late.
         tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
     mbarrier.wait(told_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
-    _tell_all(tiles, n, (-1, tile, tile, tile, tile, 0))
+    tell_all(tiles, n, (-1, tile, tile, tile, tile, 0))
     mbarrier.arrive(told_full.index(n % AHEAD), count=1)
     put_back(counter, programs)
 
@@ -112,7 +112,7 @@ def _load_block(problem, descriptors, buffers, barriers, place, slot, phase, n, 
 
 
 @gluon.jit
-def _tell_all(tiles, n, numbers):
+def tell_all(tiles, n, numbers):
     """Tell the other warps of tile ``n`` of this program."""
     for i in gl.static_range(TOLD):
         tell(tiles, n % AHEAD * TOLD + i, numbers[i])

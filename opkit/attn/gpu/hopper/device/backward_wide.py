@@ -22,8 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from opkit.attn.gpu.hopper.device.backward import _barriers as barriers_of
-from opkit.attn.gpu.hopper.device.backward import _product as product
+from opkit.attn.gpu.hopper.device.backward import barriers_of, product
 from opkit.attn.gpu.hopper.device.backward_wide_moves import add, load
 from opkit.attn.gpu.hopper.device.backward_work import (
     AHEAD,
@@ -41,10 +40,10 @@ from opkit.attn.gpu.hopper.device.backward_work import (
     cleaned,
     following,
     in_order,
+    nothing,
     numbers_of,
     told,
 )
-from opkit.attn.gpu.hopper.device.backward_work import _nothing as nothing
 from opkit.attn.gpu.hopper.device.softmax import capped, exp2
 
 

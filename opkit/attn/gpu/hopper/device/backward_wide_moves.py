@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from opkit.attn.gpu.hopper.device.backward_moves import _tell_all as tell_all
+from opkit.attn.gpu.hopper.device.backward_moves import tell_all
 from opkit.attn.gpu.hopper.device.backward_work import (
     AHEAD,
     BATCH,

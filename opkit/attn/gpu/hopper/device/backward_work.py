@@ -138,7 +138,7 @@ class Slopes:
     def shown(self, x, row, at):
         """``x``, (keys from ``at``, queries from ``row``), with zeros where a query does not see a key, whatever was there."""
         layout: gl.constexpr = x.type.layout
-        here = _nothing()  # without it all of this is reckoned before the steps, and kept
+        here = nothing()  # without it all of this is reckoned before the steps, and kept
         keys = here + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))[:, None]
         rows = here + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
         seen = (keys < self.keys - at) & (rows < self.queries - row)
@@ -151,7 +151,7 @@ class Slopes:
     def shown_by_mask(self, x, row, at, table, batch, head):
         """As :meth:`shown`, where the mask is more than a band; ``table`` has what it reads."""
         layout: gl.constexpr = x.type.layout
-        here = _nothing()
+        here = nothing()
         keys = at + here + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))[:, None]
         rows = row + here + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
         seen = keys < end_of(self, table, batch)
@@ -165,7 +165,7 @@ class Slopes:
 
 
 @gluon.jit
-def _nothing():
+def nothing():
     """A zero of which the compiler does not know."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
