@@ -21,6 +21,7 @@ from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
 _LISTS = Named("opkit.attn.gpu.device.tile_lists", "tile_lists")
+_TURNS = Named("opkit.attn.gpu.device.tile_turns", "tile_turns")
 _SOME = 32  # tiles that a program looks at together
 _MOST = 64  # lists that are kept
 FEW = 4  #: tiles; of fewer keys or queries each tile is asked in the kernel itself
@@ -80,9 +81,7 @@ def _own(x: Tensor) -> Tensor:
 
 @functools.cache
 def _turns_kernel() -> TritonKernel:
-    from opkit.attn.gpu.device.tile_turns import tile_turns
-
-    return triton_kernel(tile_turns, grid=lambda own, programs: (own, programs), SOME=_SOME, num_warps=4)
+    return triton_kernel(_TURNS, grid=lambda own, programs: (own, programs), SOME=_SOME, num_warps=4)
 
 
 def _kept_or(key: Any, masks: Sequence[Tensor], build: Callable[[], Lists]) -> Lists:
