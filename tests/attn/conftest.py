@@ -6,7 +6,7 @@ import torch
 from opkit import _core, config
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _trusted_kernels_too():
     """The first calls of kernels that are trusted are compared with the reference all the same."""
     with pytest.MonkeyPatch.context() as patch:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import opkit
 import opkit.attn.gpu
 from opkit.kernels.triton import signatures
 from opkit.kernels.triton.named import Named
 from opkit.op.triton import parameters
 
-ROOT = Path(opkit.__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "first_call.py"
 DRIVER = ROOT / "tests" / "kernels" / "fake_driver.c"
 
