@@ -157,7 +157,8 @@ def test_sums_of_many_small_probabilities(ask):
             _, exact = reference.attention(*(x.double() for x in call[:3]), *rest)
             top = (call[0].double() * call[1].double()).sum(-1).max()
             assert ((lse.double() - exact).abs() < 1e-6 * top).all()
-            rtol = 1e-4 if dtype == torch.float32 else 1e-2  # tensor cores drop what is small beside a sum
+            close = 1e-4 if isinstance(ask, OnGpu) else 1e-5  # tensor cores drop what is small beside a sum
+            rtol = close if dtype == torch.float32 else 1e-2
             torch.testing.assert_close(out, torch.ones_like(out), rtol=rtol, atol=0)
 
 
