@@ -99,6 +99,7 @@ class Shared:
     def __init__(self, x, barriers=None):
         self.x, self.barriers = x, barriers
 
+    layout = None
     shape = property(lambda self: [Int(n) for n in self.x.shape])
     dtype = property(lambda self: self.x.dtype)
 
@@ -111,6 +112,9 @@ class Shared:
 
     def reshape(self, shape):
         return Shared(self.x.view(shape))
+
+    def _reinterpret(self, dtype, shape, layout):
+        return Shared(self.x.view(-1).view(dtype).view([int(n) for n in shape]))
 
     def permute(self, order):
         return Shared(self.x.permute(order))
@@ -335,6 +339,12 @@ def _where(condition, a, b):
     return _value(a) if condition else _value(b)
 
 
+def _minimum(a, b):
+    if isinstance(b, torch.Tensor):
+        return b.clamp(max=int(a))
+    return Int(min(a, b))
+
+
 def _decorator(function=None, **options):
     return (lambda f: f) if function is None else function
 
@@ -357,7 +367,7 @@ def _language():
         zeros=lambda shape, dtype, layout=None: full(shape, 0, dtype),
         arange=lambda a, b, layout=None: torch.arange(int(a), int(b), dtype=torch.int32),
         where=_where, abs=torch.abs, max=lambda x, axis: Int(x.max().item()), sum=lambda x, axis: Int(x.sum().item()),
-        minimum=lambda a, b: Int(min(a, b)), maximum=lambda a, b: Int(max(a, b)),
+        minimum=_minimum, maximum=lambda a, b: Int(max(a, b)),
         convert_layout=lambda x, layout, assert_trivial=False: x, split=lambda x: x.unbind(-1),
         allocate_shared_memory=_allocate, warp_specialize=_specialize, inline_asm_elementwise=_asm,
         atomic_add=_atomic_add, store=_store, load=_load,

@@ -47,8 +47,9 @@ from opkit.attn.gpu.hopper.device.table import LENGTH, table_of
 @gluon.jit
 def _multiply(ME: gl.constexpr, problem, buffers, barriers, results, numbers, table):
     """The gradients of 64 keys and values of each tile, and half of those of the queries that see any of the 128."""
-    keys, values, tiles = buffers[0], buffers[1], buffers[8]
+    keys, tiles = buffers[0], buffers[8]
     keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
+    part_empty = barriers[2][1]
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, problem.D, 16])
     n = problem.tiles * 0
     mbarrier.wait(told_full.index(0), 0)
@@ -75,27 +76,38 @@ def _multiply(ME: gl.constexpr, problem, buffers, barriers, results, numbers, ta
             row += problem.ROWS
             row = gl.where(row < problem.queries, row, 0)
         meet()  # the other warpgroup reads these keys for its half of the gradient of queries
-        _finish(ME, problem, keys, values, tiles, n, results, dk * numbers[2], dv)
-        mbarrier.arrive(told_empty.index(n % AHEAD), count=1)
         mbarrier.arrive(keys_empty.index(0), count=1)
+        mbarrier.wait(part_empty.index(ME), slot ^ 1)
+        _finish(ME, problem, buffers, n, results, dk * numbers[2], dv)
+        mbarrier.arrive(told_empty.index(n % AHEAD), count=1)
         n += 1
         mbarrier.wait(told_full.index(n % AHEAD), n // AHEAD % 2)
         steps = told(tiles, n % AHEAD * TOLD + STEPS, 4)
 
 
 @gluon.jit
-def _finish(ME: gl.constexpr, problem, keys, values, tiles, n, results, dk, dv):
-    """Store the gradients of 64 keys and values, by way of where these were."""
+def _finish(ME: gl.constexpr, problem, buffers, n, results, dk, dv):
+    """Store the gradients of 64 keys and values, by way of buffers that no product reads then."""
     dk_desc, dv_desc = results
+    keys, meeting, parts, tiles = buffers[0], buffers[6], buffers[7], buffers[8]
     tile = n % AHEAD * TOLD
     at = told(tiles, tile + PLACE, 4) + ME * HALF
     batch, head = told(tiles, tile + BATCH, 4), told(tiles, tile + HEAD, 4)
-    values.index(ME).reshape([HALF, problem.D]).store(dv.to(problem.DTYPE))
-    keys.index(ME).reshape([HALF, problem.D]).store(dk.to(problem.DTYPE))
+    of_values = _own(ME, 4 * HALF // problem.D, parts, keys)
+    of_keys = _own(ME, 2 * STAGES * problem.ROWS // problem.D, meeting, keys)
+    of_values.reshape([HALF, problem.D]).store(dv.to(problem.DTYPE))
+    of_keys.reshape([HALF, problem.D]).store(dk.to(problem.DTYPE))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dv_desc, [batch, head, at, 0], values.index(ME))
-    tma.async_copy_shared_to_global(dk_desc, [batch, head, at, 0], keys.index(ME))
+    tma.async_copy_shared_to_global(dv_desc, [batch, head, at, 0], of_values)
+    tma.async_copy_shared_to_global(dk_desc, [batch, head, at, 0], of_keys)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _own(ME: gl.constexpr, COUNT: gl.constexpr, buffer, keys):
+    """What only this warpgroup writes of a buffer into which ``COUNT`` times 64 keys go, as that of 64 keys."""
+    alike = buffer._reinterpret(keys.dtype, [COUNT, 1, 1, HALF, keys.shape[4]], keys.layout)
+    return alike.index(ME * (COUNT // 2))
 
 
 @gluon.jit
@@ -117,7 +129,7 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, slot, ph
     if problem.LISTED and part:
         mbarrier.wait(gradients_full.index(slot), phase)
         _cleaned_halves(ME, problem, q, gradient)
-    of_block = (meeting.index(slot * 2 + ME), tiles, n, row, part, blocks, slot, table)
+    of_block = (meeting.index(ME * STAGES + slot), tiles, n, row, part, blocks, slot, table)
     HALVES: gl.constexpr = problem.ROWS // HALF
     first = _rows(q, 0)
     s = product(k, first)
@@ -226,7 +238,7 @@ def _slopes(ME: gl.constexpr, I: gl.constexpr, problem, of_block, s, p, dp, delt
     ds = p * (dp - delta[None, :])
     if problem.CAPPED:
         ds *= 1.0 - s * s
-    if not problem.LISTED:
+    if not problem.MASKED:
         ds = _shown(ME, I, problem, of_block, ds)
     elif part:  # what is hidden has probability 0, and a mask is not asked twice
         ds = gl.where(p == 0.0, 0.0, ds)
@@ -243,7 +255,7 @@ def _part(ME: gl.constexpr, problem, keys, meeting, slot):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     dq = gl.zeros([HALF, HALF], gl.float32, layout=layout)
     for c in gl.static_range(2):
-        ds = meeting.index(slot * 2 + c)
+        ds = meeting.index(c * STAGES + slot)
         k = keys.index(c).reshape([HALF, problem.D])
         if problem.ROWS > HALF:
             ds = ds.slice(ME * HALF, HALF, dim=1)

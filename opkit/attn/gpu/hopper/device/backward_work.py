@@ -141,10 +141,12 @@ class Slopes:
         here = nothing()  # without it all of this is reckoned before the steps, and kept
         keys = here + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))[:, None]
         rows = here + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-        seen = (keys < self.keys - at) & (rows < self.queries - row)
         if self.BANDED:
-            apart = keys - rows
-            seen &= (apart >= self.lower + (row - at)) & (apart <= self.upper + (row - at))
+            past = gl.minimum(self.queries - row, keys + (at - row - self.lower + 1))
+            seen = rows < gl.where(keys < self.keys - at, past, 0)
+            seen &= rows >= keys + (at - row - self.upper)
+        else:
+            seen = (keys < self.keys - at) & (rows < self.queries - row)
         return gl.where(seen, x, 0.0)
 
     @gluon.jit
