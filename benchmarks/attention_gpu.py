@@ -2,10 +2,12 @@
 
 All are called in turn on the same inputs, round by round, in one process; a figure is the median of the rounds, a ratio the
 median of the rounds' own, to the fastest other. The time of a round is that of the GPU for enough calls to fill 20 ms, by events.
-FlashAttention-4 takes part where its package is installed; FlexAttention is compiled by Inductor (``--flex``)::
+FlashAttention-4 takes part where its package is installed; FlexAttention is compiled by Inductor (``--flex``). ``--quick`` has
+small sizes, and is all that runs without a GPU, in Triton's interpreter and for no figures (``TRITON_INTERPRET=1``); with
+``--only`` there are the cases alone whose names hold one of the texts::
 
     python benchmarks/attention_gpu.py [--what forward,backward,masks,host,numerics] [--rounds 5] [--kernel NAME] [--flex]
-        [--quick] [--markdown FILE]
+        [--only TEXT,TEXT] [--quick] [--markdown FILE]
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import functools
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -30,6 +33,10 @@ import opkit
 from opkit.masks import Causal, Segments, SlidingWindow
 
 Call = Callable[[], Any]
+Size = tuple[int, int, int, int]  # batch, heads, sequence, head
+OWN = "opkit"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # which Triton's interpreter can multiply
 SIZES = [  # batch, heads, sequence, head, causal
     (8, 16, 2048, 128, True), (2, 16, 8192, 128, True), (1, 16, 16384, 128, True), (8, 16, 2048, 128, False),
     (2, 16, 8192, 128, False), (16, 16, 1024, 64, True), (1, 16, 16384, 64, True), (2, 8, 8192, 256, True),
@@ -41,14 +48,13 @@ _FILL = 0.02  # seconds of calls in a round
 
 
 def seconds(call: Call) -> float:
-    """The GPU's time of a call, over enough of them."""
+    """The GPU's time of a call, over enough of them; without a GPU the clock's, of one."""
+    call()
+    alone = host_seconds(call, 1)
+    if DEVICE == "cpu":
+        return alone
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    count = max(1, min(200, int(_FILL / max(time.perf_counter() - begin, 1e-6))))
+    count = max(1, min(200, int(_FILL / max(alone, 1e-6))))
     start.record()
     for _ in range(count):
         call()
@@ -57,9 +63,28 @@ def seconds(call: Call) -> float:
     return start.elapsed_time(end) / 1e3 / count
 
 
+def waited() -> None:
+    """Wait for the GPU."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def host_seconds(call: Call, count: int = 200) -> float:
+    """The processor's time of a call, over many that the GPU is not waited for; over one, until its results are there."""
+    waited()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    if count == 1:
+        waited()
+    found = (time.perf_counter() - start) / count
+    waited()
+    return found
+
+
 def interleaved(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, round by round; a call that cannot be made is left out."""
-    able = {name: call for name, call in calls.items() if _runs(name, call)}
+    """Seconds of each call, round by round; another's call that cannot be made is left out."""
+    able = {name: call for name, call in calls.items() if runs(name, call)}
     times: dict[str, list[float]] = {name: [] for name in able}
     for number in range(rounds):
         for name in list(able) if number % 2 == 0 else list(able)[::-1]:
@@ -67,11 +92,15 @@ def interleaved(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def _runs(name: str, call: Call) -> bool:
+def runs(name: str, call: Call) -> bool:
+    """Whether a call can be made; why another's cannot is printed, and opkit's own must."""
     try:
         call()
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:150]}", file=sys.stderr)
+    except Exception as error:
+        if name.startswith(OWN):
+            raise
+        first = (str(error).splitlines() or [""])[0][:150]
+        print(f"{name}: {type(error).__name__}: {first}", file=sys.stderr)
         return False
     return True
 
@@ -83,13 +112,17 @@ def row(label: str, times: dict[str, list[float]], flops: float) -> dict[str, An
     if not others:
         return {"case": label, **rates}
     best = max(others, key=lambda name: rates[name])
-    ratio = statistics.median(theirs / mine for mine, theirs in zip(times["opkit"], times[best], strict=True))
-    return {"case": label, **rates, f"{'opkit'} / best": f"{ratio:.2f} ({best})"}
+    return {"case": label, **rates, "opkit / best": f"{ratio(times, OWN, best):.2f} ({best})"}
+
+
+def ratio(times: dict[str, list[float]], name: str, other: str) -> float:
+    """How many times as fast as another a call is: the median of the rounds' own."""
+    return statistics.median(theirs / mine for mine, theirs in zip(times[name], times[other], strict=True))
 
 
 def tensors(batch: int, heads: int, length: int, head: int, count: int = 3) -> list[Tensor]:
     """Normal ones in bfloat16, (batch, heads, length, head)."""
-    return [torch.randn(batch, heads, length, head, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    return [torch.randn(batch, heads, length, head, device=DEVICE, dtype=DTYPE) for _ in range(count)]
 
 
 def torch_forward(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -102,7 +135,7 @@ def torch_forward(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: 
 def flash_attention_4() -> Callable[..., Any] | None:
     """FlashAttention-4's function, where the package is there."""
     try:
-        from flash_attn.cute import flash_attn_func
+        from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
     return flash_attn_func
@@ -118,11 +151,12 @@ def forwards(q: Tensor, k: Tensor, v: Tensor, causal: bool, options: argparse.Na
         found["Flex"] = flex(q, k, v, mask)
     if (fa4 := flash_attention_4()) is not None:
         inside = [x.transpose(1, 2).contiguous().detach().requires_grad_(x.requires_grad) for x in (q, k, v)]
-        found["FA4"] = lambda: _first(fa4(*inside, causal=causal))
+        found["FA4"] = lambda: first(fa4(*inside, causal=causal))
     return found
 
 
-def _first(x: Any) -> Tensor:
+def first(x: Any) -> Tensor:
+    """The result itself, of a function that may give more beside it."""
     return x[0] if isinstance(x, tuple) else x
 
 
@@ -133,13 +167,13 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Call:
     torch._dynamo.config.recompile_limit = 100  # of all shapes
     torch._functorch.config.donated_buffer = False  # backwards are repeated
     compiled: Any = torch.compile(flex_attention, dynamic=False)
-    blocks = create_block_mask(mask, None, None, q.shape[2], k.shape[2], device="cuda") if mask is not None else None
+    blocks = create_block_mask(mask, None, None, q.shape[2], k.shape[2], device=DEVICE) if mask is not None else None
     return lambda: compiled(q, k, v, block_mask=blocks)
 
 
 def forward(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """TFLOP/s of the forward."""
-    for *size, causal in QUICK if options.quick else SIZES:
+    for size, causal in sizes(options, SIZES):
         batch, heads, length, head = size
         q, k, v = tensors(*size)
         flops = 4 * batch * heads * length * length * head * (0.5 if causal else 1)
@@ -149,21 +183,22 @@ def forward(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def backward(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """TFLOP/s of the backward, by the five products that it needs at least."""
-    for *size, causal in QUICK if options.quick else SIZES:
+    for size, causal in sizes(options, SIZES):
         batch, heads, length, head = size
         q, k, v, gradient = tensors(*size, count=4)
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         calls: dict[str, Call] = {}
         for name, call in forwards(q, k, v, causal, options).items():
-            if _runs(name, call):
-                calls[name] = _backward(call(), (q, k, v), gradient)
+            if runs(name, call):
+                calls[name] = backward_of(call(), (q, k, v), gradient)
         flops = 10 * batch * heads * length * length * head * (0.5 if causal else 1)
         yield row(label(size, causal), interleaved(calls, options.rounds), flops)
 
 
-def _backward(out: Tensor, inputs: tuple[Tensor, ...], gradient: Tensor) -> Call:
+def backward_of(out: Tensor, inputs: tuple[Tensor, ...], gradient: Tensor) -> Call:
+    """A call of a result's backward; the gradient is (batch, heads, sequence, head), or is laid out as the result is."""
     if out.shape != gradient.shape or out.grad_fn is None:
-        gradient = gradient.transpose(1, 2).contiguous()
+        gradient = gradient.transpose(1, 2).reshape(out.shape)
     inputs = tuple(_leaves(out)) or inputs
     return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
 
@@ -180,7 +215,18 @@ def _leaves(out: Tensor) -> list[Tensor]:
     return found
 
 
-def label(size: list[int], causal: bool) -> str:
+def sizes(options: argparse.Namespace, known: Sequence[tuple[int, ...]]) -> list[tuple[Size, bool]]:
+    """Batch, heads, sequence and head, and whether a call is causal: of those that are known the wanted ones."""
+    split = [((each[0], each[1], each[2], each[3]), bool(each[4])) for each in (QUICK if options.quick else known)]
+    return [(size, causal) for size, causal in split if wanted(options, label(size, causal))]
+
+
+def wanted(options: argparse.Namespace, name: str) -> bool:
+    """Whether a case is asked for."""
+    return not options.only or any(text in name for text in options.only.split(","))
+
+
+def label(size: Size, causal: bool) -> str:
     """A case's name."""
     return f"{'x'.join(map(str, size))}{' causal' if causal else ''}"
 
@@ -191,7 +237,7 @@ def masks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     length = size[2]
     q, k, v, gradient = tensors(*size, count=4)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    documents = (torch.arange(length, device="cuda") // (length // 8)).int()
+    documents = (torch.arange(length, device=DEVICE) // (length // 8)).int()
     window = length // 16
     cases: dict[str, tuple[Any, dict[str, Any] | None]] = {  # masks, and how FlashAttention is told of them
         "none": (None, {}),
@@ -201,11 +247,13 @@ def masks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "8 documents": (Segments(documents, documents), None),
     }
     for name, (mask, told) in cases.items():
+        if not wanted(options, name):
+            continue
         calls = _masked((q, k, v), mask, told, options)
         inputs = [x.detach() for x in (q, k, v)]
-        yield _milliseconds(f"{name}, forward", interleaved(_masked(inputs, mask, told, options), options.rounds))
-        back = {kind: _backward(call(), (q, k, v), gradient) for kind, call in calls.items() if _runs(kind, call)}
-        yield _milliseconds(f"{name}, backward", interleaved(back, options.rounds))
+        yield milliseconds(f"{name}, forward", interleaved(_masked(inputs, mask, told, options), options.rounds))
+        back = {kind: backward_of(call(), (q, k, v), gradient) for kind, call in calls.items() if runs(kind, call)}
+        yield milliseconds(f"{name}, backward", interleaved(back, options.rounds))
 
 
 def _masked(
@@ -218,11 +266,11 @@ def _masked(
         found["Flex"] = flex(q, k, v, mask)
     if told is not None and (fa4 := flash_attention_4()) is not None:
         inside = [x.transpose(1, 2).contiguous().detach().requires_grad_(x.requires_grad) for x in inputs]
-        found["FA4"] = lambda: _first(fa4(*inside, **told))
+        found["FA4"] = lambda: first(fa4(*inside, **told))
     return found
 
 
-def _milliseconds(case: str, times: dict[str, list[float]]) -> dict[str, Any]:
+def milliseconds(case: str, times: dict[str, list[float]]) -> dict[str, Any]:
     """Milliseconds of each, and how many times as fast as the fastest other opkit is."""
     found = {name: statistics.median(each) for name, each in times.items()}
     others = {name: each for name, each in found.items() if name != "opkit"}
@@ -233,6 +281,7 @@ def _milliseconds(case: str, times: dict[str, list[float]]) -> dict[str, Any]:
 
 def host(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Microseconds of the processor for a call, of a shape so small that the GPU does not matter."""
+    count = 2 if options.quick else 200
     q, k, v = tensors(1, 2, 64, 64)
     for name, grad in (("forward", False), ("forward that records a gradient", True)):
         q, k, v = (x.detach().requires_grad_(grad) for x in (q, k, v))
@@ -240,21 +289,17 @@ def host(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "opkit": lambda q=q, k=k, v=v: opkit.attention(q, k, v, mask=Causal(), kernel=options.kernel),
             "SDPA": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         }
-        found = {name: statistics.median(_host(call) for _ in range(options.rounds)) for name, call in calls.items()}
+        found = {
+            name: statistics.median(_warm(call, count) for _ in range(options.rounds)) for name, call in calls.items()
+        }
         microseconds = {name: round(value * 1e6, 1) for name, value in found.items()}
         yield {"case": name, **microseconds, "opkit / SDPA": round(found["opkit"] / found["SDPA"], 2)}
 
 
-def _host(call: Call, count: int = 200) -> float:
-    for _ in range(20):
+def _warm(call: Call, count: int) -> float:
+    for _ in range(min(20, count)):
         call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    found = (time.perf_counter() - start) / count
-    torch.cuda.synchronize()
-    return found
+    return host_seconds(call, count)
 
 
 def numerics(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -272,8 +317,9 @@ def numerics(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             }
             for name, backend in PEERS.items():
                 ways[name] = lambda *x, backend=backend, causal=causal: torch_forward(backend, *x, causal)
-            found = {name: _errors(_gradients(way, [q, k, v], gradient), exact) for name, way in ways.items()}
-            yield {"case": label([1, 4, length, head], causal), **found}
+            made = {name: functools.partial(_gradients, way, [q, k, v], gradient) for name, way in ways.items()}
+            found = {name: _errors(call(), exact) for name, call in made.items() if runs(name, call)}
+            yield {"case": label((1, 4, length, head), causal), **found}
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -304,24 +350,37 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(str(each.get(name, "")) for name in names) + " |" for each in rows)])
 
 
-def main() -> None:
+def see_to_device(quick: bool) -> None:
+    """Stop where there is nothing to measure, or nothing to try."""
+    if DEVICE == "cpu" and not (quick and os.environ.get("TRITON_INTERPRET") == "1"):
+        sys.exit(
+            "This measures a GPU, and torch finds none. To try it in Triton's interpreter: TRITON_INTERPRET=1, and --quick."
+        )
+
+
+def named() -> str:
+    """The GPU's name."""
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else "Triton's interpreter"
+
+
+def main(tables: dict[str, Callable[..., Iterator[dict[str, Any]]]] = TABLES, about: str | None = __doc__) -> None:
     """Print the tables, and one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", default="forward,backward,masks,host,numerics")
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", default=",".join(tables))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kernel", default=None)
     parser.add_argument("--flex", action="store_true")
+    parser.add_argument("--only", default="")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks/attention_gpu.py measures a GPU, and torch finds none.")
+    see_to_device(options.quick)
     torch.manual_seed(0)
     found: dict[str, list[dict[str, Any]]] = {}
     for what in options.what.split(","):
-        found[what] = list(TABLES[what](options))
+        found[what] = list(tables[what](options))
         print(f"\n## {what}\n\n{table(found[what])}", flush=True)
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tables": found}))
+    print(json.dumps({"gpu": named(), "torch": torch.__version__, "tables": found}))
     if options.markdown:
         options.markdown.write_text("\n\n".join(f"## {what}\n\n{table(rows)}" for what, rows in found.items()) + "\n")
 
