@@ -3,22 +3,28 @@
 Bfloat16, batch x heads/heads of keys x keys x head size. Kernel times are those of CUDA graphs of several calls, so that no
 host time is in them, each on other keys and values where these would fit the cache (60 MB on an H200): keys come from memory.
 "warm" are calls on the same keys. Host times are those of calls on 256 keys, which wait for nothing. Peers run in the same
-process: torch's SDPA by cuDNN and by FlashAttention. Figures are medians over rounds.
-``python benchmarks/attention_gpu_decode.py`` takes a minute; ``--only A,P`` some cases.
+process, in turn: torch's SDPA by cuDNN and by FlashAttention; and FlashAttention-4 where its package is installed, on keys that
+lie as it has them, (batch, keys, heads of keys, head), or in pages. On Hopper it cannot divide keys among programs. Figures are
+medians over rounds, the ratio to the fastest peer that of the rounds' own.
+``python benchmarks/attention_gpu_decode.py`` takes a minute, and some more with FlashAttention-4, which compiles; ``--only A,P``
+some cases; ``--quick`` small ones, which run without a GPU too, in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
-import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attention_gpu as gpu
 import torch
 import torch.nn.functional as F
+from attention_gpu import DEVICE, DTYPE, OWN
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -28,6 +34,7 @@ from opkit.attn.paged import paged_attention_operator
 from opkit.op.operator import CustomOp
 
 CACHE = 512 << 20  # bytes of keys and values that calls take in turn
+PEERS = ("cuDNN", "flash", "FA4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +74,18 @@ CASES = [
 Call = Callable[[Tensor, Tensor], object]
 
 
+def small(case: Case) -> Case:
+    """As the case, with so few keys and heads that an interpreter can try it."""
+    heads = min(case.heads // case.kv_heads, 4)
+    return dataclasses.replace(case, batch=1, heads=heads, kv_heads=1, queries=min(case.queries, 4), keys=256)
+
+
 def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    return torch.randn(shape, device=DEVICE, dtype=DTYPE)
 
 
 def caches(case: Case) -> list[tuple[Tensor, Tensor]]:
-    count = -(-CACHE // case.bytes)
+    count = -(-CACHE // case.bytes) if DEVICE == "cuda" else 1
     shape = (case.batch, case.kv_heads, case.keys)
     if case.d != case.dv:
         return [(k, k[..., : case.dv]) for k in (normal(*shape, case.d) for _ in range(count))]
@@ -89,16 +102,34 @@ def ours(case: Case) -> Call:
 
 def paged(case: Case) -> Call:
     op, q = paged_attention_operator(), normal(case.batch, case.heads, case.d)
-    table = torch.randperm(case.batch * case.keys // case.page, device="cuda").int().reshape(case.batch, -1)
-    lengths = torch.full((case.batch,), case.keys, device="cuda")
-    starts = torch.arange(case.batch + 1, device="cuda")
-    rest = (table, lengths, starts, -(2**62), 0, case.d**-0.5, 0.0, None, None, None)
+    lengths = torch.full((case.batch,), case.keys, device=DEVICE)
+    starts = torch.arange(case.batch + 1, device=DEVICE)
+    rest = (page_table(case), lengths, starts, -(2**62), 0, case.d**-0.5, 0.0, None, None, None)
 
-    def call(k: Tensor, v: Tensor) -> object:
-        pages = [x.view(-1, case.page, case.kv_heads, case.d) for x in (k, v if case.d == case.dv else k)]
-        return op(q, pages[0], pages[1][..., : case.dv], *rest)
+    return lambda k, v: op(q, *inside(case, k, v), *rest)
 
-    return call
+
+def page_table(case: Case) -> Tensor:
+    """Pages in any order, int32, (batch, pages of a sequence)."""
+    return torch.randperm(case.batch * case.keys // case.page, device=DEVICE).int().reshape(case.batch, -1)
+
+
+def inside(case: Case, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The same memory as (batch or pages, keys of one, heads of keys, head)."""
+    shape = (-1, case.page if case.paged else case.keys, case.kv_heads, case.d)
+    return k.view(shape), (v if case.d == case.dv else k).view(shape)[..., : case.dv]
+
+
+def flash_attention_4(case: Case) -> Call:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    q = normal(case.batch, case.queries, case.heads, case.d)
+    splits = 1 if torch.cuda.get_device_capability() == (9, 0) else 0  # of the keys; 0: as many as it finds best
+    if not case.paged:
+        return lambda k, v: gpu.first(flash_attn_func(q, *inside(case, k, v), num_splits=splits))
+    lengths = torch.full((case.batch,), case.keys, device=DEVICE, dtype=torch.int32)
+    told = {"page_table": page_table(case), "seqused_k": lengths, "num_splits": splits}
+    return lambda k, v: gpu.first(flash_attn_varlen_func(q, *inside(case, k, v), **told))
 
 
 def torchs(case: Case, backend: SDPBackend) -> Call:
@@ -116,18 +147,30 @@ def calls(case: Case) -> Iterator[tuple[str, Call]]:
     if not case.paged and case.d == case.dv:
         yield "cuDNN", torchs(case, SDPBackend.CUDNN_ATTENTION)
         yield "flash", torchs(case, SDPBackend.FLASH_ATTENTION)
+    if gpu.flash_attention_4() is not None:
+        yield "FA4", flash_attention_4(case)
 
 
-def microseconds(call: Call, pairs: list[tuple[Tensor, Tensor]], rounds: int) -> float:
-    """Of one call, in a graph of calls on each of the pairs, of at least six."""
+def timer(call: Call, pairs: list[tuple[Tensor, Tensor]]) -> Callable[[], float]:
+    """A function that gives microseconds of one call, in a graph of calls on each of the pairs, of at least six."""
     pairs = pairs * -(-6 // len(pairs))
     for _ in range(2):
         call(*pairs[0])
+    if DEVICE == "cpu":
+        return lambda: gpu.seconds(functools.partial(call, *pairs[0])) * 1e6
+    graph = captured(call, pairs)
+    return lambda: _replayed(graph) / len(pairs)
+
+
+def captured(call: Call, pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.CUDAGraph:
+    """A graph of the calls; that it has none, since they ran on another stream, is an error."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for pair in pairs:
-            call(*pair)
-    return statistics.median(_replayed(graph) for _ in range(rounds)) / len(pairs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*CUDA Graph is empty")
+        with torch.cuda.graph(graph):
+            for pair in pairs:
+                call(*pair)
+    return graph
 
 
 def _replayed(graph: torch.cuda.CUDAGraph) -> float:
@@ -139,34 +182,51 @@ def _replayed(graph: torch.cuda.CUDAGraph) -> float:
     return start.elapsed_time(end) * 1e3
 
 
-def host(case: Case, rounds: int) -> dict[str, float]:
+def host(case: Case, rounds: int, count: int) -> dict[str, float]:
     """Microseconds until a call of 256 keys returns."""
-    small = dataclasses.replace(case, keys=256)
-    pair = caches(small)[0]
-    found: dict[str, list[float]] = {}
-    named = list(calls(small))
-    for name, call in [*named[:1], *named[1:]] * (rounds + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(50):
-            call(*pair)
-        found.setdefault(name, []).append((time.perf_counter() - start) / 50 * 1e6)
+    few = dataclasses.replace(case, keys=256)
+    pair = caches(few)[0]
+    named = {name: functools.partial(call, *pair) for name, call in calls(few)}
+    able = {name: call for name, call in named.items() if gpu.runs(name, call)}
+    found: dict[str, list[float]] = {name: [] for name in able}
+    for name, call in [*able.items()] * (rounds + 1):
+        found[name].append(gpu.host_seconds(call, count) * 1e6)
     return {name: statistics.median(times[1:]) for name, times in found.items()}
 
 
-def measure(case: Case, rounds: int) -> dict[str, float]:
+def measure(case: Case, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of each call in each round."""
     pairs = caches(case)
-    found = {f"{name}_us": microseconds(call, pairs, rounds) for name, call in calls(case)}
+    timers = able(case, pairs)
     if len(pairs) > 1:
-        found["opkit_warm_us"] = microseconds(ours(case), pairs[:1] * 12, rounds)
+        timers[f"{OWN}_warm"] = timer(ours(case), pairs[:1] * 12)
+    found: dict[str, list[float]] = {name: [] for name in timers}
+    for number in range(rounds):
+        for name in list(timers) if number % 2 == 0 else list(timers)[::-1]:
+            found[name].append(timers[name]())
     return found
 
 
-def line(case: Case, found: dict[str, float]) -> str:
-    us = found["opkit_us"]
-    peers = "".join(f"{found[n]:9.1f}" if (n := f"{name}_us") in found else f"{'-':>9s}" for name in ("cuDNN", "flash"))
-    warm = f"{found['opkit_warm_us']:9.1f}" if "opkit_warm_us" in found else f"{'-':>9s}"
-    return f"{case.name:34s}{us:9.1f}{case.bytes / us / 1e6:7.2f}{case.flops / us / 1e6:7.0f}{warm}{peers}"
+def able(case: Case, pairs: list[tuple[Tensor, Tensor]]) -> dict[str, Callable[[], float]]:
+    """The timers of the calls that can be made."""
+    found: dict[str, Callable[[], float]] = {}
+
+    def make(name: str, call: Call) -> None:
+        found[name] = timer(call, pairs)
+
+    for name, call in calls(case):
+        gpu.runs(name, functools.partial(make, name, call))
+    return found
+
+
+def line(case: Case, times: dict[str, list[float]]) -> str:
+    found = {name: statistics.median(each) for name, each in times.items()}
+    us, columns = found[OWN], (f"{OWN}_warm", *PEERS)
+    others = "".join(f"{found[name]:9.1f}" if name in found else f"{'-':>9s}" for name in columns)
+    peers = [name for name in PEERS if name in found]
+    best = min(peers, key=lambda name: found[name]) if peers else ""
+    ratio = f"  {gpu.ratio(times, OWN, best):.2f} ({best})" if best else ""
+    return f"{case.name:34s}{us:9.1f}{case.bytes / us / 1e6:7.2f}{case.flops / us / 1e6:7.0f}{others}{ratio}"
 
 
 def registered() -> CustomOp[Any, Any]:
@@ -178,22 +238,27 @@ def registered() -> CustomOp[Any, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="", help="letters of cases, such as A,P")
+    parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    gpu.see_to_device(options.quick)
     torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds a call, keys from memory")
-    print(f"{'case':34s}{'opkit':>9s}{'TB/s':>7s}{'TF/s':>7s}{'warm':>9s}{'cuDNN':>9s}{'flash':>9s}")
-    results: list[dict[str, object]] = []
     registered()
-    for case in CASES:
+    print(f"{gpu.named()}, torch {torch.__version__}; microseconds a call, keys from memory")
+    print(f"{'case':34s}{'opkit':>9s}{'TB/s':>7s}{'TF/s':>7s}{'warm':>9s}" + "".join(f"{name:>9s}" for name in PEERS))
+    cases = [small(case) if options.quick else case for case in CASES]
+    results: list[dict[str, object]] = []
+    for case in cases:
         if options.only and case.name[0] not in options.only.split(","):
             continue
         found = measure(case, options.rounds)
         print(line(case, found), flush=True)
-        results.append({**dataclasses.asdict(case), **{name: round(us, 2) for name, us in found.items()}})
-    times = host(CASES[0], options.rounds) | {"opkit paged": host(CASES[3], options.rounds)["opkit"]}
+        medians = {f"{name}_us": round(statistics.median(each), 2) for name, each in found.items()}
+        results.append({**dataclasses.asdict(case), **medians})
+    count = 2 if options.quick else 50
+    times = host(cases[0], options.rounds, count) | {"opkit paged": host(cases[3], options.rounds, count)[OWN]}
     print("host time, microseconds: " + ", ".join(f"{name} {us:.1f}" for name, us in times.items()))
     print(json.dumps({"benchmark": "attention_gpu_decode", "host_us": times, "results": results}))
 
