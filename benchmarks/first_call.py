@@ -1,7 +1,9 @@
 """What the first call of opkit.attention in a new process takes, when its kernel is compiled and when it is in opkit's cache.
 
-    python benchmarks/first_call.py [--rounds 9] [--cold 1] [--only hopper,decode]
+    python benchmarks/first_call.py [--rounds 9] [--cold 1] [--only hopper,documents,backward,decode]
 
+"hopper" and "portable" are forwards by these kernels, "documents" is one for Hopper whose tiles come from lists, "decode" is that
+of one query, "backward" is that for Hopper, after a forward that is not measured; "portable_backward" is for where no GPU is.
 Each row is of processes of their own, which take turns: one with empty caches, others that find the kernels in a cache. Times
 are of the host, in milliseconds, and begin when CUDA was started and the tensors are there; "CPU" is the processor's time, which
 processes beside it do not lengthen. On a GPU a call ends when its results are there, and ``scaled_dot_product_attention`` of
@@ -29,7 +31,10 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).parents[1] / "tests" / "kernels" / "fake_driver.c"
-CASES = ("hopper", "portable", "backward", "decode")
+CASES = ("hopper", "documents", "portable", "backward", "decode")
+HERE = ("portable_backward",)  # only without a GPU, where a kernel can be chosen for the backward
+BACKWARDS = ("backward", "portable_backward")
+PEERLESS = ("documents",)
 PARTS = ("import opkit", "opkit.attention", "call", "call, CPU", "of it finding", "call 2")
 SLOW = ("triton", "sympy", "torch._dynamo", "torch._inductor")
 _SIZES = {"decode": (4, 16, 1, 4096, 128)}
@@ -61,13 +66,13 @@ def tensors(case: str, device: str) -> list[Tensor]:
     """Queries, keys, values and a gradient of the result."""
     batch, heads, queries, keys, d = _SIZES.get(case, _USUAL)
     made = [torch.ones(batch, heads, n, d, dtype=torch.bfloat16, device=device) for n in (queries, keys, keys, queries)]
-    return [x.requires_grad_(case == "backward") for x in made[:3]] + made[3:]
+    return [x.requires_grad_(case in BACKWARDS) for x in made[:3]] + made[3:]
 
 
 def called(case: str, attention: Callable[..., Tensor], given: list[Tensor], **options: Any) -> Callable[[], Any]:
     """The call that is measured: of the gradients, after a forward that is not."""
     *given, gradient = given
-    if case != "backward":
+    if case not in BACKWARDS:
         return lambda: attention(*given, **options)
     out = attention(*given, **options)
     torch.autograd.grad(given[0] * 1, given[0], gradient)  # what torch's own first backward imports is not counted
@@ -82,12 +87,13 @@ def waited(function: Callable[[], Any]) -> Any:
     return result
 
 
-def on_cpu(library: str) -> None:
+def on_cpu(case: str, library: str) -> None:
     """Let the kernels for GPUs take CPU tensors, on a driver that launches nothing."""
     from opkit import _core
     from opkit.attn import gradients
     from opkit.attn.gpu import kernels
     from opkit.attn.gpu.decode import decoding
+    from opkit.attn.gpu.hopper import backward as hopper_backward
     from opkit.attn.gpu.hopper import forward as hopper
     from opkit.attn.operator import attention_operator
     from opkit.op.triton import machine
@@ -99,7 +105,8 @@ def on_cpu(library: str) -> None:
     op.register_kernel("cpu", kernels.forward, name="portable", priority=90, trusted=True)
     op.register_kernel("cpu", hopper.forward, name="hopper", priority=91, trusted=True)
     op.register_kernel("cpu", decoding.decode, name="split", when=lambda q: q.shape[2] == 1, priority=92, trusted=True)
-    gradients.backward_operator().register_kernel("cpu", kernels.backward, name="portable", priority=90, trusted=True)
+    backward = hopper_backward.backward if case == "backward" else kernels.backward
+    gradients.backward_operator().register_kernel("cpu", backward, name="gradients", priority=90, trusted=True)
 
 
 def child(case: str, library: str) -> None:
@@ -113,10 +120,8 @@ def child(case: str, library: str) -> None:
 
     clock("opkit.attention", lambda: opkit.attention)
     if library:
-        on_cpu(library)
-    forced = {} if case == "decode" else {"kernel": "hopper"} if case == "hopper" else {"kernel": _portable(library)}
-    options = {} if case == "backward" and not library else forced
-    function = called(case, opkit.attention, given, **options)
+        on_cpu(case, library)
+    function = called(case, opkit.attention, given, **options_of(case, device))
     from opkit.kernels.triton import compiling
 
     build = compiling.build
@@ -130,8 +135,18 @@ def child(case: str, library: str) -> None:
     print(json.dumps({"times": clock.times, "imported": imported, "triton": compiled, "launches": launches}))
 
 
-def _portable(library: str) -> str:
-    return "portable" if library else "triton"
+def options_of(case: str, device: str) -> dict[str, Any]:
+    """What the call is told: its kernel, where it is not chosen by rule, and its mask."""
+    if case == "documents":
+        from opkit.masks import Segments
+
+        keys = _USUAL[3]
+        ids = torch.arange(keys, dtype=torch.int32, device=device)[None] // (keys // 4)
+        return {"mask": Segments(ids), "kernel": "hopper"}
+    portable = {"kernel": "portable" if device == "cpu" else "triton"}
+    by_rule: dict[str, Any] = {"kernel": "hopper"} if device == "cpu" else {}
+    named = {"hopper": {"kernel": "hopper"}, "portable": portable, "portable_backward": portable, "backward": by_rule}
+    return named.get(case, {})
 
 
 def peer(case: str) -> None:
@@ -174,7 +189,7 @@ class Processes:
         found: dict[str, list[dict[str, Any]]] = {"cold": [], "cached": [], "torch": []}
         for number in range(rounds):
             found["cached"].append(self.run(*own))
-            if not self.library:
+            if not self.library and case not in PEERLESS:
                 found["torch"].append(self.run("--peer", case))
             if number < cold:
                 found["cold"].append(self.run(*own, cold=True))
@@ -197,14 +212,14 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def line(case: str, way: str, found: dict[str, Any]) -> str:
     """A row of the table."""
     parts = "".join(f"{found[name]:17.1f}" if name in found else f"{'-':>17s}" for name in PARTS)
-    return f"{case:10s}{way:8s}{parts}  {', '.join(found['imported'])}"
+    return f"{case:18s}{way:8s}{parts}  {', '.join(found['imported'])}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cold", type=int, default=1)
-    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--only", default=",".join(CASES if torch.cuda.is_available() else CASES + HERE))
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -222,7 +237,7 @@ def compare(cases: list[str], rounds: int, cold: int) -> None:
         processes = Processes(Path(folder))
         where = "no GPU: up to the loading of a binary" if processes.library else torch.cuda.get_device_name()
         print(f"{where}; torch {torch.__version__}; milliseconds, medians of {rounds} processes")
-        print(f"{'case':10s}{'caches':8s}" + "".join(f"{name:>17s}" for name in PARTS) + "  imported")
+        print(f"{'case':18s}{'caches':8s}" + "".join(f"{name:>17s}" for name in PARTS) + "  imported")
         results: dict[str, Any] = {}
         for case in cases:
             results[case] = processes.measured(case, rounds, cold)

@@ -59,7 +59,7 @@ def library(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("case", ["hopper", "portable", "backward", "decode"])
+@pytest.mark.parametrize("case", ["hopper", "documents", "portable", "backward", "portable_backward", "decode"])
 def test_a_process_that_finds_its_kernels_does_not_import_triton(case, library, tmp_path, child_environment):
     caches = {
         "OPKIT_CACHE_DIR": str(tmp_path / "opkit"),
