@@ -95,7 +95,7 @@ class Float8Call(NamedTuple):
 
 
 class AnyCall(Protocol):
-    """What all of them have."""
+    """What all of them have but that to float8, which has no dropout."""
 
     @property
     def q(self) -> Tensor: ...
@@ -111,6 +111,12 @@ class AnyCall(Protocol):
     def mask(self) -> list[int]: ...
     @property
     def bias(self) -> list[int]: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def softcap(self) -> float: ...
+    @property
+    def dropout_p(self) -> float: ...
 
 
 def predicate(kind: Any, question: Callable[[Any], bool]) -> Callable[..., bool]:

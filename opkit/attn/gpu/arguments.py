@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.calls import BiasCall, Call, GradientCall
+from opkit.attn.calls import AnyCall
 from opkit.attn.gpu import blocks, candidates, plans, search, tile_lists
 from opkit.attn.gpu.blocks import Blocks, Rule
 from opkit.attn.gpu.candidates import Kernel
@@ -21,7 +21,6 @@ from opkit.kernels.triton.configs import Config
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch
 
-AnyCall = Call | GradientCall | BiasCall
 Run = Callable[..., Any]
 Constants = tuple[tuple[str, Any], ...]
 _SHORT = 512  # queries; tiles for fewer are searched for apart

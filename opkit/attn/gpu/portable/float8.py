@@ -31,7 +31,7 @@ def takes(call: Float8Call) -> bool:
     """Whether :func:`forward` takes a call: what the portable forward takes, in float8_e4m3fn or float8_e5m2."""
     sizes = call.q.shape[0], call.k.shape[1]
     descaled = len(call.descales) == 3 and all(x.shape == sizes and x.dtype == torch.float32 for x in call.descales)
-    return call.q.dtype in _BYTES and descaled and sizes_fit(call) and sinks_fit(call.sinks, call.q)
+    return call.q.dtype in _BYTES and descaled and sizes_fit(call.plain) and sinks_fit(call.sinks, call.q)
 
 
 @tuned.float8
