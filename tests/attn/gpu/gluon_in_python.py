@@ -363,7 +363,7 @@ def _language():
         constexpr=_value, tensor=object, shared_memory_descriptor=object, pointer_type=lambda t: t,
         float32=torch.float32, int8=torch.int8, int32=torch.int32, int64=torch.int64,
         program_id=lambda axis: Int(_here.program), num_programs=lambda axis: Int(_here.programs),
-        static_range=range, to_tensor=_value, full=full,
+        static_range=range, to_tensor=_value, full=full, barrier=lambda: None,
         zeros=lambda shape, dtype, layout=None: full(shape, 0, dtype),
         arange=lambda a, b, layout=None: torch.arange(int(a), int(b), dtype=torch.int32),
         where=_where, abs=torch.abs, max=lambda x, axis: Int(x.max().item()), sum=lambda x, axis: Int(x.sum().item()),

@@ -36,6 +36,7 @@ from opkit.attn.gpu.hopper.device.backward_work import (
     following,
     in_order,
     meet,
+    nothing,
     numbers_of,
     told,
 )
@@ -43,13 +44,15 @@ from opkit.attn.gpu.hopper.device.masks import keep_mask
 from opkit.attn.gpu.hopper.device.softmax import capped, exp2
 from opkit.attn.gpu.hopper.device.table import LENGTH, table_of
 
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name in Triton 3.7, and before
+
 
 @gluon.jit
 def _multiply(ME: gl.constexpr, problem, buffers, barriers, results, numbers, table):
     """The gradients of 64 keys and values of each tile, and half of those of the queries that see any of the 128."""
     keys, tiles = buffers[0], buffers[8]
     keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
-    part_empty = barriers[2][1]
+    part_empty = barriers[2]
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, problem.D, 16])
     n = problem.tiles * 0
     mbarrier.wait(told_full.index(0), 0)
@@ -65,6 +68,7 @@ def _multiply(ME: gl.constexpr, problem, buffers, barriers, results, numbers, ta
             cleaned(keys.index(ME).reshape([HALF, problem.D]))
             fence_async_shared()
             meet()
+            barrier()
         mbarrier.wait(values_full.index(0), n % 2)
         # Where there is a mask, the warp that loads tells of rows.
         row, last = slot * 0, problem.last_whole(told(tiles, n % AHEAD * TOLD + PLACE, 4) + ME * HALF)
@@ -114,8 +118,8 @@ def _own(ME: gl.constexpr, COUNT: gl.constexpr, buffer, keys):
 def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, slot, phase, n, row, part, dk, dv):
     """The gradients of keys and values so far, after those of one block of queries."""
     keys, values, queries, gradients, sums, deltas, meeting, parts, tiles, blocks = buffers
-    queries_full, queries_empty, gradients_full, gradients_empty = barriers[1]
-    part_full, part_empty = barriers[2]
+    queries_full, gradients_full, ended = barriers[1]
+    part_empty = barriers[2]
     q = queries.index(slot).reshape([problem.ROWS, problem.D])
     gradient = gradients.index(slot).reshape([problem.ROWS, problem.D])
     k = keys.index(ME).reshape([HALF, problem.D])
@@ -164,13 +168,11 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, slot, ph
         dk = warpgroup_mma(first_ds, first, dk, is_async=True)
     dk = warpgroup_mma(ds, _rows(q, HALVES - 1), dk, is_async=True)
     dq, dv = warpgroup_mma_wait(HALVES, deps=(dq, dv))
-    mbarrier.arrive(gradients_empty.index(slot), count=1)
     mbarrier.wait(part_empty.index(ME), slot ^ 1)
     parts.index(ME).store(in_order(dq))
-    fence_async_shared()
-    mbarrier.arrive(part_full.index(ME), count=1)
     dk = warpgroup_mma_wait(0, deps=(dk,))
-    mbarrier.arrive(queries_empty.index(slot), count=1)
+    fence_async_shared()
+    mbarrier.arrive(ended.index(slot), count=1)
     return dk, dv
 
 
@@ -241,7 +243,7 @@ def _slopes(ME: gl.constexpr, I: gl.constexpr, problem, of_block, s, p, dp, delt
     if not problem.MASKED:
         ds = _shown(ME, I, problem, of_block, ds)
     elif part:  # what is hidden has probability 0, and a mask is not asked twice
-        ds = gl.where(p == 0.0, 0.0, ds)
+        ds = gl.where(p == nothing().to(gl.float32), 0.0, ds)  # without it all steps would ask
     ds = ds.to(problem.DTYPE)
     if problem.ROWS > HALF:
         meeting = meeting.slice(I * HALF, HALF, dim=1)
@@ -332,8 +334,8 @@ def hopper_backward(
     )  # fmt: skip
     barriers = (
         (barriers_of(1, 1), barriers_of(1, 1), barriers_of(1, 2), barriers_of(AHEAD, 1), barriers_of(AHEAD, 3)),
-        (barriers_of(STAGES, 1), barriers_of(STAGES, 2), barriers_of(STAGES, 1), barriers_of(STAGES, 2)),
-        (barriers_of(2, 1), barriers_of(2, 1)),
+        (barriers_of(STAGES, 1), barriers_of(STAGES, 1), barriers_of(STAGES, 2)),
+        barriers_of(2, 1),
     )
     fence_async_shared()
     results = (of_k_desc, of_v_desc)

@@ -32,7 +32,7 @@ def load(problem, descriptors, buffers, barriers, counter, lists=None):
     """
     tiles, blocks = buffers[8], buffers[9]
     keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
-    queries_empty = barriers[1][1]
+    ended = barriers[1][2]
     group = problem.heads // problem.key_heads
     tile = gl.program_id(0).to(gl.int32)
     programs = gl.num_programs(0).to(gl.int32)
@@ -55,7 +55,7 @@ def load(problem, descriptors, buffers, barriers, counter, lists=None):
                 mark, turn = visit(problem, mine, at * 0)
                 for i in range(mine[3]):
                     block = mark // 2
-                    mbarrier.wait(queries_empty.index(slot), phase)
+                    mbarrier.wait(ended.index(slot), phase)
                     tell_listed(problem, blocks, slot, phase ^ 1, mark, head, of_head + block, turn)
                     mark, turn = visit(problem, mine, i + 1)
                     place = (batch, head, key_head, at, block, of_head + block)
@@ -65,7 +65,7 @@ def load(problem, descriptors, buffers, barriers, counter, lists=None):
             else:
                 for i in range(steps):
                     block = first + i
-                    mbarrier.wait(queries_empty.index(slot), phase)
+                    mbarrier.wait(ended.index(slot), phase)
                     if problem.BANDED:
                         tell(blocks, slot, problem.described(block * problem.ROWS, at))
                     place = (batch, head, key_head, at, block, of_head + block)
@@ -90,7 +90,7 @@ def _load_block(problem, descriptors, buffers, barriers, place, slot, phase, n, 
     q_desc, k_desc, v_desc, gradient_desc, sums_desc = descriptors
     keys, values, queries, gradients, sums, deltas = buffers[:6]
     keys_full, values_full, keys_empty = barriers[0][:3]
-    queries_full, _, gradients_full, gradients_empty = barriers[1]
+    queries_full, gradients_full, _ = barriers[1]
     batch, head, key_head, at, block, of_all = place
     HALVES: gl.constexpr = problem.ROWS // HALF
     row = block * problem.ROWS
@@ -103,7 +103,6 @@ def _load_block(problem, descriptors, buffers, barriers, place, slot, phase, n, 
         mbarrier.wait(keys_empty.index(0), n % 2 ^ 1)
         _load_half(k_desc, batch, key_head, at, keys_full, keys)
     full = gradients_full.index(slot)
-    mbarrier.wait(gradients_empty.index(slot), phase)
     mbarrier.expect(full, gradient_desc.block_type.nbytes + HALVES * sums_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(gradient_desc, [batch, head, row, 0], full, gradients.index(slot))
     _load_sums(HALVES, sums_desc, numbers + problem.ROWS, full, deltas, slot)
@@ -140,7 +139,7 @@ def add(problem, sum_desc, turns, buffers, barriers):
     tiles, blocks = buffers[8], buffers[9]
     told_full, told_empty = barriers[0][3], barriers[0][4]
     group = problem.heads // problem.key_heads
-    n, phase = problem.tiles * 0, problem.tiles * 0
+    n, slot, phase = problem.tiles * 0, problem.tiles * 0, problem.tiles * 0
     count = n
     mbarrier.wait(told_full.index(0), 0)
     steps = told(tiles, n % AHEAD * TOLD + STEPS, 1)
@@ -150,10 +149,12 @@ def add(problem, sum_desc, turns, buffers, barriers):
         mbarrier.arrive(told_empty.index(n % AHEAD), count=1)
         if problem.LISTED:
             for _ in range(steps):
-                mbarrier.wait(barriers[2][0].index(0), phase)  # what is told of a block is there when its gradient is
+                mbarrier.wait(
+                    barriers[1][2].index(slot), phase
+                )  # what is told of a block is there when its gradient is
                 of_all, turn = told_of_sum(problem, blocks, count)
-                _add_block(problem, sum_desc, turns, buffers, barriers, of_all, turn, phase)
-                phase ^= 1
+                _add_block(problem, sum_desc, turns, buffers, barriers, of_all, turn, slot, phase)
+                slot, phase = following(slot, phase)
                 count += 1
         else:
             for g in range(group):
@@ -163,8 +164,8 @@ def add(problem, sum_desc, turns, buffers, barriers):
                     turn = block
                     if problem.ORDERED:
                         turn = problem.turn(block, at)
-                    _add_block(problem, sum_desc, turns, buffers, barriers, of_head + block, turn, phase)
-                    phase ^= 1
+                    _add_block(problem, sum_desc, turns, buffers, barriers, of_head + block, turn, slot, phase)
+                    slot, phase = following(slot, phase)
         n += 1
         mbarrier.wait(told_full.index(n % AHEAD), n // AHEAD % 2)
         steps = told(tiles, n % AHEAD * TOLD + STEPS, 1)
@@ -172,16 +173,16 @@ def add(problem, sum_desc, turns, buffers, barriers):
 
 
 @gluon.jit
-def _add_block(problem, sum_desc, turns, buffers, barriers, of_all, turn, phase):
+def _add_block(problem, sum_desc, turns, buffers, barriers, of_all, turn, slot, phase):
     """Add the gradient of a block of queries, counted among all, when ``turn`` others have been added to it."""
     parts = buffers[7]
-    full, empty = barriers[2]
+    empty = barriers[2]
     SIZE: gl.constexpr = HALF * HALF // WIDE
     if problem.ORDERED:
         while gl.atomic_add(turns + of_all, 0, sem="acquire") < turn:
             pass
+    mbarrier.wait(barriers[1][2].index(slot), phase)
     for c in gl.static_range(2):
-        mbarrier.wait(full.index(c), phase)
         reduce_add(sum_desc, [(of_all * 2 + c) * SIZE, 0], parts.index(c))
     for c in gl.static_range(2):
         tma.store_wait(1 - c)
