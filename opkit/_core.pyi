@@ -163,6 +163,31 @@ class Repeated:
             RuntimeError: the launch failed; it says why.
         """
 
+class Series:
+    """Repeated calls one after another, by one call, with memory that is theirs alone while they run.
+
+    Args:
+        steps: each a call, and where its tensors lie: numbers of addresses; those that follow are of pieces of memory.
+        addresses: how many a launch is given.
+        memory: bytes of each piece, which begins at a multiple of 128 bytes and is not filled. Torch allocates it for each
+            launch, on its current stream.
+        device: the index of the GPU whose memory it is; -1 is the processor's.
+
+    Raises:
+        ValueError: a step has not as many places as its call has tensors, or one that is not there.
+    """
+
+    def __init__(
+        self, steps: Sequence[tuple[Repeated, Sequence[int]]], *, addresses: int, memory: Sequence[int], device: int
+    ) -> None: ...
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        """Launch: addresses, and a stream's handle.
+
+        Raises:
+            ValueError: there are not as many addresses as was said.
+            RuntimeError: a launch failed, and those after it were not made; or there is no memory.
+        """
+
 class Launcher:
     """What runs a kernel's calls: it has a table of entries, and calls ``miss`` for a call that none of them serves.
 

@@ -4,7 +4,7 @@
 
 #include "kernel.hpp"
 #include "python.hpp"
-#include "repeated.hpp"
+#include "series.hpp"
 
 namespace py = pybind11;
 
@@ -94,7 +94,15 @@ void bind_launcher(py::module_& m) {
         .def("time", &PythonCall::time, py::arg("entry"), py::kw_only(), py::arg("warmup_ms") = 5.0,
              py::arg("run_ms") = 20.0, py::arg("written") = std::vector<int64_t>());
     py::class_<Repeated, std::shared_ptr<Repeated>>(m, "Repeated", "Calls like one that was made.")
-        .def("__call__", &Repeated::launch, py::arg("addresses"), py::arg("stream"),
+        .def("__call__",
+             [](const Repeated& self, const std::vector<uintptr_t>& addresses, uintptr_t stream) {
+                 self.launch(addresses.data(), addresses.size(), stream);
+             },
+             py::arg("addresses"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+    py::class_<Series>(m, "Series", "Repeated calls one after another.")
+        .def(py::init<std::vector<Series::Step>, size_t, const std::vector<int64_t>&, int32_t>(), py::arg("steps"),
+             py::kw_only(), py::arg("addresses"), py::arg("memory"), py::arg("device"))
+        .def("__call__", &Series::launch, py::arg("addresses"), py::arg("stream"),
              py::call_guard<py::gil_scoped_release>());
     py::class_<Launcher, std::shared_ptr<Launcher>>(m, "Launcher", "What runs a kernel's calls.")
         .def(py::init([](const std::string& op, const std::string& kernel, const std::vector<std::string>& roles,

@@ -1,6 +1,9 @@
 #include "repeated.hpp"
 
+#include <algorithm>
 #include <stdexcept>
+
+#include "../runtime/small.hpp"
 
 namespace opkit::launch {
 namespace {
@@ -30,18 +33,19 @@ void Repeated::remember(size_t source, const opk_tensor* tensor) {
     layout.tensor.strides = layout.dims.data() + tensor->rank;
 }
 
-void Repeated::launch(const std::vector<uintptr_t>& addresses, uintptr_t stream) const {
-    if (addresses.size() != layouts_.size())
-        throw std::invalid_argument("it was launched with " + std::to_string(addresses.size()) + " tensors, and takes " +
-                                    std::to_string(layouts_.size()));
-    std::vector<opk_value> values = values_;
-    std::vector<opk_tensor> tensors(layouts_.size());
+void Repeated::launch(const uintptr_t* addresses, size_t count, uintptr_t stream) const {
+    if (count != tensors())
+        throw std::invalid_argument("it was launched with " + std::to_string(count) + " tensors, and takes " +
+                                    std::to_string(tensors()));
+    Small<opk_value, 64> values(values_.size());
+    Small<opk_tensor, 32> tensors(layouts_.size());
+    std::copy(values_.begin(), values_.end(), values.begin());
     for (size_t i = 0; i < tensors.size(); i++) {
         tensors[i] = layouts_[i].tensor;
         tensors[i].data = reinterpret_cast<void*>(addresses[i]);
         values[layouts_[i].source].p = &tensors[i];
     }
-    if (launcher_.cuda()) values.back().p = reinterpret_cast<void*>(stream);
+    if (launcher_.cuda()) values[values.size() - 1].p = reinterpret_cast<void*>(stream);
     launcher_.call(values.data());
 }
 

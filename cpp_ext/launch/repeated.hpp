@@ -13,9 +13,12 @@ public:
     // Of a call's values. Throws std::invalid_argument where some of them are pointers to what the call alone has.
     Repeated(Launcher& launcher, const opk_value* values);
 
+    // How many tensors are there.
+    size_t tensors() const { return layouts_.size(); }
+
     // The tensors' addresses come in the order of the launcher's sources. Throws std::invalid_argument where there are not as
     // many as tensors that are there, std::runtime_error where the launch fails.
-    void launch(const std::vector<uintptr_t>& addresses, uintptr_t stream) const;
+    void launch(const uintptr_t* addresses, size_t count, uintptr_t stream) const;
 
 private:
     struct Layout {
