@@ -46,6 +46,7 @@ any_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
 jit_tracing: Callable[[], bool] = _C._is_tracing
 profiling: Callable[[], bool] = _C._autograd._profiler_enabled
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+deterministic: Callable[[], bool] = _C._get_deterministic_algorithms
 parse_schema: Callable[[str], Any] = _C.parse_schema
 current_gpu: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
 _stream_of: Callable[[int], int] | None = getattr(_C, "_cuda_getCurrentRawStream", None)  # not there without CUDA

@@ -37,7 +37,7 @@ _NAMESPACE = "opkit_launch"
 _TYPES = {"tensor": "Tensor(a{}!)", "int": "int", "float": "float", "bool": "bool"}
 _KINDS: dict[type, str] = {bool: "bool", int: "int", float: "float", torch.SymInt: "int", torch.SymFloat: "float"}
 _count = itertools.count()
-_recorded: contextvars.ContextVar[list[Values] | None] = contextvars.ContextVar("recorded", default=None)
+recorded: contextvars.ContextVar[list[Values] | None] = contextvars.ContextVar("recorded", default=None)
 _lock = threading.Lock()
 
 
@@ -71,9 +71,9 @@ class Form:
     def run(self, values: Mapping[str, Any]) -> None:
         """Launch the kernel."""
         given = [values[name] for name in self.names]
-        recorded = _recorded.get()
-        if recorded is not None:
-            recorded.append(Values(self.bound, given, ()))
+        noted = recorded.get()
+        if noted is not None:
+            noted.append(Values(self.bound, given, ()))
         elif self.bound.kernel.interpreted or self.bound.kernel.hooked:
             launched_by_triton(Values(self.bound, given, ()))
         elif private.dispatch_modes():
@@ -144,16 +144,16 @@ def _first(kernel: TritonKernel, given: Sequence[Any]) -> torch.Tensor:
 def recording() -> Generator[list[Values]]:
     """Note the launches in place of making them."""
     found: list[Values] = []
-    token = _recorded.set(found)
+    token = recorded.set(found)
     try:
         yield found
     finally:
-        _recorded.reset(token)
+        recorded.reset(token)
 
 
 def is_recorded() -> bool:
     """Whether launches of this thread are noted in place of made."""
-    return _recorded.get() is not None
+    return recorded.get() is not None
 
 
 def launch(kernel: TritonKernel, values: Mapping[str, Any]) -> None:
@@ -197,7 +197,7 @@ class PreparedLaunch:
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Launch the kernel on these tensors, some of which may be None."""
-        if self._by_triton or _recorded.get() is not None or private.dispatch_modes():
+        if self._by_triton or recorded.get() is not None or private.dispatch_modes():
             launch(self.kernel, {**dict(zip(self.names, tensors, strict=True)), **self.numbers})
             return
         there = tuple([tensor is not None for tensor in tensors])
@@ -205,6 +205,14 @@ class PreparedLaunch:
         if found is None:
             found = self._launches[there] = _Launch(self, tensors)
         found(tensors)
+
+    def repeated(self, *tensors: torch.Tensor | None) -> tuple[_core.Repeated | None, list[str]]:
+        """What later launches are made by where the same tensors are there; and the names of those whose addresses it takes.
+
+        None: there was no such launch yet, or those that come pass torch's dispatcher, each of them.
+        """
+        found = self._launches.get(tuple([tensor is not None for tensor in tensors]))
+        return (None, []) if found is None else (found.repeated, [self.names[place] for place in found.addressed])
 
     def time(self, *tensors: torch.Tensor | None) -> float:
         """The median milliseconds that a launch on these tensors takes, with cold caches; it waits for the GPU.
@@ -228,17 +236,17 @@ class _Launch:
         there = {name: i for i, name in enumerate(names) if tensors[i] is not None}
         self._form = _form(prepared.kernel, {**dict(zip(names, tensors, strict=True)), **numbers})
         self._given = [(there.get(name, -1), numbers.get(name)) for name in self._form.names]
-        self._addressed = [there[self._form.names[argument]] for argument in self._form.order]
+        self.addressed = [there[self._form.names[argument]] for argument in self._form.order]
         first = _first(prepared.kernel, tensors)
         self._device, self._index = first.device.type, first.get_device()
-        self._repeated: _core.Repeated | None = None
+        self.repeated: _core.Repeated | None = None
 
     def __call__(self, tensors: Sequence[Any]) -> None:
         index = self._index
-        if self._repeated is not None and (index < 0 or private.current_gpu() == index):
-            self._repeated([tensors[i].data_ptr() for i in self._addressed], private.current_stream(index))
+        if self.repeated is not None and (index < 0 or private.current_gpu() == index):
+            self.repeated([tensors[i].data_ptr() for i in self.addressed], private.current_stream(index))
             return
-        self._repeated = self._form.repeated(self._device, self._values(tensors))
+        self.repeated = self._form.repeated(self._device, self._values(tensors))
 
     def time(self, tensors: Sequence[Any]) -> float:
         return self._form.time(self._device, self._values(tensors))

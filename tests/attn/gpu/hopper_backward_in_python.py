@@ -48,8 +48,20 @@ _FUNCTIONS = {128: device.hopper_backward, 64: wide_device.hopper_backward_wide}
 class Launch:
     """Launches of the kernel that multiplies."""
 
-    def __init__(self, tile: Tile, ordered: bool, banded: bool, mask: plans.Words, numbers: dict[str, float]) -> None:
-        self.tile, self.ordered, self.banded, self.mask, self.numbers = tile, ordered, banded, mask, numbers
+    def __init__(
+        self, tile: Tile, ordered: bool, banded: bool, mask: plans.Words, names: tuple[str, ...], numbers: dict[str, float]
+    ) -> None:  # fmt: skip
+        self.tile, self.ordered, self.banded, self.mask, self.names, self.numbers = (
+            tile,
+            ordered,
+            banded,
+            mask,
+            names,
+            numbers,
+        )
+
+    def repeated(self, *_):
+        return None, []
 
     def __call__(self, q, k, v, gradient, sums, total, of_k, of_v, turns, counter, *of_mask):
         of, point, whole = gluon_in_python.Descriptor, gluon_in_python.Pointer, gluon_in_python.Int
@@ -110,7 +122,7 @@ def emulate():
     prepared = hopper_backward.PreparedLaunch
     hopper_backward._kernel = lambda *settled: settled
     hopper_backward.PreparedLaunch = lambda kernel, names, numbers: (
-        Launch(*kernel, numbers) if isinstance(kernel, tuple) else prepared(kernel, names, numbers)
+        Launch(*kernel, names, numbers) if isinstance(kernel, tuple) else prepared(kernel, names, numbers)
     )
 
 

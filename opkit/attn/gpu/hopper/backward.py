@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +24,12 @@ from opkit.attn.memory_safety import mask_fits, results_fit, shapes_fit
 from opkit.errors import KernelError
 from opkit.kernels.triton.named import Named
 from opkit.kernels.triton.symbols import Layout
+from opkit.op import torch_private as private
 from opkit.op.prepared import PreparedKernel
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
 from opkit.op.triton.launch import PreparedLaunch
+from opkit.op.triton.series import PreparedSeries, Room
 
 DTYPES = (torch.bfloat16, torch.float16)
 _FAR = 2**30  #: further than any two positions are apart
@@ -136,29 +138,30 @@ def backward(*given: Any) -> Run:
 def _prepared(call: GradientCall, tile: Tile) -> Run:
     from opkit.attn.gpu import arguments
 
-    new = [like(rows(each, each.shape[3], call.heads_inside)) for each in call[2:5]]
-    new.append(like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32)))
+    new_q, new_k, new_v = [like(rows(each, each.shape[3], call.heads_inside)) for each in call[2:5]]
+    new_delta = like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     roomy = arguments.with_room(call)
-    fits, shape = roomy is call, arguments.shape_of(roomy)
-    told = _told(shape, tile) if _listed(shape) else None
-    as_they_lie, copied = (_launches(call, shape, tile) for _ in range(2))  # copies have strides of their own
+    shape = arguments.shape_of(roomy)
+    told = _told(shape, tile, roomy is call) if _listed(shape) else None
+    as_they_lie, copied = (_series(call, shape, tile) for _ in range(2))  # copies have strides of their own
     described = all(describable(each) for each in (call.gradient, *call[2:5]))
-    none = (None,) * len(_OF_MASKS) * tile.lists
+    dense, counter = dense_rows(call.out) is call.out, counters(call.q.device, 2)
 
     def run(
         gradient: Tensor, of_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any
     ) -> _Four:
-        given = GradientCall(gradient, of_lse, q, k, v, *rest, **named)
-        ordered = torch.are_deterministic_algorithms_enabled()
-        launch = as_they_lie
+        ordered, series = private.deterministic(), as_they_lie
         if not described or (q.data_ptr() | k.data_ptr() | v.data_ptr() | gradient.data_ptr()) % 16:
             gradient, q, k, v = (each.clone(memory_format=torch.contiguous_format) for each in (gradient, q, k, v))
-            launch = copied
-        of_q, of_k, of_v, delta = (make() for make in new)
-        of_mask = none if told is None else told(given if fits else arguments.with_room(given), ordered)
-        read = (gradient, of_lse, q, k, v, dense_rows(given.out), given.lse)
-        launch(ordered, of_mask, *read, of_q, of_k, of_v, delta)
-        return of_q, of_k, of_v, delta
+            series = copied
+        out, lse = rest[:2]
+        results = new_q(), new_k(), new_v(), new_delta()
+        more = {} if of_lse is None else {"of_lse": of_lse}
+        if told is not None:
+            more |= told(GradientCall(gradient, of_lse, q, k, v, *rest, **named), ordered)
+        given = gradient, q, k, v, out if dense else dense_rows(out), lse, *results, counter()
+        series(ordered, *more)(*given, *more.values())
+        return results
 
     return run
 
@@ -168,48 +171,50 @@ def _listed(shape: Shape) -> bool:
     return bool(shape.mask or shape.lengths)
 
 
-def _told(shape: Shape, tile: Tile) -> Callable[[GradientCall, bool], Sequence[Tensor | None]]:
-    """A function that gives the lists of a call, where programs take turns these too, and the tensors that its mask reads."""
+def _told(shape: Shape, tile: Tile, fits: bool) -> Callable[[GradientCall, bool], dict[str, Tensor]]:
+    """A function that gives the lists of a call, where programs take turns these too, and the tensors that its mask reads.
+
+    ``fits``: all tensors of the mask have a place among these.
+    """
     from opkit.attn.gpu import arguments, tile_lists
 
     blocks = Blocks(tile.rows, tile.keys, 0, 0)
 
-    def told(call: GradientCall, ordered: bool) -> Sequence[Tensor | None]:
+    def told(call: GradientCall, ordered: bool) -> dict[str, Tensor]:
+        call = call if fits else arguments.with_room(call)
         lists, turns = tile_lists.lists_of(call, shape, blocks, by_keys=True), None
         if ordered:
             turns = tile_lists.turns_of(lists, tile_lists.lists_of(call, shape, blocks, by_keys=False))
-        return [lists.tiles, turns, lists.counts, *arguments.tensors_of(call, shape)]
+        found = zip(_OF_MASKS, (lists.tiles, turns, lists.counts, *arguments.tensors_of(call, shape)), strict=True)
+        return {name: tensor for name, tensor in found if tensor is not None}
 
     return told
 
 
-def _launches(call: GradientCall, shape: Shape, tile: Tile) -> Callable[..., None]:
-    """A function that launches the three kernels.
+def _series(call: GradientCall, shape: Shape, tile: Tile) -> Callable[..., PreparedSeries]:
+    """A function that gives the launches of the three kernels.
 
-    It takes whether programs take turns, the lists and the mask's tensors, the tensors of a call, which TMA can follow, and its
-    results.
+    It takes whether programs take turns, and which tensors there are beside those that each call has, which are _GIVEN. TMA
+    can follow q, k, v and the gradient.
     """
     q, v, of_rows, numbers = call.q, call.v, _row_numbers(call.q), _numbers(call, shape, tile)
     wide = _padded(max(q.shape[3], v.shape[3]))
     blocks = of_rows["programs"] * _blocks(q.shape[2], tile.rows)
-    memory, counter = functools.partial(torch.empty, device=q.device), counters(q.device, 2)
     begin = PreparedLaunch(_begin_kernel(v.shape[3], wide, tile, _listed(shape)), _BEGIN, of_rows)
     kernels = (_kernel(tile, ordered, shape.banded, shape.mask) for ordered in (False, True))
     main = [PreparedLaunch(each, _MAIN + _OF_MASKS * tile.lists, numbers) for each in kernels]
     end = PreparedLaunch(_end_kernel(q.shape[3], wide, tile.rows), _END, {**of_rows, "scale": call.scale})
+    rooms = {
+        "sums": Room((blocks * 2 * tile.rows,), torch.float32),
+        "total": Room((blocks * tile.rows * wide // _WIDE, _WIDE), torch.float32),
+    }
+    turns = {"turns": Room((blocks,), torch.int32)}
 
-    def launch(
-        ordered: bool, of_mask: Sequence[Tensor | None], gradient: Tensor, of_lse: Tensor | None, q: Tensor, k: Tensor,
-        v: Tensor, out: Tensor, lse: Tensor, of_q: Tensor, of_k: Tensor, of_v: Tensor, delta: Tensor,
-    ) -> None:  # fmt: skip
-        sums = memory(blocks * 2 * tile.rows, dtype=torch.float32)
-        total = memory((blocks * tile.rows * wide // _WIDE, _WIDE), dtype=torch.float32)
-        turns = memory(blocks, dtype=torch.int32) if ordered else None
-        begin(out, gradient, of_lse, lse, delta, sums, total, turns)
-        main[ordered](q, k, v, gradient, sums, total, of_k, of_v, turns, counter(), *of_mask)
-        end(total, of_q)
+    @functools.cache
+    def series(ordered: bool, *more: str) -> PreparedSeries:
+        return PreparedSeries([begin, main[ordered], end], _GIVEN + more, rooms | turns if ordered else rooms)
 
-    return launch
+    return series
 
 
 def _row_numbers(q: Tensor) -> dict[str, Any]:
@@ -235,6 +240,7 @@ def _numbers(call: GradientCall, shape: Shape, tile: Tile) -> dict[str, Any]:
 _BEGIN = ("out", "gradient", "of_lse", "lse", "delta", "sums", "total", "turns")
 _MAIN = ("q", "k", "v", "gradient", "sums", "total", "of_k", "of_v", "turns", "counter")
 _END = ("total", "of_q")
+_GIVEN = ("gradient", "q", "k", "v", "out", "lse", "of_q", "of_k", "of_v", "delta", "counter")
 
 
 def _padded(channels: int) -> int:

@@ -1,0 +1,86 @@
+"""Several launches by hand, one after another, by one call: for Python kernels of small calls, whose time is the processor's."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from opkit.op import torch_private as private
+from opkit.op.triton.launch import PreparedLaunch, recorded
+
+if TYPE_CHECKING:
+    from opkit import _core
+
+
+class Room(NamedTuple):
+    """A tensor that kernels pass one to another and nobody else sees: dense, not filled."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class PreparedSeries:
+    """Prepared launches that are made one after another, each time the same ones.
+
+    Each takes its tensors by name: from those given with a call, which are all there, or from the rooms, which are allocated
+    together for each call and last as long as the launches. A name that is among neither is None. What is said of
+    :class:`~opkit.op.triton.launch.PreparedLaunch` holds for all of them.
+
+    Args:
+        launches: in order.
+        names: of the tensors that are given with each call, in the order in which they will be.
+        rooms: by name.
+
+    >>> # series = PreparedSeries([square, add], ("x", "out"), {"squares": Room((1024,), torch.float32)})
+    >>> # series(x, out)      # as squares = x.new_empty(1024); square(x, squares); add(x, squares, out)
+    """
+
+    def __init__(self, launches: Sequence[PreparedLaunch], names: Sequence[str], rooms: Mapping[str, Room]) -> None:
+        self.launches, self.names, self.rooms = list(launches), tuple(names), dict(rooms)
+        self._made: _core.Series | None = None
+        self._gpu = -1
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        """Launch the kernels on these tensors."""
+        made, gpu = self._made, self._gpu
+        if (
+            made is None
+            or recorded.get() is not None
+            or private.dispatch_modes()
+            or (gpu >= 0 and private.current_gpu() != gpu)
+        ):
+            self._one_by_one(tensors)
+        else:
+            made([each.data_ptr() for each in tensors], private.current_stream(gpu))
+
+    def _one_by_one(self, tensors: Sequence[torch.Tensor]) -> None:
+        there = dict(zip(self.names, tensors, strict=True))
+        there |= {name: tensors[0].new_empty(room.shape, dtype=room.dtype) for name, room in self.rooms.items()}
+        for launch in self.launches:
+            launch(*[there.get(name) for name in launch.names])
+        if self._made is None:
+            self._made, self._gpu = self._joined(there), tensors[0].get_device()
+
+    def _joined(self, there: Mapping[str, torch.Tensor]) -> _core.Series | None:
+        """The launches that were just made as one; None where one of them cannot be repeated."""
+        from opkit import _core
+
+        places = {name: place for place, name in enumerate([*self.names, *self.rooms])}
+        steps: list[tuple[_core.Repeated, list[int]]] = []
+        for launch in self.launches:
+            call, names = launch.repeated(*[there.get(name) for name in launch.names])
+            if call is None:
+                return None
+            steps.append((call, [places[name] for name in names]))
+        memory = [room.bytes for room in self.rooms.values()]
+        device = next(iter(there.values())).get_device()
+        return _core.Series(steps, addresses=len(self.names), memory=memory, device=device)
