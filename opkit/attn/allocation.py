@@ -8,21 +8,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-FEW = 2048  #: elements; with more, the time of a call is not that of allocating
-
 
 def like(example: Tensor) -> Callable[[], Tensor]:
     """A function that makes tensors with the sizes, strides and dtype of a dense ``example``, on its device, not filled.
 
-    A small example is kept: ``empty_like`` takes half the time of the functions that are given sizes.
+    It keeps a tensor like the example, which has no memory: ``empty_like`` takes less time than what is given sizes.
 
     >>> like(torch.empty(2, 3).t())().stride()
     (1, 3)
     """
-    if example.numel() <= FEW:
-        return functools.partial(torch.empty_like, example.detach())
-    strides, options = example.stride(), {"dtype": example.dtype, "device": example.device}
-    return functools.partial(torch.empty_strided, tuple(example.shape), strides, **options)
+    kept = torch.empty_like(example.detach())
+    kept.untyped_storage().resize_(0)
+    return functools.partial(torch.empty_like, kept)
 
 
 def rows(q: Tensor, size: int, heads_inside: bool) -> Tensor:
