@@ -23,6 +23,7 @@ from opkit.op.operator import CustomOp
 _contact, _finite, _product = reference.contact, reference.finite, reference.product
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 _NOTHING = (0, 0, False, False)  # beside q, k, v and the results: tensors of masks and of biases, sinks, a seed
+_NO_GRADIENTS = (None,) * 8  # of the sinks and of all that follows them
 
 
 def attention_backward(
@@ -178,10 +179,22 @@ def setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]
 
 def backward(ctx: Any, gradient: Tensor | None, of_lse: Tensor | None) -> tuple[Any, ...]:
     """The gradients of the operator's arguments."""
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    saved: Sequence[Tensor] = ctx.saved_tensors
+    mask, bias, scale, softcap, dropout_p, heads_inside = ctx.rest
+    gradient = torch.zeros_like(saved[3]) if gradient is None else gradient
+    if ctx.kept != _NOTHING:
+        return _with_tensors(ctx, gradient, of_lse, saved)
+    of_q, of_k, of_v, _ = backward_operator()(
+        gradient, of_lse, *saved, [], [], mask, bias, scale, softcap, heads_inside, None, dropout_p
+    )
+    return of_q, of_k, of_v, [], [], *_NO_GRADIENTS
+
+
+def _with_tensors(ctx: Any, gradient: Tensor, of_lse: Tensor | None, saved: Sequence[Tensor]) -> tuple[Any, ...]:
+    """As :func:`backward`, of a call with tensors beside q, k, v and the results."""
+    q, k, v, out, lse, *tensors = saved
     masks, biases, sunk, dropped = ctx.kept
     mask_tensors, bias_tensors, optional = tensors[:masks], tensors[masks : masks + biases], tensors[masks + biases :]
-    gradient = torch.zeros_like(out) if gradient is None else gradient
     sinks = optional[0] if sunk else None
     seed = optional[-1] if dropped else None
     mask, bias, scale, softcap, dropout_p, heads_inside = ctx.rest
@@ -192,7 +205,7 @@ def backward(ctx: Any, gradient: Tensor | None, of_lse: Tensor | None) -> tuple[
     wanted = [number for number, needed in enumerate(ctx.needs_input_grad[4] or ()) if needed]
     of_biases = _of_biases(call, delta, wanted) if wanted else [None] * biases
     of_sinks = None if sinks is None else _of_sinks(sinks, lse, delta)
-    return (*found, [None] * masks, of_biases, of_sinks, None, *[None] * 6)
+    return (*found, [None] * masks, of_biases, of_sinks, *_NO_GRADIENTS[1:])
 
 
 def _of_biases(call: GradientCall, delta: Tensor, wanted: list[int]) -> list[Tensor | None]:

@@ -12,7 +12,7 @@ import torch
 from opkit.op.core import Operator
 from opkit.op.planning import Plan
 from opkit.op.rules.autograd import Call, GivenRule, apply, restore
-from opkit.op.rules.listed import counts_of, spreads
+from opkit.op.rules.listed import counts_of, spreads, wholes
 from opkit.op.selection import REFERENCE
 
 
@@ -50,7 +50,8 @@ def _simple_training(
     operator: Operator, plan: Plan, rule: GivenRule, args: Sequence[Any], setup: Callable[..., Any]
 ) -> Callable[..., Any]:
     """As :func:`make_training`, by one :class:`Call` for all calls."""
-    call = Call(plan.run, rule, {}, True, counts_of(args), setup=setup)
+    counts = counts_of(args)
+    call = Call(plan.run, rule, {}, True, counts, setup=setup, whole=wholes(counts))
     record = operator.autograd_function.apply
 
     def train(*args: Any) -> Any:

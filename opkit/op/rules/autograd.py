@@ -41,7 +41,8 @@ class Call:
     """One call on its way through the autograd node. ``plain`` marks eager calls on ordinary tensors.
 
     ``counts`` are those of its lists (:mod:`opkit.op.rules.listed`), None where there is none; ``spread`` says whether the node
-    takes one of them item by item. Where ``setup`` is given, the rule keeps what its backward needs by that alone.
+    takes one of them item by item. Where ``setup`` is given, the rule keeps what its backward needs by that alone, and ``whole``
+    has the lists, all of which the node takes whole: the place and the number of items of each.
     """
 
     run: Callable[..., Any]
@@ -52,6 +53,7 @@ class Call:
     spread: bool = False
     output_spec: Any = None
     setup: Callable[..., Any] | None = None
+    whole: Sequence[tuple[int, int]] | None = None
 
     @classmethod
     def of(cls, run: Callable[..., Any], rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
@@ -90,6 +92,11 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         structured = pytree.tree_unflatten(list(grads), call.output_spec)
         grads = tuple(structured) if type(structured) is tuple else (structured,)
     found = call.rule.backward(ctx, *grads)
+    if call.whole is not None:
+        flat = [*found, None]
+        for place, _ in call.whole:
+            flat[place] = None
+        return tuple(flat)
     if call.counts is not None:
         found = flattened(found, call.counts, call.spread)
     return (*found, None)
@@ -150,7 +157,7 @@ class GivenRule:
         """The author's backward; its gradients may end early where the rest are of defaulted arguments."""
         call: Call = ctx.opkit_call
         needs = ctx.needs_input_grad
-        structured = needs[:-1] if call.counts is None else tuple(grouped_needs(needs, call.counts, call.spread))
+        structured = _needs(call, needs)
         try:
             ctx.needs_input_grad = structured
             found = self.backward_function(ctx, *grads)
@@ -168,6 +175,16 @@ class GivenRule:
                 f"{expected}, got {len(found)}). Return one for each argument, None for those that need none."
             )
         return found[:count]
+
+
+def _needs(call: Call, needs: tuple[bool, ...]) -> tuple[Any, ...]:
+    """Which arguments need a gradient, those in lists one by one."""
+    if call.whole is None:
+        return needs[:-1] if call.counts is None else tuple(grouped_needs(needs, call.counts, call.spread))
+    structured: list[Any] = [*needs[:-1]]
+    for place, count in call.whole:
+        structured[place] = [False] * count
+    return tuple(structured)
 
 
 @dataclasses.dataclass

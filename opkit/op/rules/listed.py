@@ -32,6 +32,11 @@ def spreads(counts: Counts | None) -> bool:
     return counts is not None and any(count is not None and count >= 0 for count in counts)
 
 
+def wholes(counts: Counts | None) -> list[tuple[int, int]]:
+    """The place and the number of items of each list that the node takes whole."""
+    return [(place, ~count) for place, count in enumerate(counts or ()) if count is not None and count < 0]
+
+
 def leaves_of(args: Sequence[Any], counts: Counts | None) -> list[Any]:
     """The arguments as the node takes them."""
     if counts is None:
