@@ -164,28 +164,38 @@ class Repeated:
         """
 
 class Series:
-    """Repeated calls one after another, by one call, with memory that is theirs alone while they run.
+    """Repeated calls one after another, by one call, which allocates their results and memory that is theirs alone meanwhile.
+
+    Torch allocates both for each launch, on its current stream; neither is filled.
 
     Args:
-        steps: each a call, and where its tensors lie: numbers of addresses; those that follow are of pieces of memory.
+        steps: each a call, and where its tensors lie: numbers of addresses; those that follow are of results, then of pieces
+            of memory.
         addresses: how many a launch is given.
-        memory: bytes of each piece, which begins at a multiple of 128 bytes and is not filled. Torch allocates it for each
-            launch, on its current stream.
-        device: the index of the GPU whose memory it is; -1 is the processor's.
+        results: sizes, strides and torch's number of the dtype of each.
+        memory: bytes of each piece, which begins at a multiple of 128 bytes.
+        device: the index of the GPU that has the results and the memory; -1 is the processor.
 
     Raises:
         ValueError: a step has not as many places as its call has tensors, or one that is not there.
     """
 
     def __init__(
-        self, steps: Sequence[tuple[Repeated, Sequence[int]]], *, addresses: int, memory: Sequence[int], device: int
+        self,
+        steps: Sequence[tuple[Repeated, Sequence[int]]],
+        *,
+        addresses: int,
+        results: Sequence[tuple[Sequence[int], Sequence[int], int]],
+        memory: Sequence[int],
+        device: int,
     ) -> None: ...
-    def __call__(self, addresses: Sequence[int], stream: int) -> None:
-        """Launch: addresses, and a stream's handle.
+    def __call__(self, addresses: Sequence[int], stream: int) -> list[Any]:
+        """Launch, given addresses and a stream's handle. The results come as handles of tensors, the caller's to take over.
 
         Raises:
             ValueError: there are not as many addresses as was said.
-            RuntimeError: a launch failed, and those after it were not made; or there is no memory.
+            MemoryError: torch has no memory; nothing was launched.
+            RuntimeError: a launch failed, and those after it were not made.
         """
 
 class Launcher:

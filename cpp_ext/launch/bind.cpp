@@ -85,6 +85,16 @@ std::shared_ptr<const Repeated> repeat(Launcher& launcher, const py::object& cal
     return remembering.found;
 }
 
+using GivenResult = std::tuple<std::vector<int64_t>, std::vector<int64_t>, int32_t>;  // sizes, strides, dtype
+
+std::unique_ptr<Series> make_series(std::vector<Series::Step> steps, size_t addresses,
+                                    const std::vector<GivenResult>& results, const std::vector<int64_t>& memory,
+                                    int32_t device) {
+    std::vector<ResultLayout> layouts;
+    for (const auto& [sizes, strides, dtype] : results) layouts.push_back({sizes, strides, dtype});
+    return std::make_unique<Series>(std::move(steps), addresses, std::move(layouts), memory, device);
+}
+
 void bind_launcher(py::module_& m) {
     py::class_<PythonCall, std::shared_ptr<PythonCall>>(m, "Call", "A call for which a launcher has no entry yet.")
         .def_property_readonly("values", &PythonCall::values)
@@ -100,8 +110,8 @@ void bind_launcher(py::module_& m) {
              },
              py::arg("addresses"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
     py::class_<Series>(m, "Series", "Repeated calls one after another.")
-        .def(py::init<std::vector<Series::Step>, size_t, const std::vector<int64_t>&, int32_t>(), py::arg("steps"),
-             py::kw_only(), py::arg("addresses"), py::arg("memory"), py::arg("device"))
+        .def(py::init(&make_series), py::arg("steps"), py::kw_only(), py::arg("addresses"), py::arg("results"),
+             py::arg("memory"), py::arg("device"))
         .def("__call__", &Series::launch, py::arg("addresses"), py::arg("stream"),
              py::call_guard<py::gil_scoped_release>());
     py::class_<Launcher, std::shared_ptr<Launcher>>(m, "Launcher", "What runs a kernel's calls.")

@@ -1,4 +1,4 @@
-"""Repeated calls one after another, with memory of their own. The driver is a fake that adds."""
+"""Repeated calls one after another, with results and memory of their own. The driver is a fake that adds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from opkit import _core
+from opkit.op import layout_program
+from opkit.op import torch_private as private
 
 FLOATS = 40
 BYTES = FLOATS * 4
+FLOAT = layout_program.DTYPES[torch.float32]
 
 
 @pytest.fixture
@@ -29,7 +32,7 @@ def pointers(fake):
 
 def sum_of_three(add, memory=(BYTES,)):
     """x, y, z, out: x + y goes to memory, and that + z to out."""
-    return _core.Series([(add, [0, 1, 4]), (add, [4, 2, 3])], addresses=4, memory=memory, device=-1)
+    return _core.Series([(add, [0, 1, 4]), (add, [4, 2, 3])], addresses=4, results=[], memory=memory, device=-1)
 
 
 def test_a_call_reads_from_memory_what_the_one_before_wrote(add):
@@ -60,7 +63,7 @@ def test_only_what_is_given_moves(fake, add):
 def test_pieces_of_memory_are_aligned_and_apart(fake, add):
     fake.library.fake_reset()
     steps = [(add, [0, 0, 1]), (add, [1, 1, 2]), (add, [2, 2, 3])]
-    _core.Series(steps, addresses=1, memory=[BYTES, 0, BYTES], device=-1)(addresses(torch.ones(FLOATS)), 0)
+    _core.Series(steps, addresses=1, results=[], memory=[BYTES, 0, BYTES], device=-1)(addresses(torch.ones(FLOATS)), 0)
     first, empty, last = (row[2] for row in pointers(fake))
     assert first % 128 == empty % 128 == last % 128 == 0
     assert first + BYTES <= empty <= last
@@ -71,7 +74,7 @@ def test_every_call_is_on_the_stream(fake, tensor_at):
     entry = fake.entry("none", [("ptr", 0, 0), ("ptr", 1, 0)])
     op = fake.unregistered("copy(Tensor x) -> Tensor", rows, lambda call: entry, cuda=True)
     call = op.launcher.repeat(lambda: op.direct(tensor_at(64, device=0), tensor_at(128, device=0), stream=7))
-    _core.Series([(call, [0, 1]), (call, [1, 0])], addresses=2, memory=[], device=0)([64, 128], 9)
+    _core.Series([(call, [0, 1]), (call, [1, 0])], addresses=2, results=[], memory=[], device=0)([64, 128], 9)
     assert [row[5] for row in fake.launches] == ["0x7", "0x9", "0x9"]
 
 
@@ -81,7 +84,7 @@ def test_descriptors_follow_the_addresses(fake):
     rows = [("TENSOR", "x", "tensor"), ("TENSOR", "out", "tensor_any")]
     op = fake.operator("described(Tensor x) -> Tensor", rows, lambda call: entry)
     call = op.launcher.repeat(lambda: op(torch.empty(100, 400)))
-    series = _core.Series([(call, [0, 1]), (call, [2, 1])], addresses=2, memory=[100 * 400 * 4], device=-1)
+    series = _core.Series([(call, [0, 1]), (call, [2, 1])], addresses=2, results=[], memory=[100 * 400 * 4], device=-1)
     fake.library.fake_reset()
     given = torch.empty(3, 100, 400)
     for each in (0, 1, 0, 2):
@@ -119,10 +122,35 @@ def test_as_many_addresses_as_was_said(add):
 )
 def test_steps_that_do_not_fit(add, places, memory, message):
     with pytest.raises(ValueError, match=message):
-        _core.Series([(add, places)], addresses=2, memory=memory, device=-1)
+        _core.Series([(add, places)], addresses=2, results=[], memory=memory, device=-1)
 
 
-def test_memory_that_is_not_there(add):
-    series = sum_of_three(add, (2**62,))
-    with pytest.raises(RuntimeError, match="torch has no memory for"):
-        series([0, 0, 0, 0], 0)
+def test_results_are_new_tensors_of_the_caller(add):
+    layouts = [((5, 8), (1, 5), FLOAT), ((FLOATS,), (1,), FLOAT)]
+    series = _core.Series([(add, [0, 1, 2]), (add, [2, 2, 3])], addresses=2, results=layouts, memory=[], device=-1)
+    x, y = torch.randn(2, FLOATS).unbind()
+    first, second = (private.tensors_of_handles(series(addresses(x, y), 0)) for _ in range(2))
+    assert [(each.shape, each.stride(), each.dtype) for each in first] == [
+        ((5, 8), (1, 5), torch.float32), ((FLOATS,), (1,), torch.float32),
+    ]  # fmt: skip
+    assert torch.equal(first[0].t().flatten(), x + y)
+    assert torch.equal(first[1], 2 * (x + y))
+    assert len({each.untyped_storage().data_ptr() for each in (*first, *second)}) == 4
+    assert all(map(torch.equal, first, second))
+    assert not any(each.requires_grad for each in first)
+
+
+def test_a_result_has_as_many_strides_as_sizes(add):
+    with pytest.raises(ValueError, match="as many strides as sizes"):
+        _core.Series([(add, [0, 0, 1])], addresses=1, results=[((4,), (1, 1), FLOAT)], memory=[], device=-1)
+
+
+@pytest.mark.parametrize(
+    "more", [{"memory": [2**62]}, {"results": [((2**60,), (1,), FLOAT)]}], ids=["memory", "results"]
+)
+def test_memory_that_is_not_there(fake, add, more):
+    series = _core.Series([(add, [0, 0, 0])], **{"addresses": 1, "results": [], "memory": [], "device": -1, **more})
+    fake.library.fake_reset()
+    with pytest.raises(MemoryError):
+        series([0], 0)
+    assert fake.launches == []

@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from opkit.op import layout_program
 from opkit.op import torch_private as private
 from opkit.op.triton.launch import PreparedLaunch, recorded
 
@@ -31,56 +32,72 @@ class Room(NamedTuple):
 class PreparedSeries:
     """Prepared launches that are made one after another, each time the same ones.
 
-    Each takes its tensors by name: from those given with a call, which are all there, or from the rooms, which are allocated
-    together for each call and last as long as the launches. A name that is among neither is None. What is said of
-    :class:`~opkit.op.triton.launch.PreparedLaunch` holds for all of them.
+    Each takes its tensors by name: from those that a call is given, which are all there; from the results; or from the rooms,
+    which are allocated for each call and last as long as the launches. A name that is among none of them is None. What is said
+    of :class:`~opkit.op.triton.launch.PreparedLaunch` holds for all of them.
 
     Args:
         launches: in order.
         names: of the tensors that are given with each call, in the order in which they will be.
+        results: by name, each a function that makes a tensor, of the same sizes, strides and dtype each time, not filled.
         rooms: by name.
 
-    >>> # series = PreparedSeries([square, add], ("x", "out"), {"squares": Room((1024,), torch.float32)})
-    >>> # series(x, out)      # as squares = x.new_empty(1024); square(x, squares); add(x, squares, out)
+    >>> # series = PreparedSeries([square, add], ("x",), {"out": make}, {"squares": Room((1024,), torch.float32)})
+    >>> # (out,) = series(x)  # as out = make(); squares = x.new_empty(1024); square(x, squares); add(x, squares, out)
     """
 
-    def __init__(self, launches: Sequence[PreparedLaunch], names: Sequence[str], rooms: Mapping[str, Room]) -> None:
-        self.launches, self.names, self.rooms = list(launches), tuple(names), dict(rooms)
+    def __init__(
+        self,
+        launches: Sequence[PreparedLaunch],
+        names: Sequence[str],
+        results: Mapping[str, Callable[[], torch.Tensor]],
+        rooms: Mapping[str, Room],
+    ) -> None:
+        self.launches, self.names = list(launches), tuple(names)
+        self.results, self.rooms = dict(results), dict(rooms)
         self._made: _core.Series | None = None
         self._gpu = -1
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
-        """Launch the kernels on these tensors."""
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Launch the kernels on these tensors; the results."""
         made, gpu = self._made, self._gpu
-        if (
-            made is None
-            or recorded.get() is not None
-            or private.dispatch_modes()
-            or (gpu >= 0 and private.current_gpu() != gpu)
-        ):
-            self._one_by_one(tensors)
-        else:
-            made([each.data_ptr() for each in tensors], private.current_stream(gpu))
+        if made is None or recorded.get() is not None or private.dispatch_modes():
+            return self._one_by_one(tensors)
+        if gpu >= 0 and private.current_gpu() != gpu:
+            return self._one_by_one(tensors)
+        try:
+            handles = made([each.data_ptr() for each in tensors], private.current_stream(gpu))
+        except MemoryError:  # of which torch says more where it is asked from here
+            return self._one_by_one(tensors)
+        return tuple(private.tensors_of_handles(handles))
 
-    def _one_by_one(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _one_by_one(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         there = dict(zip(self.names, tensors, strict=True))
-        there |= {name: tensors[0].new_empty(room.shape, dtype=room.dtype) for name, room in self.rooms.items()}
+        results = {name: make() for name, make in self.results.items()}
+        rooms = {name: tensors[0].new_empty(room.shape, dtype=room.dtype) for name, room in self.rooms.items()}
+        there |= results | rooms
         for launch in self.launches:
             launch(*[there.get(name) for name in launch.names])
         if self._made is None:
             self._made, self._gpu = self._joined(there), tensors[0].get_device()
+        return tuple(results.values())
 
     def _joined(self, there: Mapping[str, torch.Tensor]) -> _core.Series | None:
         """The launches that were just made as one; None where one of them cannot be repeated."""
         from opkit import _core
 
-        places = {name: place for place, name in enumerate([*self.names, *self.rooms])}
+        places = {name: place for place, name in enumerate(there)}
         steps: list[tuple[_core.Repeated, list[int]]] = []
         for launch in self.launches:
             call, names = launch.repeated(*[there.get(name) for name in launch.names])
             if call is None:
                 return None
             steps.append((call, [places[name] for name in names]))
+        results = [_layout(there[name]) for name in self.results]
         memory = [room.bytes for room in self.rooms.values()]
         device = next(iter(there.values())).get_device()
-        return _core.Series(steps, addresses=len(self.names), memory=memory, device=device)
+        return _core.Series(steps, addresses=len(self.names), results=results, memory=memory, device=device)
+
+
+def _layout(x: torch.Tensor) -> tuple[Any, Any, int]:
+    return tuple(x.shape), x.stride(), layout_program.DTYPES[x.dtype]

@@ -120,8 +120,11 @@ def test_each_launch_sees_the_strides_of_its_first(monkeypatch):
     seen = []
 
     class Launch:
-        def __init__(self, *given):
-            pass
+        def __init__(self, kernel, names, numbers):
+            self.names = names
+
+        def repeated(self, *tensors):
+            return None, []
 
         def __call__(self, q, k, v, *rest):
             seen.append((self, [x.stride() for x in (q, k, v)], max(x.data_ptr() % 16 for x in (q, k, v))))

@@ -38,8 +38,9 @@ def prepared(n=N):
     return [PreparedLaunch(kernel, each, {"n": n}) for kernel, each in zip(kernels, names, strict=True)]
 
 
-def series(names=("x", "out"), n=N):
-    return PreparedSeries(prepared(n), names, {"squares": Room((n,), torch.float32), "signs": Room((n, 1), torch.int8)})
+def series(names=("x", "out"), n=N, **results):
+    rooms = {"squares": Room((n,), torch.float32), "signs": Room((n, 1), torch.int8)}
+    return PreparedSeries(prepared(n), names, results, rooms)
 
 
 def pointers(row, count):
@@ -155,3 +156,39 @@ def test_as_many_tensors_as_names(device):
     call(torch.ones(N), torch.empty(N))
     with pytest.raises(ValueError, match="launched with 1 tensors, and takes 2"):
         call(torch.ones(N))
+
+
+def made():
+    """Results, as they are made one by one, and how many were."""
+    tensors = []
+
+    def make():
+        tensors.append(torch.empty(20, 5, dtype=torch.float32).t())
+        return tensors[-1]
+
+    return make, tensors
+
+
+def test_results_are_made_for_each_call(device):
+    make, tensors = made()
+    call = series(("x",), out=make)
+    x = torch.ones(N)
+    results = [call(x) for _ in range(3)]
+    assert [pointers(row, 3)[2] for row in device.launches[1::2]] == [out.data_ptr() for (out,) in results]
+    assert all((out.shape, out.stride(), out.dtype) == ((5, 20), (1, 5), torch.float32) for (out,) in results)
+    assert len({out.data_ptr() for (out,) in results}) == 3
+    assert tensors == [results[0][0]]
+
+
+def test_what_torch_has_no_memory_for_is_asked_of_torch(device, monkeypatch):
+    make, tensors = made()
+    call = series(("x",), out=make)
+    call(torch.ones(N))
+
+    def refuse(addresses, stream):
+        raise MemoryError
+
+    monkeypatch.setattr(call, "_made", refuse)
+    (out,) = call(torch.ones(N))
+    assert out is tensors[1]
+    assert len(device.launches) == 4

@@ -43,8 +43,8 @@ _WIDE_KERNEL = Named("opkit.attn.gpu.hopper.device.backward_wide", "hopper_backw
 _BEGIN_KERNEL = Named("opkit.attn.gpu.hopper.device.backward_rows", "hopper_backward_begin")
 _END_KERNEL = Named("opkit.attn.gpu.hopper.device.backward_rows", "hopper_backward_end")
 _OF_MASKS = ("listed", "listed_turns", "counts", *plans.TENSORS)
-_Four = tuple[Tensor, Tensor, Tensor, Tensor]
-Run = Callable[..., _Four]
+Results = tuple[Tensor, ...]
+Run = Callable[..., Results]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +138,6 @@ def backward(*given: Any) -> Run:
 def _prepared(call: GradientCall, tile: Tile) -> Run:
     from opkit.attn.gpu import arguments
 
-    new_q, new_k, new_v = [like(rows(each, each.shape[3], call.heads_inside)) for each in call[2:5]]
-    new_delta = like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     roomy = arguments.with_room(call)
     shape = arguments.shape_of(roomy)
     told = _told(shape, tile, roomy is call) if _listed(shape) else None
@@ -149,19 +147,17 @@ def _prepared(call: GradientCall, tile: Tile) -> Run:
 
     def run(
         gradient: Tensor, of_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any
-    ) -> _Four:
+    ) -> tuple[Tensor, ...]:
         ordered, series = private.deterministic(), as_they_lie
         if not described or (q.data_ptr() | k.data_ptr() | v.data_ptr() | gradient.data_ptr()) % 16:
             gradient, q, k, v = (each.clone(memory_format=torch.contiguous_format) for each in (gradient, q, k, v))
             series = copied
         out, lse = rest[:2]
-        results = new_q(), new_k(), new_v(), new_delta()
         more = {} if of_lse is None else {"of_lse": of_lse}
         if told is not None:
             more |= told(GradientCall(gradient, of_lse, q, k, v, *rest, **named), ordered)
-        given = gradient, q, k, v, out if dense else dense_rows(out), lse, *results, counter()
-        series(ordered, *more)(*given, *more.values())
-        return results
+        given = gradient, q, k, v, out if dense else dense_rows(out), lse, counter()
+        return series(ordered, *more)(*given, *more.values())
 
     return run
 
@@ -174,7 +170,7 @@ def _listed(shape: Shape) -> bool:
 def _told(shape: Shape, tile: Tile, fits: bool) -> Callable[[GradientCall, bool], dict[str, Tensor]]:
     """A function that gives the lists of a call, where programs take turns these too, and the tensors that its mask reads.
 
-    ``fits``: all tensors of the mask have a place among these.
+    ``fits``: the mask need not be written out.
     """
     from opkit.attn.gpu import arguments, tile_lists
 
@@ -195,26 +191,38 @@ def _series(call: GradientCall, shape: Shape, tile: Tile) -> Callable[..., Prepa
     """A function that gives the launches of the three kernels.
 
     It takes whether programs take turns, and which tensors there are beside those that each call has, which are _GIVEN. TMA
-    can follow q, k, v and the gradient.
+    can follow q, k, v and the gradient. The results are the gradients of q, k and v, and delta.
     """
     q, v, of_rows, numbers = call.q, call.v, _row_numbers(call.q), _numbers(call, shape, tile)
     wide = _padded(max(q.shape[3], v.shape[3]))
-    blocks = of_rows["programs"] * _blocks(q.shape[2], tile.rows)
     begin = PreparedLaunch(_begin_kernel(v.shape[3], wide, tile, _listed(shape)), _BEGIN, of_rows)
     kernels = (_kernel(tile, ordered, shape.banded, shape.mask) for ordered in (False, True))
     main = [PreparedLaunch(each, _MAIN + _OF_MASKS * tile.lists, numbers) for each in kernels]
     end = PreparedLaunch(_end_kernel(q.shape[3], wide, tile.rows), _END, {**of_rows, "scale": call.scale})
-    rooms = {
-        "sums": Room((blocks * 2 * tile.rows,), torch.float32),
-        "total": Room((blocks * tile.rows * wide // _WIDE, _WIDE), torch.float32),
-    }
-    turns = {"turns": Room((blocks,), torch.int32)}
+    made, rooms = _made(call), [_rooms(call, tile, ordered) for ordered in (False, True)]
 
     @functools.cache
     def series(ordered: bool, *more: str) -> PreparedSeries:
-        return PreparedSeries([begin, main[ordered], end], _GIVEN + more, rooms | turns if ordered else rooms)
+        return PreparedSeries([begin, main[ordered], end], _GIVEN + more, made, rooms[ordered])
 
     return series
+
+
+def _made(call: GradientCall) -> dict[str, Callable[[], Tensor]]:
+    """The results by name, as functions that make them."""
+    results = [rows(each, each.shape[3], call.heads_inside) for each in call[2:5]]
+    delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
+    return {name: like(each) for name, each in zip(_RESULTS, (*results, delta), strict=True)}
+
+
+def _rooms(call: GradientCall, tile: Tile, ordered: bool) -> dict[str, Room]:
+    """What the kernels pass one to another."""
+    (batch, heads, queries, _), wide = call.q.shape, _padded(max(call.q.shape[3], call.v.shape[3]))
+    blocks = batch * heads * _blocks(queries, tile.rows)
+    sums = Room((blocks * 2 * tile.rows,), torch.float32)
+    total = Room((blocks * tile.rows * wide // _WIDE, _WIDE), torch.float32)
+    turns = {"turns": Room((blocks,), torch.int32)} if ordered else {}
+    return {"sums": sums, "total": total, **turns}
 
 
 def _row_numbers(q: Tensor) -> dict[str, Any]:
@@ -240,7 +248,8 @@ def _numbers(call: GradientCall, shape: Shape, tile: Tile) -> dict[str, Any]:
 _BEGIN = ("out", "gradient", "of_lse", "lse", "delta", "sums", "total", "turns")
 _MAIN = ("q", "k", "v", "gradient", "sums", "total", "of_k", "of_v", "turns", "counter")
 _END = ("total", "of_q")
-_GIVEN = ("gradient", "q", "k", "v", "out", "lse", "of_q", "of_k", "of_v", "delta", "counter")
+_GIVEN = ("gradient", "q", "k", "v", "out", "lse", "counter")
+_RESULTS = ("of_q", "of_k", "of_v", "delta")
 
 
 def _padded(channels: int) -> int:

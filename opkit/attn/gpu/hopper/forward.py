@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from opkit.op.prepared import PreparedKernel
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
 from opkit.op.triton.launch import PreparedLaunch
+from opkit.op.triton.series import PreparedSeries
 
 DTYPES = (torch.bfloat16, torch.float16)
 _FAR = 2**30  #: further than any two positions are apart
@@ -36,9 +37,9 @@ _ROWS = 64  #: queries of a warpgroup
 _OWNERS = 4  #: marks of a program beside those of its tiles
 _FORWARD = Named("opkit.attn.gpu.hopper.device.forward", "hopper_forward")
 _OF_MASKS = ("tiles", "counts", *plans.TENSORS)
-_NO_MASK: tuple[Tensor | None, ...] = (None,) * len(_OF_MASKS)
-_TENSORS = ("q", "k", "v", "out", "lse", "sinks", "counter", *_OF_MASKS)
-Run = Callable[..., tuple[Tensor, Tensor]]
+_GIVEN = ("q", "k", "v", "counter")
+_TENSORS = (*_GIVEN, "out", "lse", "sinks", *_OF_MASKS)
+Run = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,36 +153,58 @@ def _prepared(call: Call, tile: Tile) -> Run:
     from opkit.attn.gpu import arguments
 
     roomy = arguments.with_room(call)
-    fits, shape = roomy is call, arguments.shape_of(roomy)
-    kernel, numbers = _kernel(tile, shape.mask), _numbers(call, shape)
-    as_they_lie, copied = (PreparedLaunch(kernel, _TENSORS, numbers) for _ in range(2))  # copies have other strides
-    new_out = like(rows(call.q, call.v.shape[3], call.heads_inside))
-    new_lse = like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
+    shape = arguments.shape_of(roomy)
+    as_they_lie, copied = (_series(call, shape, tile) for _ in range(2))  # copies have strides of their own
     described = all(describable(each) for each in call[:3])
     counter = counters(call.q.device, _marks(call, tile))
-    told = _told(shape, tile) if _listed(shape) else None
+    told = _told(shape, tile, roomy is call) if _listed(shape) else None
 
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
+    def run(*given: Any) -> tuple[Tensor, ...]:
         q, k, v, _, _, sinks = given[:6]
-        launch = as_they_lie
+        series = as_they_lie
         if not described or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
             q, k, v = (each.clone(memory_format=torch.contiguous_format) for each in (q, k, v))
-            launch = copied
-        out, lse = new_out(), new_lse()
-        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        of_mask = _NO_MASK if told is None else told(Call(*given) if fits else arguments.with_room(Call(*given)))
-        launch(q, k, v, out, lse, sinks, counter(), *of_mask)
-        return out, lse
+            series = copied
+        more = {} if sinks is None else {"sinks": sinks.to(torch.float32).contiguous()}
+        if told is not None:
+            more |= told(Call(*given))
+        return series(*more)(q, k, v, counter(), *more.values())
 
     return run
 
 
-def _told(shape: Shape, tile: Tile) -> Callable[[Call], Sequence[Tensor | None]]:
-    """A function that gives the list of tiles of a call and the tensors that its mask reads."""
+def _told(shape: Shape, tile: Tile, fits: bool) -> Callable[[Call], dict[str, Tensor]]:
+    """A function that gives the list of tiles of a call and the tensors that its mask reads.
+
+    ``fits``: the mask need not be written out.
+    """
     from opkit.attn.gpu import arguments, tile_lists
 
     blocks = Blocks(tile.warpgroups * _ROWS, tile.keys, 0, 0)
-    return lambda call: [*tile_lists.lists_of(call, shape, blocks, by_keys=False), *arguments.tensors_of(call, shape)]
+
+    def told(call: Call) -> dict[str, Tensor]:
+        call = call if fits else arguments.with_room(call)
+        lists = tile_lists.lists_of(call, shape, blocks, by_keys=False)
+        found = zip(_OF_MASKS, (*lists, *arguments.tensors_of(call, shape)), strict=True)
+        return {name: tensor for name, tensor in found if tensor is not None}
+
+    return told
+
+
+def _series(call: Call, shape: Shape, tile: Tile) -> Callable[..., PreparedSeries]:
+    """A function that gives the launch, for the tensors that there are beside those that each call has, which are _GIVEN.
+
+    TMA can follow q, k and v. The results are the operator's.
+    """
+    launch = PreparedLaunch(_kernel(tile, shape.mask), _TENSORS, _numbers(call, shape))
+    lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
+    made = {"out": like(rows(call.q, call.v.shape[3], call.heads_inside)), "lse": like(lse)}
+
+    @functools.cache
+    def series(*more: str) -> PreparedSeries:
+        return PreparedSeries([launch], _GIVEN + more, made, {})
+
+    return series
 
 
 def _numbers(call: Call, shape: Shape) -> dict[str, Any]:

@@ -1,0 +1,225 @@
+"""What the kernels for sm_90 are launched with, call after call, of which only the tensors move. The driver is a fake."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fake_gpu import imported
+from hopper_backward_calls import arguments
+from hopper_calls import CAUSAL, shaped
+
+from opkit import config
+from opkit.attn import program
+from opkit.attn.gpu import tile_lists
+from opkit.attn.gpu.hopper import backward, forward
+from opkit.kernels.triton import compiling, layout
+from opkit.op.triton import machine
+
+_fixtures = imported("opkit_fake_driver_of_hopper", Path(__file__).parents[2] / "kernels" / "conftest.py")
+fake_libraries, fake = _fixtures.fake_libraries, _fixtures.fake
+SHORT = {"hopper_forward": "f", "hopper_backward": "m", "hopper_backward_begin": "b", "hopper_backward_end": "e"}
+LENGTHS = (program.LENGTH, 0)
+
+
+def described(kind):
+    block = [int(size) for size in re.match(r"tensordesc<[^\[]*\[([^\]]*)\]", kind)[1].split(",")]
+    return {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": block, "fp4_padded": False}
+
+
+class Gpu:
+    """What was compiled and launched on CPU tensors as if these lay on an H200."""
+
+    def __init__(self, fake):
+        self.fake, self.requests, self.params = fake, [], {}
+
+    def build(self, request):
+        kinds = {name: kind for name, kind in request.signature.items() if kind.startswith("tensordesc")}
+        metas = [described(kind) for kind in kinds.values()]
+        params = layout.params(request.signature, metas, request.offsets)
+        name = f"{SHORT.get(request.function.name, request.function.name)}{len(self.requests)}"
+        self.requests.append(request)
+        self.params[name] = params
+        sizes = " ".join(str(param.size) for param in params)
+        return compiling.Binary(
+            b"image", "cubin", f"{name} {sizes}", 128, 0, (1, 1, 1), False, False, 0, 1, 0, 1, params,
+            layout.maps(list(kinds), metas), request.target,
+        )  # fmt: skip
+
+    def launched(self):
+        """Since it was asked last: a kernel's letter, and the addresses of its tensors by name, those of descriptors too."""
+        rows, found = self.fake.launches, []
+        for row in rows:
+            name, *_ = row[1].split(" ")
+            words = zip(self.params[name], row[-1].split(" "), strict=True)
+            there = {
+                p.name.removesuffix("_desc"): bytes.fromhex(word)[:8] for p, word in words if p.kind in ("ptr", "map")
+            }
+            found.append((name[0], {key: int.from_bytes(word, "little") for key, word in there.items()}))
+        self.fake.library.fake_reset()
+        return found
+
+
+@pytest.fixture
+def gpu(fake, monkeypatch, tmp_path):
+    made = Gpu(fake)
+    here = machine.Machine("cpu", lambda: fake.driver, lambda _: "sm_90", lambda _: "H200", lambda _: 232448)
+    monkeypatch.setitem(machine.MACHINES, "cpu", here)
+    monkeypatch.setattr(compiling, "build", made.build)
+    monkeypatch.setattr(config, "get", lambda: config.Config(cache_dir=tmp_path, bridge=False))
+    _forget()
+    yield made
+    _forget()
+
+
+def _forget():
+    kernels = (backward._begin_kernel, backward._end_kernel, backward._kernel, forward._kernel)
+    for each in (*kernels, tile_lists._kernel, tile_lists._turns_kernel):
+        each.cache_clear()
+
+
+BACKWARD = {
+    "plain": {},
+    "causal": {"mask": CAUSAL},
+    "of_lse": {"of_lse": True},
+    "heads inside": {"heads_inside": True},
+    "lengths": {"mask": LENGTHS, "of_lse": True},
+}
+FORWARD = {
+    "plain": {},
+    "causal": {"mask": CAUSAL},
+    "sinks": {"sinks": True},
+    "lengths": {"mask": LENGTHS, "sinks": True},
+}
+
+
+def tensors(mask=(), **what):
+    """New ones of one call, and what else it has."""
+    masks = [torch.tensor([30, 40], dtype=torch.int32)] if mask == LENGTHS else []
+    return shaped((4, 2), 70, 90, 64, 128, device="cpu"), {"mask": mask, "masks": masks, **what}
+
+
+def backward_call(of_lse=False, **what):
+    made, what = tensors(**what)
+    return arguments(*made, of_lse=torch.empty(2, 4, 70) if of_lse else None, **what)
+
+
+def forward_call(sinks=False, **what):
+    (q, k, v), what = tensors(**what)
+    sunk = torch.empty(4) if sinks else None
+    return (
+        q,
+        k,
+        v,
+        what["masks"],
+        [],
+        sunk,
+        None,
+        list(what["mask"]),
+        [],
+        0.1,
+        0.0,
+        0.0,
+        what.get("heads_inside", False),
+    )
+
+
+def found_at(given, names):
+    """The addresses of the tensors of a call by name, of those that are there."""
+    named = zip(names, given, strict=False)
+    return {name: x.data_ptr() for name, x in named if isinstance(x, torch.Tensor)}
+
+
+def check_backward(launched, given, results, ordered=False):
+    """They read and write a call's tensors, and pass each other the sums and the turns of this call alone."""
+    (_, begin), (_, main), (_, end) = launched
+    at = found_at(given, ("gradient", "of_lse", "q", "k", "v", "out", "lse"))
+    at |= found_at(results, ("of_q", "of_k", "of_v", "delta"))
+    at |= {name: begin[name] for name in ("sums", "total", "turns") if name in begin}
+    own = {*at.values(), main["counter"]}
+    assert len(own) == len(at) + 1
+    assert ("turns" in begin) is ordered
+    assert {**main, "total": main["sum"]} == {**main, "total": begin["total"]}
+    for launch in (begin, main, end):
+        for name in at.keys() & launch.keys():
+            assert launch[name] == at[name], name
+    asked = [("out", "gradient", "lse", "delta"), ("q", "k", "v", "gradient", "of_k", "of_v"), ("total", "of_q")]
+    for launch, names in zip((begin, main, end), asked, strict=True):
+        assert launch.keys() >= {*names}
+    assert ("of_lse" in begin) is (given[1] is not None)
+
+
+@pytest.fixture
+def deterministic():
+    """Says whether algorithms are to be deterministic."""
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("what", BACKWARD.values(), ids=BACKWARD)
+def test_backward_follows_its_tensors(gpu, deterministic, what):
+    calls = [backward_call(**what) for _ in range(6)]
+    run, kept = backward.backward.prepare(*calls[0]), []
+    for number, given in enumerate([*calls, *calls]):
+        ordered = number % 4 >= 2
+        deterministic(ordered)
+        results = run(*given)
+        launched = [each for each in gpu.launched() if each[0] in "bme"]
+        assert [name for name, _ in launched] == ["b", "m", "e"]
+        check_backward(launched, given, results, ordered)
+        if what.get("mask") == LENGTHS:
+            assert launched[1][1]["lengths"] == given[7][0].data_ptr()
+        kept.append(results)
+    assert len({x.data_ptr() for results in kept for x in results}) == 4 * len(kept)
+
+
+def test_results_of_backward_have_the_layout_that_was_asked_for(gpu):
+    for inside in (False, True):
+        given = backward_call(heads_inside=inside)
+        run = backward.backward.prepare(*given)
+        for results in (run(*given), run(*given)):
+            for x, like in zip(results[:3], given[2:5], strict=True):
+                assert (x.shape, x.dtype) == (like.shape, like.dtype)
+                assert (x.transpose(1, 2) if inside else x).is_contiguous()
+            assert (results[3].shape, results[3].dtype) == (given[6].shape, torch.float32)
+            assert results[3].is_contiguous()
+
+
+def moved(x):
+    """The same sizes and strides, two bytes further than a multiple of sixteen."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("which", [0, 2, 3, 4])
+def test_what_tma_cannot_read_is_copied_for_that_call_alone(gpu, which):
+    name = {0: "gradient", 2: "q", 3: "k", 4: "v"}[which]
+    calls = [backward_call() for _ in range(6)]
+    run = backward.backward.prepare(*calls[0])
+    for number, given in enumerate(calls):
+        given = [moved(x) if number % 2 and i == which else x for i, x in enumerate(given)]
+        run(*given)
+        (main,) = [addresses for letter, addresses in gpu.launched() if letter == "m"]
+        assert main[name] % 16 == 0
+        assert (main[name] == given[which].data_ptr()) is (number % 2 == 0)
+
+
+@pytest.mark.parametrize("what", FORWARD.values(), ids=FORWARD)
+def test_forward_follows_its_tensors(gpu, what):
+    calls = [forward_call(**what) for _ in range(4)]
+    run, kept = forward.forward.prepare(*calls[0]), []
+    for given in [*calls, *calls]:
+        results = run(*given)
+        (launched,) = [addresses for letter, addresses in gpu.launched() if letter == "f"]
+        at = found_at(given[:3], ("q", "k", "v")) | found_at(results, ("out", "lse"))
+        assert len({*at.values()}) == 5
+        assert {name: launched[name] for name in at} == at
+        assert ("sinks" in launched) is bool(what.get("sinks"))
+        if given[5] is not None:
+            assert launched["sinks"] == given[5].data_ptr()
+        if given[3]:
+            assert launched["lengths"] == given[3][0].data_ptr()
+        kept.append(results)
+    assert len({x.data_ptr() for results in kept for x in results}) == 2 * len(kept)
