@@ -164,7 +164,7 @@ class GivenRule:
         finally:
             ctx.needs_input_grad = needs
         found = found if isinstance(found, tuple) else (found,)
-        return self._counted(found, len(structured))
+        return found if len(found) == len(structured) else self._counted(found, len(structured))
 
     def _counted(self, found: tuple[Any, ...], count: int) -> tuple[Any, ...]:
         full, _ = self._arguments

@@ -60,13 +60,17 @@ class PreparedSeries:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Launch the kernels on these tensors; the results."""
+        return self.at(tensors, [each.data_ptr() for each in tensors])
+
+    def at(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """The same for tensors whose addresses are known."""
         made, gpu = self._made, self._gpu
         if made is None or recorded.get() is not None or private.dispatch_modes():
             return self._one_by_one(tensors)
         if gpu >= 0 and private.current_gpu() != gpu:
             return self._one_by_one(tensors)
         try:
-            handles = made([each.data_ptr() for each in tensors], private.current_stream(gpu))
+            handles = made(addresses, private.current_stream(gpu))
         except MemoryError:  # of which torch says more where it is asked from here
             return self._one_by_one(tensors)
         return tuple(private.tensors_of_handles(handles))

@@ -145,19 +145,18 @@ def _prepared(call: GradientCall, tile: Tile) -> Run:
     described = all(describable(each) for each in (call.gradient, *call[2:5]))
     dense, counter = dense_rows(call.out) is call.out, counters(call.q.device, 2)
 
-    def run(
-        gradient: Tensor, of_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any
-    ) -> tuple[Tensor, ...]:
-        ordered, series = private.deterministic(), as_they_lie
-        if not described or (q.data_ptr() | k.data_ptr() | v.data_ptr() | gradient.data_ptr()) % 16:
-            gradient, q, k, v = (each.clone(memory_format=torch.contiguous_format) for each in (gradient, q, k, v))
-            series = copied
-        out, lse = rest[:2]
+    def run(*given: Any) -> Results:
+        gradient, of_lse, q, k, v, out, lse = given[:7]
+        ordered = private.deterministic()
         more = {} if of_lse is None else {"of_lse": of_lse}
         if told is not None:
-            more |= told(GradientCall(gradient, of_lse, q, k, v, *rest, **named), ordered)
-        given = gradient, q, k, v, out if dense else dense_rows(out), lse, counter()
-        return series(ordered, *more)(*given, *more.values())
+            more |= told(GradientCall(*given), ordered)
+        read = [gradient, q, k, v, out if dense else dense_rows(out), lse, counter(), *more.values()]
+        at = [each.data_ptr() for each in read]
+        if described and not (at[0] | at[1] | at[2] | at[3]) % 16:
+            return as_they_lie(ordered, *more).at(read, at)
+        read[:4] = [each.clone(memory_format=torch.contiguous_format) for each in read[:4]]
+        return copied(ordered, *more)(*read)
 
     return run
 

@@ -160,15 +160,16 @@ def _prepared(call: Call, tile: Tile) -> Run:
     told = _told(shape, tile, roomy is call) if _listed(shape) else None
 
     def run(*given: Any) -> tuple[Tensor, ...]:
-        q, k, v, _, _, sinks = given[:6]
-        series = as_they_lie
-        if not described or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-            q, k, v = (each.clone(memory_format=torch.contiguous_format) for each in (q, k, v))
-            series = copied
+        sinks = given[5]
         more = {} if sinks is None else {"sinks": sinks.to(torch.float32).contiguous()}
         if told is not None:
             more |= told(Call(*given))
-        return series(*more)(q, k, v, counter(), *more.values())
+        read = [*given[:3], counter(), *more.values()]
+        at = [each.data_ptr() for each in read]
+        if described and not (at[0] | at[1] | at[2]) % 16:
+            return as_they_lie(*more).at(read, at)
+        read[:3] = [each.clone(memory_format=torch.contiguous_format) for each in read[:3]]
+        return copied(*more)(*read)
 
     return run
 
