@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -43,6 +45,23 @@ def test_a_call_reads_from_memory_what_the_one_before_wrote(add):
         series(addresses(x, y, z, out), 0)
         assert torch.equal(out, x + y + z)
         assert not torch.equal(out, kept)
+
+
+def test_threads_do_not_share_memory(fake, add):
+    fake.library.fake_quiet(1)
+    series = sum_of_three(add)
+
+    def work(number):
+        x, y, z, out = torch.full((4, FLOATS), float(number)).unbind()
+        right = True
+        for _ in range(300):
+            out.zero_()
+            series(addresses(x, y, z, out), 0)
+            right = right and bool((out == 3 * number).all())
+        return right
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(1, 9))) == [True] * 8
 
 
 def test_only_what_is_given_moves(fake, add):

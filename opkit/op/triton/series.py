@@ -83,7 +83,8 @@ class PreparedSeries:
         for launch in self.launches:
             launch(*[there.get(name) for name in launch.names])
         if self._made is None:
-            self._made, self._gpu = self._joined(there), tensors[0].get_device()
+            self._gpu = tensors[0].get_device()
+            self._made = self._joined(there)  # last: other threads look at it first
         return tuple(results.values())
 
     def _joined(self, there: Mapping[str, torch.Tensor]) -> _core.Series | None:
