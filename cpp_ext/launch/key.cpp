@@ -3,8 +3,6 @@
 namespace opkit::launch {
 namespace {
 
-constexpr uintptr_t kAlignment = 16;  // in bytes; what Triton distinguishes
-
 uint64_t bits_of(double value) {
     uint64_t bits;
     std::memcpy(&bits, &value, sizeof bits);

@@ -8,6 +8,8 @@
 
 namespace opkit::launch {
 
+constexpr uintptr_t kAlignment = 16;  // in bytes; what Triton distinguishes of addresses
+
 // Whether some element lies further from the first than an int32 counts.
 bool beyond_int32(const opk_tensor& tensor);
 

@@ -23,10 +23,13 @@ public:
     // One call, of the values that come after the launcher. Throws std::runtime_error where it fails.
     void call(const opk_value* values);
 
+    Frame frame(const opk_value* values) const;
+
     // The entry that was made for such a call meanwhile, by another thread.
     std::shared_ptr<const Entry> find(const Key& key) const;
 
-    void clear() { table_.clear(); }
+    void clear() { table_.clear(), cleared_.fetch_add(1); }
+    uint64_t cleared() const { return cleared_.load(); }  // how often
     size_t entries() const { return table_.size(); }
     const std::string& operator_name() const { return operator_name_; }
     const std::string& kernel_name() const { return kernel_name_; }
@@ -37,12 +40,11 @@ public:
     size_t value_count = 0;  // sources and lengths
 
 private:
-    Frame frame(const opk_value* values) const;
-
     std::string operator_name_, kernel_name_;
     Miss miss_;
     bool cuda_;
     Table table_;
+    std::atomic<uint64_t> cleared_{0};
 };
 
 }  // namespace opkit::launch

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "launcher.hpp"
@@ -26,11 +27,19 @@ private:
         opk_tensor tensor;
         std::vector<int64_t> dims;  // sizes, then strides
     };
+    struct Found {  // what served the last call, and what of the addresses decided that
+        uint64_t aligned, cleared;
+        std::shared_ptr<const Entry> entry;
+    };
+    std::shared_ptr<const Entry> found(uint64_t aligned) const;
+    void find(const Frame& frame, uint64_t aligned, uint64_t cleared) const;
     void remember(size_t source, const opk_tensor* tensor);
 
     Launcher& launcher_;  // lives as long as the process
     std::vector<opk_value> values_;
     std::vector<Layout> layouts_;
+    mutable std::mutex mutex_;
+    mutable Found found_{};
 };
 
 // While it lives, the last call of the launcher that its thread makes is remembered.

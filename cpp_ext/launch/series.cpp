@@ -11,14 +11,14 @@
 namespace opkit::launch {
 namespace {
 
-constexpr int64_t kAlignment = 128;  // in bytes; the most that a copy by TMA asks for
+constexpr int64_t kApart = 128;  // in bytes; the most that a copy by TMA asks for
 
-int64_t rounded(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+int64_t rounded(int64_t bytes) { return (bytes + kApart - 1) / kApart * kApart; }
 
 Buffer memory_of(int32_t device, int64_t bytes) {
     if (bytes == 0) return {};
     try {
-        return Buffer(device, bytes, kAlignment);
+        return Buffer(device, bytes, kApart);
     } catch (const std::runtime_error&) {
         throw std::bad_alloc();
     }

@@ -29,6 +29,30 @@ def test_an_address_that_is_aligned_otherwise_makes_another_entry(fake):
     assert len(add.missed) == 2
 
 
+def test_what_was_found_once_is_kept_for_each_alignment_in_turn(fake):
+    add = fake.add()
+    again = add.launcher.repeat(lambda: add(torch.ones(40), torch.ones(40)))
+    room = torch.randn(4, 41)
+    for start in (0, 1, 1, 0, 0, 1):
+        x, y = (row[start : start + 40].clone() if start == 0 else row[1:] for row in room[:2])
+        out = torch.empty(40)
+        again(addresses(x, y, out), 0)
+        assert torch.equal(out, x + y)
+    assert add.launcher.entries == len(add.missed) <= 4
+
+
+def test_entries_that_are_forgotten_are_asked_for_again(fake):
+    add = fake.add()
+    again = add.launcher.repeat(lambda: add(torch.ones(40), torch.ones(40)))
+    x, y, out = torch.randn(3, 40)
+    for missed in (1, 2, 3):
+        for _ in range(3):
+            again(addresses(x, y, out), 0)
+        assert len(add.missed) == missed
+        assert torch.equal(out, x + y)
+        add.launcher.clear()
+
+
 def test_as_many_addresses_as_tensors(fake):
     add = fake.add()
     again = add.launcher.repeat(lambda: add(torch.ones(4), torch.ones(4)))
