@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import program
+from opkit.attn.kept import derived
 from opkit.attn.masks import Dense, Mask, VarLen, conjuncts
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 
@@ -47,12 +49,21 @@ class Documents:
 
     def offsets(self, align: str) -> Tensor:
         """By how much the diagonal of each query's document is off the packed one: int32, (1, queries)."""
+        starts = self.mask.cu_seqlens_q, self.mask.of_keys
+        return derived(("offsets", align, self.of_queries.shape[1]), starts, lambda: self._offsets(align))
+
+    def among_first(self, lengths: Tensor) -> Tensor:
+        """0 for the first ``lengths[d]`` keys of document ``d``, or as many of each, and 1 for the others: int32, (1, keys)."""
+        sources = self.mask.of_keys, lengths
+        return derived(("among_first", self.of_keys.shape[1]), sources, lambda: self._among_first(lengths))
+
+    def _offsets(self, align: str) -> Tensor:
         edge = 1 if align == "bottom-right" else 0
         at = self.of_queries.clamp(min=0).long() + edge
         return (self.mask.of_keys[at] - self.mask.cu_seqlens_q[at]).to(torch.int32)
 
-    def among_first(self, lengths: Tensor) -> Tensor:
-        """0 for the first ``lengths[d]`` keys of each document ``d`` and 1 for the others: int32, (1, keys)."""
+    def _among_first(self, lengths: Tensor) -> Tensor:
+        lengths = lengths.reshape(-1).expand(self.mask.of_keys.shape[0] - 1)
         at = self.of_keys.clamp(min=0).long()
         place = torch.arange(at.shape[-1], device=at.device) - self.mask.of_keys[at]
         return (place >= lengths[at]).to(torch.int32)
@@ -87,24 +98,30 @@ class Lowering:
         name = f"{type(mask).__name__}: lengths"
         _check_integers(name, lengths, self.sizes.device)
         if documents is None:
-            self.emit(program.LENGTH, self.tensor(_one_each(name, lengths, self.sizes.batch, "batch")))
+            _check_one_each(name, lengths, self.sizes.batch, "batch")
+            self.emit(program.LENGTH, self.tensor(_one_each(lengths)))
             return
-        each = _one_each(name, lengths, documents.mask.of_keys.shape[0] - 1, "document")
-        flags = documents.among_first(each.expand(documents.mask.of_keys.shape[0] - 1))
-        zeros = torch.zeros((1, self.sizes.queries), dtype=torch.int32, device=self.sizes.device)
-        self.emit(program.SEGMENTS, self.tensor(zeros), self.tensor(flags))
+        _check_one_each(name, lengths, documents.mask.of_keys.shape[0] - 1, "document")
+        flags = documents.among_first(lengths)
+        self.emit(program.SEGMENTS, self.tensor(self._zeros(lengths)), self.tensor(flags))
+
+    def _zeros(self, beside: Tensor) -> Tensor:
+        """int32, (1, queries), kept as long as the tensor beside it."""
+        shape = (1, self.sizes.queries)
+        zeros = functools.partial(torch.zeros, shape, dtype=torch.int32, device=self.sizes.device)
+        return derived(("zeros", *shape), (beside,), zeros)
 
     def integers(self, mask: Mask, name: str, tensor: Tensor, dims: tuple[str, str]) -> int:
         """The number of an int32 tensor (batch or 1, size) made of one that may lack the batch."""
         name = f"{type(mask).__name__}: {name}"
         _check_integers(name, tensor, self.sizes.device)
         full = (self.sizes.batch, getattr(self.sizes, dims[1]))
-        found = tensor.unsqueeze(0) if tensor.dim() == 1 else tensor
-        if found.dim() != 2 or found.shape[1] != full[1] or not fits(found.shape[0], full[0]):
+        shape = (1, *tensor.shape) if tensor.dim() == 1 else tuple(tensor.shape)
+        if len(shape) != 2 or shape[1] != full[1] or not fits(shape[0], full[0]):
             raise ShapeError(
                 f"{_OWN}: {name} of shape {tuple(tensor.shape)} must be ({', '.join(dims)}) = {full}, or {full[1:]}."
             )
-        return self.tensor(found.to(torch.int32))
+        return self.tensor(_in_rows(tensor))
 
     def dense(self, name: str, tensor: Tensor, floating: bool) -> int:
         """The number of a tensor that broadcasts to the logits, with 4 dimensions."""
@@ -155,6 +172,10 @@ def numbered(tensors: list[Tensor], tensor: Tensor) -> int:
 
 def _numbers(starts: Tensor, count: int, outside: int) -> Tensor:
     """The number of each row's document, ``outside`` for rows after the last one: int32, (1, count)."""
+    return derived(("numbers", count, outside), (starts,), lambda: _numbered(starts, count, outside))
+
+
+def _numbered(starts: Tensor, count: int, outside: int) -> Tensor:
     at = torch.arange(count, device=starts.device, dtype=starts.dtype)
     found = torch.searchsorted(starts[1:].contiguous(), at, right=True)
     return torch.where(found < starts.shape[0] - 1, found, outside).to(torch.int32).unsqueeze(0)
@@ -179,13 +200,25 @@ def _check_integers(name: str, tensor: Any, device: torch.device) -> None:
         raise DtypeError(f"{_OWN}: {name} has dtype {tensor.dtype}, expected integers. Convert it with .int().")
 
 
-def _one_each(name: str, tensor: Tensor, count: int, of: str) -> Tensor:
-    """``tensor`` as int32 (count,) or (1,)."""
+def _check_one_each(name: str, tensor: Tensor, count: int, of: str) -> None:
     if tensor.dim() > 1 or (tensor.dim() == 1 and not fits(tensor.shape[0], count)):
         raise ShapeError(
             f"{_OWN}: {name} of shape {tuple(tensor.shape)} must be one for each {of}, ({count},), or a scalar."
         )
-    return tensor.reshape(-1).to(torch.int32)
+
+
+def _one_each(tensor: Tensor) -> Tensor:
+    """``tensor`` as int32 (count,) or (1,)."""
+    if tensor.dim() == 1 and tensor.dtype == torch.int32:
+        return tensor
+    return derived("one each", (tensor,), lambda: tensor.reshape(-1).to(torch.int32))
+
+
+def _in_rows(tensor: Tensor) -> Tensor:
+    """``tensor`` as int32 (batch or 1, size)."""
+    if tensor.dim() == 2 and tensor.dtype == torch.int32:
+        return tensor
+    return derived("rows", (tensor,), lambda: (tensor.unsqueeze(0) if tensor.dim() == 1 else tensor).to(torch.int32))
 
 
 def dense(name: str, tensor: Tensor, sizes: Sizes, floating: bool) -> Tensor:
@@ -204,7 +237,10 @@ def dense(name: str, tensor: Tensor, sizes: Sizes, floating: bool) -> Tensor:
             f"{_OWN}: {name} of shape {tuple(tensor.shape)} does not broadcast to (batch, heads, queries, keys) = {sizes.grid}: "
             "each of its sizes must be 1 or that."
         )
-    return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor
+    if tensor.dim() == 4:
+        return tensor
+    missing = (None,) * (4 - tensor.dim())
+    return tensor[missing] if floating else derived("dense", (tensor,), lambda: tensor[missing])
 
 
 @dataclasses.dataclass(frozen=True)

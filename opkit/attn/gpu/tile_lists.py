@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import functools
-import threading
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,15 +12,16 @@ from torch import Tensor
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks, tiles_in
 from opkit.attn.gpu.plans import Shape
+from opkit.attn.kept import Kept, stream_of, trusted
 from opkit.kernels.triton.named import Named
-from opkit.op import torch_private as private
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
+T = TypeVar("T")
 _LISTS = Named("opkit.attn.gpu.device.tile_lists", "tile_lists")
 _TURNS = Named("opkit.attn.gpu.device.tile_turns", "tile_turns")
 _SOME = 32  # tiles that a program looks at together
-_MOST = 64  # lists that are kept
+_MOST = 64  # lists that are kept, and as many turns
 FEW = 4  #: tiles; of fewer keys or queries each tile is asked in the kernel itself
 
 
@@ -34,13 +32,8 @@ class Lists(NamedTuple):
     counts: Tensor
 
 
-class _Kept(NamedTuple):
-    lists: Lists
-    tensors: tuple[weakref.ref[Tensor], ...]
-
-
-_kept: collections.OrderedDict[Any, _Kept] = collections.OrderedDict()
-_lock = threading.Lock()
+_kept: Kept[Lists] = Kept(_MOST)
+_kept_turns: Kept[Tensor] = Kept(_MOST)
 
 
 def worth_it(shape: Shape, blocks: Blocks, queries: int, keys: int) -> bool:
@@ -50,13 +43,31 @@ def worth_it(shape: Shape, blocks: Blocks, queries: int, keys: int) -> bool:
 
 def lists_of(call: Any, shape: Shape, blocks: Blocks, by_keys: bool) -> Lists:
     """The lists of a call: of each tile of queries the tiles of keys, or ``by_keys`` the other way round."""
-    masks, device = list(call.mask_tensors), call.q.device
-    sizes = (*call.q.shape[:3], call.k.shape[2])
-    build = functools.partial(_built, shape, masks, blocks, sizes, by_keys, device)
-    if not _may_be_kept(masks, device):
+    masks, sizes = list(call.mask_tensors), _sizes(call)
+    build = functools.partial(_built, shape, masks, blocks, sizes, by_keys, call.q.device)
+    return _found_or(_kept, (shape, blocks[:2], sizes, by_keys), call, build)
+
+
+def turns_of_call(lists: Lists, call: Any, shape: Shape, blocks: Blocks) -> Tensor:
+    """The turns of a call's ``lists`` by keys among those by queries."""
+
+    def build() -> Tensor:
+        return turns_of(lists, lists_of(call, shape, blocks, by_keys=False))
+
+    return _found_or(_kept_turns, (shape, blocks[:2], _sizes(call)), call, build)
+
+
+def _sizes(call: Any) -> tuple[int, int, int, int]:
+    return (*call.q.shape[:3], call.k.shape[2])
+
+
+def _found_or(kept: Kept[T], what: Hashable, call: Any, build: Callable[[], T]) -> T:
+    """What is kept for the tensors of a call's mask, else what is built now."""
+    masks, device = call.mask_tensors, call.q.device
+    stream = stream_of(device)
+    if stream is None or not all(map(trusted, masks)):
         return build()
-    versions = tuple((id(x), x._version) for x in masks)
-    return _kept_or((shape, blocks[:2], sizes, by_keys, device, _stream(device), versions), masks, build)
+    return kept.found_or((what, device), masks, build, stream)
 
 
 def turns_of(lists: Lists, others: Lists) -> Tensor:
@@ -82,33 +93,6 @@ def _own(x: Tensor) -> Tensor:
 @functools.cache
 def _turns_kernel() -> TritonKernel:
     return triton_kernel(_TURNS, grid=lambda own, programs: (own, programs), SOME=_SOME, num_warps=4)
-
-
-def _kept_or(key: Any, masks: Sequence[Tensor], build: Callable[[], Lists]) -> Lists:
-    """What was kept for these very tensors; else what is built now."""
-    with _lock:
-        found = _kept.get(key)
-        if found is not None and all(ref() is x for ref, x in zip(found.tensors, masks, strict=True)):
-            _kept.move_to_end(key)
-            return found.lists
-    lists = build()
-    with _lock:
-        for dead in [other for other, each in _kept.items() if any(ref() is None for ref in each.tensors)]:
-            del _kept[dead]
-        _kept[key] = _Kept(lists, tuple(weakref.ref(x) for x in masks))
-        while len(_kept) > _MOST:
-            _kept.popitem(last=False)
-    return lists
-
-
-def _may_be_kept(masks: Sequence[Tensor], device: torch.device) -> bool:
-    """Not of tensors that do not say when they are written to, nor in a CUDA graph, whose memory is its own."""
-    capturing = device.type == "cuda" and private.capturing()
-    return not capturing and not any(x.is_inference() for x in masks)
-
-
-def _stream(device: torch.device) -> int:
-    return private.current_stream(device.index) if device.type == "cuda" else 0
 
 
 @functools.cache

@@ -179,7 +179,7 @@ def _told(shape: Shape, tile: Tile, fits: bool) -> Callable[[GradientCall, bool]
         call = call if fits else arguments.with_room(call)
         lists, turns = tile_lists.lists_of(call, shape, blocks, by_keys=True), None
         if ordered:
-            turns = tile_lists.turns_of(lists, tile_lists.lists_of(call, shape, blocks, by_keys=False))
+            turns = tile_lists.turns_of_call(lists, call, shape, blocks)
         found = zip(_OF_MASKS, (lists.tiles, turns, lists.counts, *arguments.tensors_of(call, shape)), strict=True)
         return {name: tensor for name, tensor in found if tensor is not None}
 
