@@ -1,13 +1,17 @@
 """When lists of tiles are built, and when they are kept: launches are recorded, on tensors without memory."""
 
 import gc
+import weakref
 
 import pytest
 import torch
 
-from opkit.attn import program
+from opkit.attn import kept, program
 from opkit.attn.gpu import kernels, tile_lists
+from opkit.attn.gpu.hopper import backward as hopper_backward
+from opkit.attn.lowering import Sizes, lower
 from opkit.attn.program import AND, BAND, LENGTH, SEGMENTS
+from opkit.masks import Causal, Dense, Segments, VarLen
 from opkit.op.triton.launch import recording
 
 DOCUMENTS = [SEGMENTS, 0, 0]
@@ -27,7 +31,8 @@ def launched(mask, tensors, length=1024, heads=4):
 
 @pytest.fixture(autouse=True)
 def _nothing_kept():
-    tile_lists._kept.clear()
+    for each in (tile_lists._kept, tile_lists._kept_turns, kept._derived):
+        each.clear()
 
 
 def test_lists_are_kept_while_the_tensor_stays_what_it_is():
@@ -77,3 +82,66 @@ def test_a_list_for_what_the_mask_depends_on():
             kernels.forward(q, q, q, [documents], [], None, None, DOCUMENTS, [], 0.1, 0.0, 0.0, False)
         shapes.append(tuple(launches[0].named()["tiles"].shape))
     assert shapes == [(1, 1, 8, 8), (2, 1, 8, 8)]
+
+
+def users(mask, length=1024):
+    """The kernels that a forward launches for a user's mask."""
+    lowered = lower(mask, Sizes(1, 4, length, length, torch.device("meta")))
+    q = torch.empty(1, 4, length, 64, dtype=torch.bfloat16, device="meta")
+    with recording() as launches:
+        kernels.forward(q, q, q, lowered.tensors, [], None, None, lowered.program, [], 0.1, 0.0, 0.0, False)
+    return [each.bound.kernel.name for each in launches]
+
+
+# Of each, the mask of a tensor, and the tensor.
+USERS = {
+    "ids of one dimension": (Segments, lambda: torch.empty(1024, dtype=torch.int32, device="meta")),
+    "ids of 64 bits": (Segments, lambda: torch.empty(1, 1024, dtype=torch.int64, device="meta")),
+    "bools": (Dense, lambda: torch.empty(1024, 1024, dtype=torch.bool, device="meta")),
+    "documents": (lambda x: VarLen(x) & Causal(), lambda: torch.empty(9, dtype=torch.int32, device="meta")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", USERS)
+def test_lists_of_a_users_tensor_are_built_once(case):
+    mask, tensor = USERS[case]
+    x = tensor()
+    assert users(mask(x)) == ["tile_lists", "attention_forward"]
+    assert users(mask(x)) == ["attention_forward"]
+    x.zero_()
+    assert users(mask(x)) == ["tile_lists", "attention_forward"]
+    assert users(mask(x)) == ["attention_forward"]
+    other = tensor()
+    assert other.data_ptr() == x.data_ptr()
+    assert users(mask(other)) == ["tile_lists", "attention_forward"]
+    gone = weakref.ref(x)
+    del x, other
+    gc.collect()
+    assert gone() is None
+    assert (len(tile_lists._kept), len(kept._derived)) == (0, 0)
+
+
+def turned(documents):
+    """The kernels that a backward launches where programs take turns."""
+    q = torch.empty(2, 4, 1024, 64, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(2, 4, 1024, device="meta")
+    with recording() as launches:
+        hopper_backward.backward(q, None, q, q, q, q, lse, [documents], [], DOCUMENTS, [], 0.1, 0.0, False)
+    return [each.bound.kernel.name for each in launches if "tile" in each.bound.kernel.name]
+
+
+def test_turns_are_kept_beside_the_lists(deterministic):
+    documents = ids()
+    assert turned(documents) == ["tile_lists", "tile_lists", "tile_turns"]
+    assert turned(documents) == []
+    documents.add_(1)
+    assert turned(documents) == ["tile_lists", "tile_lists", "tile_turns"]
+    del documents
+    assert len(tile_lists._kept_turns) == 0
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
