@@ -1,4 +1,4 @@
-"""What kernels for processors do with tensors around a call: allocate results, see to dense rows, ask addresses."""
+"""What kernels do with tensors around a call: allocate results and workspaces, see to dense rows, ask addresses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from opkit.op import torch_private as private
+from opkit.op.unfilled import unfilled
+
+FEW = 2048  #: elements; with more, the time of a call is not that of allocating
 
 
 def like(example: Tensor) -> Callable[[], Tensor]:
@@ -20,6 +25,36 @@ def like(example: Tensor) -> Callable[[], Tensor]:
     kept = torch.empty_like(example.detach())
     kept.untyped_storage().resize_(0)
     return functools.partial(torch.empty_like, kept)
+
+
+def overwritten(example: Tensor) -> Callable[[], Tensor]:
+    """:func:`like`, for what a kernel overwrites wholly: where torch fills new memory, with NaN, this is left out.
+
+    Torch does so under ``torch.use_deterministic_algorithms(True)``. It fills a few numbers on a processor sooner than this
+    leaves it out.
+
+    >>> overwritten(torch.empty(200, 300).t())().stride()
+    (1, 300)
+    """
+    empty, deterministic = like(example), private.deterministic
+    few = example.is_cpu and example.numel() <= FEW
+    if few or type(example) is not Tensor or private.dispatch_modes():
+        return empty
+    sizes, strides = tuple(example.shape), example.stride()
+    make_unfilled = functools.partial(unfilled, sizes, strides, dtype=example.dtype, device=example.device)
+
+    def make() -> Tensor:
+        return make_unfilled() if deterministic() else empty()
+
+    return make
+
+
+def room_beside(x: Tensor, size: int | tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """``x.new_empty``, for what a kernel overwrites wholly: see :func:`overwritten`."""
+    if not private.deterministic():
+        return x.new_empty(size, dtype=dtype)
+    sizes = (size,) if isinstance(size, int) else size
+    return unfilled(sizes, None, dtype=x.dtype if dtype is None else dtype, device=x.device)
 
 
 def rows(q: Tensor, size: int, heads_inside: bool) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import gradients, paged_cpu, program
-from opkit.attn.allocation import address, dense_rows, like, rows
+from opkit.attn.allocation import address, dense_rows, overwritten, rows
 from opkit.attn.calls import AnyCall, Call, GradientCall, predicate
 from opkit.attn.memory_safety import bias_fits, mask_fits, results_fit, shapes_fit, sinks_fit
 from opkit.errors import KernelError
@@ -36,7 +36,7 @@ def forward(*given: Any) -> Run:
     call = Call(*given)
     _see_to(takes(call), "tiles", call)
     out = rows(call.q, call.v.shape[3], call.heads_inside)
-    new = like(out), like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
+    new = overwritten(out), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     if call.k.shape[2] == 0:
         return lambda *given: (new[0]().zero_(), _of_sinks(new[1](), given[5]))
     read = [dense_rows(each) for each in call[:3]]
@@ -79,7 +79,7 @@ def backward(*given: Any) -> Run:
     call = GradientCall(*given)
     _see_to(takes_gradients(call), "tiles", call)
     results = [rows(each, each.shape[3], call.heads_inside) for each in (call.q, call.k, call.v)]
-    new = [like(each) for each in (*results, call.q.new_empty(call.q.shape[:3], dtype=torch.float32))]
+    new = [overwritten(each) for each in (*results, call.q.new_empty(call.q.shape[:3], dtype=torch.float32))]
     if 0 in (call.q.numel(), call.k.numel(), call.v.numel()):
         return lambda *_: tuple([make().zero_() for make in new])
     given = call.q, call.k, call.v, call.out, call.gradient

@@ -13,6 +13,7 @@ import torch
 from opkit.op import layout_program
 from opkit.op import torch_private as private
 from opkit.op.triton.launch import PreparedLaunch, recorded
+from opkit.op.unfilled import fills, unfilled
 
 if TYPE_CHECKING:
     from opkit import _core
@@ -65,7 +66,7 @@ class PreparedSeries:
     def at(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """The same for tensors whose addresses are known."""
         made, gpu = self._made, self._gpu
-        if made is None or recorded.get() is not None or private.dispatch_modes():
+        if made is None or recorded.get() is not None or private.dispatch_modes() or fills():
             return self._one_by_one(tensors)
         if gpu >= 0 and private.current_gpu() != gpu:
             return self._one_by_one(tensors)
@@ -78,7 +79,8 @@ class PreparedSeries:
     def _one_by_one(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         there = dict(zip(self.names, tensors, strict=True))
         results = {name: make() for name, make in self.results.items()}
-        rooms = {name: tensors[0].new_empty(room.shape, dtype=room.dtype) for name, room in self.rooms.items()}
+        device = tensors[0].device
+        rooms = {name: unfilled(room.shape, None, dtype=room.dtype, device=device) for name, room in self.rooms.items()}
         there |= results | rooms
         for launch in self.launches:
             launch(*[there.get(name) for name in launch.names])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn import program
-from opkit.attn.allocation import dense_rows, like, rows
+from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import Call, predicate
 from opkit.attn.gpu import examples, search
 from opkit.attn.gpu.decode.division import KERNEL, SOURCES, Divided, divided, explained, question_of
@@ -127,7 +127,7 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     refuse_batch_invariance("opkit::attention")
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
     out = rows(call.q, call.v.shape[3], call.heads_inside)
-    new = like(out), like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
+    new = overwritten(out), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     if 0 in call.q.shape[:3]:
         return lambda *_: (new[0](), new[1]())
     numbers = numbers_of(lower, upper, call.scale, call.softcap)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import dense_rows, like, rows
+from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks
@@ -211,7 +211,7 @@ def _made(call: GradientCall) -> dict[str, Callable[[], Tensor]]:
     """The results by name, as functions that make them."""
     results = [rows(each, each.shape[3], call.heads_inside) for each in call[2:5]]
     delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
-    return {name: like(each) for name, each in zip(_RESULTS, (*results, delta), strict=True)}
+    return {name: overwritten(each) for name, each in zip(_RESULTS, (*results, delta), strict=True)}
 
 
 def _rooms(call: GradientCall, tile: Tile, ordered: bool) -> dict[str, Room]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opkit import config
-from opkit.attn.allocation import like, rows
+from opkit.attn.allocation import overwritten, rows
 from opkit.attn.calls import Call
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks
@@ -199,7 +199,7 @@ def _series(call: Call, shape: Shape, tile: Tile) -> Callable[..., PreparedSerie
     """
     launch = PreparedLaunch(_kernel(tile, shape.mask), _TENSORS, _numbers(call, shape))
     lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
-    made = {"out": like(rows(call.q, call.v.shape[3], call.heads_inside)), "lse": like(lse)}
+    made = {"out": overwritten(rows(call.q, call.v.shape[3], call.heads_inside)), "lse": overwritten(lse)}
 
     @functools.cache
     def series(*more: str) -> PreparedSeries:

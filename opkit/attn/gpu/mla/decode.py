@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import program
-from opkit.attn.allocation import like, rows
+from opkit.attn.allocation import overwritten, rows
 from opkit.attn.calls import Call, predicate
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.plan import device_of, splits_of
@@ -111,8 +111,8 @@ def forward(*given: Any) -> Run:
             f"of which there are at most {MOST}. Leave the choice to opkit, or force kernel='reference'."
         )
     decoding.refuse_batch_invariance("opkit::attention")
-    new_out = like(rows(call.q, VALUES, call.heads_inside))
-    new_lse = like(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
+    new_out = overwritten(rows(call.q, VALUES, call.heads_inside))
+    new_lse = overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     said = seen(call.mask) or Seen(0, 0, None)
     queries, others = Queries(call.q, lambda: _plan(call, said)), _Others()
 

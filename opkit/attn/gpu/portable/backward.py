@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import dense_rows, like, rows
+from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu import arguments, blocks, candidates, plans
 from opkit.attn.gpu.arguments import Run
@@ -60,8 +60,8 @@ def queries_kernel(constants: arguments.Constants) -> TritonKernel:
 def backward(example: GradientCall) -> Run:
     """The gradients of q, k and v, and delta, for calls like ``example``."""
     q, k, v = example[2:5]
-    new = [like(rows(each, each.shape[3], example.heads_inside)) for each in (q, k, v)]
-    new.append(like(q.new_empty(q.shape[:3], dtype=torch.float32)))
+    new = [overwritten(rows(each, each.shape[3], example.heads_inside)) for each in (q, k, v)]
+    new.append(overwritten(q.new_empty(q.shape[:3], dtype=torch.float32)))
     if 0 in (q.numel(), k.numel(), v.numel()):
         return lambda *given: tuple([make().zero_() for make in new])
     roomy = arguments.with_room(example)

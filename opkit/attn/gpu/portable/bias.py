@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import program
-from opkit.attn.allocation import dense_rows
+from opkit.attn.allocation import dense_rows, room_beside
 from opkit.attn.calls import BiasCall
 from opkit.attn.gpu import arguments, blocks, candidates, plans, search
 from opkit.attn.gpu.arguments import Launches, Run
@@ -132,7 +132,7 @@ class _Maker:
     def _room(self, launch: _Launch, read: Sequence[Any]) -> Tensor:
         """Room for the shares of the gradient."""
         dtype = torch.float32 if launch.shares > 1 else self.dtype
-        return read[0].new_empty((launch.shares, *self.shape), dtype=dtype)
+        return room_beside(read[0], (launch.shares, *self.shape), dtype)
 
     def _time(self, call: BiasCall, read: Sequence[Any], size: Blocks) -> search.Timed:
         launch = _launch(call, self.term, inspect.unwrap(kernel), size)

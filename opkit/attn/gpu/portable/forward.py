@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import dense_rows, like, rows
+from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import Call
 from opkit.attn.gpu import arguments, blocks, candidates, plans, search
 from opkit.attn.gpu.arguments import Run
@@ -42,8 +42,8 @@ def forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
     """
     q, _, v = example[:3]
     of_result = torch.empty_like(q, dtype=torch.bfloat16) if fp8 else q
-    new_out = like(rows(of_result, v.shape[3], example.heads_inside))
-    new_lse = like(q.new_empty(q.shape[:3], dtype=torch.float32))
+    new_out = overwritten(rows(of_result, v.shape[3], example.heads_inside))
+    new_lse = overwritten(q.new_empty(q.shape[:3], dtype=torch.float32))
     if 0 in (*q.shape[:3], v.shape[3]):
         return lambda *given: (new_out(), new_lse())
     roomy = arguments.with_room(example)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opkit.attn.allocation import overwritten
 from opkit.attn.gpu.blocks import tiles_in
 from opkit.kernels.triton.named import Named
 from opkit.op.operator import CustomOp
@@ -52,11 +53,12 @@ def _kernel(count: int, columns: int) -> TritonKernel:
 def merge(outs: list[Tensor], lses: list[Tensor]) -> Any:
     """The merged result and log-sum-exp; its arguments are those of :func:`opkit.attn.merging.reference`."""
     rows = lses[0].numel()
+    new = [overwritten(torch.empty(x.shape, dtype=x.dtype, device=x.device)) for x in (outs[0], lses[0])]
     launch = PreparedLaunch(_kernel(len(outs), outs[0].shape[-1]), _NAMES, {"rows": rows})
 
     def run(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
         read = [_padded([x.contiguous() for x in each]) for each in (outs, lses)]
-        out, lse = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (outs[0], lses[0]))
+        out, lse = (make() for make in new)
         if rows:
             launch(*read[0], *read[1], out, lse)
         return out, lse
