@@ -37,8 +37,8 @@ def overwritten(example: Tensor) -> Callable[[], Tensor]:
     (1, 300)
     """
     empty, deterministic = like(example), private.deterministic
-    few = example.is_cpu and example.numel() <= FEW
-    if few or type(example) is not Tensor or private.dispatch_modes():
+    soon = example.is_meta or (example.is_cpu and example.numel() <= FEW)
+    if soon or type(example) is not Tensor or private.dispatch_modes():
         return empty
     sizes, strides = tuple(example.shape), example.stride()
     make_unfilled = functools.partial(unfilled, sizes, strides, dtype=example.dtype, device=example.device)

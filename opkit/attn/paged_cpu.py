@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import address, dense_rows, like
+from opkit.attn.allocation import address, dense_rows, like, overwritten
 from opkit.errors import KernelError
 from opkit.op.prepared import PreparedKernel
 
@@ -93,7 +93,7 @@ def contiguous(
     """:func:`decode` of ``(q, k, v, sinks)`` for tensors of these sizes, strides and dtypes; its result is like ``out``."""
     from opkit import _core
 
-    new_out, new_lse = like(out), like(q.new_empty(q.shape[:3], dtype=torch.float32))
+    new_out, new_lse = overwritten(out), overwritten(q.new_empty(q.shape[:3], dtype=torch.float32))
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     dims = ("sequence", "head", "token")
     kernel = _core.DecodeAttention(
