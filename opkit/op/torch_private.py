@@ -47,11 +47,11 @@ jit_tracing: Callable[[], bool] = _C._is_tracing
 profiling: Callable[[], bool] = _C._autograd._profiler_enabled
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 deterministic: Callable[[], bool] = _C._get_deterministic_algorithms
+fills_if_deterministic: Callable[[], bool] = _C._get_deterministic_fill_uninitialized_memory
 parse_schema: Callable[[str], Any] = _C.parse_schema
 current_gpu: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
 _stream_of: Callable[[int], int] | None = getattr(_C, "_cuda_getCurrentRawStream", None)  # not there without CUDA
 capturing: Callable[[], bool] = getattr(_C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
-fills_if_deterministic: Callable[[], bool] = _C._get_deterministic_fill_uninitialized_memory
 tensors_of_handles: Callable[[list[Any]], list[torch.Tensor]] = _C._aoti.alloc_tensors_by_stealing_from_void_ptrs
 throw_on_data_pointer: Callable[[torch.Tensor], None] = _C._set_throw_on_mutable_data_ptr
 
