@@ -7,8 +7,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import opkit
 from opkit.attn import allocation
-from opkit.attn.allocation import overwritten, room, room_beside
+from opkit.attn.allocation import overwritten, room_beside
 from opkit.masks import Causal
+from opkit.op.unfilled import unfilled
 
 CPU = torch.device("cpu")
 
@@ -56,7 +57,7 @@ def test_nothing_is_filled_under_determinism(deterministic):
     make = overwritten(torch.empty(300, 400))
     for run in (
         make,
-        lambda: room((30, 400), dtype=torch.float32, device=CPU),
+        lambda: unfilled((30, 400), None, dtype=torch.float32, device=CPU),
         lambda: room_beside(torch.ones(1), 3000),
     ):
         assert fill_sizes(run) == []
@@ -70,7 +71,7 @@ def test_room(size, deterministic):
     for ordered in (True, False):
         torch.use_deterministic_algorithms(ordered)
         found = [
-            room(size, dtype=torch.int32, device=CPU),
+            unfilled(size if isinstance(size, tuple) else (size,), None, dtype=torch.int32, device=CPU),
             room_beside(torch.ones(2, dtype=torch.int32), size),
             room_beside(torch.ones(2), size, torch.int32),
         ]
@@ -81,7 +82,7 @@ def test_room(size, deterministic):
 def test_fake_tensors_stay_fake(deterministic):
     make = overwritten(torch.empty(70, 80))
     with FakeTensorMode():
-        for each in (make(), overwritten(torch.empty(70, 80))(), room(9, dtype=torch.int32, device=CPU)):
+        for each in (make(), overwritten(torch.empty(70, 80))(), unfilled((9,), None, dtype=torch.int32, device=CPU)):
             assert isinstance(each, FakeTensor)
 
 

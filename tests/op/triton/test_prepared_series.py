@@ -122,7 +122,7 @@ def test_a_mode_sees_every_launch(device):
     x, out = torch.ones(N), torch.empty(N)
     with Seen() as seen:
         call(x, out)
-    assert seen.names == ["new_empty.default"] * 2 + ["triton_kernel_wrapper_mutation"] * 2
+    assert seen.names == ["empty.memory_format"] * 2 + ["triton_kernel_wrapper_mutation"] * 2
     assert len(device.launches) == 4
 
 
@@ -192,3 +192,19 @@ def test_what_torch_has_no_memory_for_is_asked_of_torch(device, monkeypatch):
     (out,) = call(torch.ones(N))
     assert out is tensors[1]
     assert len(device.launches) == 4
+
+
+@pytest.mark.parametrize("fill", [True, False])
+def test_memory_is_not_filled_under_determinism(device, monkeypatch, fill):
+    call = series()
+    x, out = torch.ones(N), torch.empty(N)
+    call(x, out)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", fill)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.profiler.profile(acc_events=True) as profile:
+            call(x, out)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(device.launches) == 4
+    assert not [each for each in profile.events() if each.key == "aten::fill_" and "empty" in each.cpu_parent.key]
