@@ -202,9 +202,10 @@ def test_memory_is_not_filled_under_determinism(device, monkeypatch, fill):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", fill)
     torch.use_deterministic_algorithms(True)
     try:
-        with torch.profiler.profile(acc_events=True) as profile:
+        with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
             call(x, out)
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(device.launches) == 4
-    assert not [each for each in profile.events() if each.key == "aten::fill_" and "empty" in each.cpu_parent.key]
+    filled = [each.input_shapes[0] for each in profile.events() if each.key == "aten::fill_"]
+    assert not any(torch.Size(shape).numel() for shape in filled)
