@@ -19,6 +19,7 @@ variable                default  meaning
 ======================  =======  ====================================================================================
 
 ``OPKIT_BATCH_INVARIANT`` (``0``): attention's results do not depend on what is computed beside them; see opkit.batch_invariant.
+``OPKIT_KEEP_MASKS`` (``1``): attention keeps what it derived of a mask's tensors; see docs/attention.md.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Config:
     strict: bool = False
     log: frozenset[str] = frozenset()
     batch_invariant: bool = False
+    keep_masks: bool = True
 
 
 def _switch(environment: Mapping[str, str], name: str, default: bool) -> bool:
@@ -121,6 +123,7 @@ def read(environment: Mapping[str, str]) -> Config:
         strict=_switch(environment, "OPKIT_STRICT", False),
         log=_some_of(environment, "OPKIT_LOG", ("fusion", "recompiles", "output_code")),
         batch_invariant=_switch(environment, "OPKIT_BATCH_INVARIANT", False),
+        keep_masks=_switch(environment, "OPKIT_KEEP_MASKS", True),
     )
 
 

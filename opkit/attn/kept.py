@@ -19,6 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from opkit import config
 from opkit.op import torch_private as private
 
 T = TypeVar("T")
@@ -115,8 +116,11 @@ class Kept(Generic[T]):
 
 
 def trusted(x: Tensor) -> bool:
-    """Whether ``x`` says when it is written to: no tensor of inference mode, nor memory that NumPy or another process knows."""
-    if x.is_inference():
+    """Whether ``x`` says when it is written to: no tensor of inference mode, nor memory that NumPy or another process knows.
+
+    With ``OPKIT_KEEP_MASKS=0`` none is trusted.
+    """
+    if x.is_inference() or not config.get().keep_masks:
         return False
     storage = x.untyped_storage()
     return storage.resizable() and not (x.is_cpu and storage.is_shared())

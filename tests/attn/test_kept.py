@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opkit
+from opkit import config
 from opkit.attn import kept
 from opkit.attn.kept import Kept, derived
 from opkit.attn.lowering import Sizes, lower
@@ -237,3 +238,11 @@ def test_what_was_made_may_let_others_go():
     assert len(some) == 2
     del x
     assert len(some) == 0
+
+
+def test_nothing_is_kept_where_it_is_switched_off(monkeypatch):
+    monkeypatch.setattr(config, "get", lambda: config.read({"OPKIT_KEEP_MASKS": "0", "OPKIT_CACHE_DIR": "unused"}))
+    ids = torch.tensor([0, 0, 1, 1])
+    made = [derived("int32", [ids], lambda: ids.int()) for _ in range(2)]
+    assert made[0] is not made[1]
+    assert len(kept._derived) == 0
