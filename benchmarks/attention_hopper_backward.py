@@ -40,6 +40,8 @@ SHAPES: dict[str, Shape] = {
     "2x16x16384x128 causal documents": (2, 16, 16384, 128, -1, 2048),
     "2x16x16384x64 window": (2, 16, 16384, 64, 1024, None),
     "2x16x16384x64 causal documents": (2, 16, 16384, 64, -1, 2048),
+    "2x8x16384x256 documents": (2, 8, 16384, 256, None, 2048),
+    "2x8x16384x256 causal documents": (2, 8, 16384, 256, -1, 2048),
 }
 
 

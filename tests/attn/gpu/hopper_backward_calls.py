@@ -147,6 +147,52 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns)
     "causal documents, 64": ((1, (2, 1), 600, 600, 64, 64), masked((*SEGMENTS, *CAUSAL, AND), *[documents(1, 600, 3)] * 2)),
     "blocks of bools, 64": ((1, (2, 1), 450, 390, 64, 64), masked(DENSE, blocks_of_bools(2, 450, 390), softcap=3.0)),
     "documents, one query": ((1, (2, 1), 1, 300, 64, 64), masked(SEGMENTS, documents(1, 1, 1), documents(1, 300, 3))),
+    "256, two bands": ((1, (2, 1), 200, 200, 256, 256), {"mask": (*CAUSAL, program.BAND, -30, 30, AND)}),
+    "256, documents": ((2, (4, 2), 200, 200, 256, 256), masked(SEGMENTS, *[documents(2, 200, 5)] * 2)),
+    "256, documents of whole tiles": ((1, (1, 1), 320, 320, 256, 256), masked(SEGMENTS, *[packed(128, 64, 128)] * 2)),
+    "256, causal documents": (
+        (1, (2, 2), 300, 300, 256, 256), masked((*SEGMENTS, *CAUSAL, AND), *[documents(1, 300, 4)] * 2, of_lse=True),
+    ),
+    "200, documents of other keys": (
+        (2, (2, 1), 140, 220, 200, 256), masked(SEGMENTS, documents(2, 140, 5), documents(2, 220, 5, 3)),
+    ),
+    "256, no order": ((1, (2, 1), 150, 150, 256, 256), masked(SEGMENTS, shuffled(1, 150), shuffled(1, 150))),
+    "256, nothing is seen": (
+        (2, (2, 1), 150, 150, 256, 256), masked(SEGMENTS, documents(1, 150, 3), documents(1, 150, 3) + 100, of_lse=True),
+    ),
+    "256, lengths": ((3, (2, 1), 100, 200, 256, 256), masked(LENGTH, lengths(0, 133, 200))),
+    "256, causal with lengths": ((2, (2, 1), 200, 200, 256, 256), masked((*LENGTH, *CAUSAL, AND), lengths(64, 155))),
+    "256, two lengths": (
+        (2, (1, 1), 100, 200, 256, 256), masked((*LENGTH, program.LENGTH, 1, OR), lengths(50, 200), lengths(150)),
+    ),
+    "256, bools": ((2, (2, 1), 120, 120, 256, 256), masked(DENSE, bools(2, 1, 120, 120))),
+    "192, bools of heads": ((2, (2, 1), 150, 150, 192, 192), masked(DENSE, bools(1, 2, 150, 1))),
+    "256, blocks of bools": ((1, (4, 2), 300, 290, 256, 256), masked(DENSE, blocks_of_bools(4, 300, 290))),
+    "136, blocks of bools, capped": (
+        (1, (2, 1), 250, 190, 136, 136), masked(DENSE, blocks_of_bools(2, 250, 190), softcap=3.0),
+    ),
+    "256, not these documents, or near": (
+        (2, (2, 1), 150, 150, 256, 256),
+        masked((*SEGMENTS, program.NOT, program.BAND, -30, 30, OR), *[documents(2, 150, 3)] * 2),
+    ),
+    "256, a diagonal of each query": (
+        (2, (1, 1), 150, 200, 256, 256), masked((program.BAND_AT, 0, -20, 20), shuffled(2, 150) * 50),
+    ),
+    "256, seven tensors": (
+        (1, (2, 2), 130, 130, 256, 256),
+        masked(
+            (*SEGMENTS, program.SEGMENTS, 2, 3, OR, program.SEGMENTS, 4, 5, OR, program.BAND_AT, 6, -5, 5, OR),
+            *[documents(1, 130, 3, seed) for seed in range(7)],
+        ),
+    ),
+    "256, documents, capped": ((1, (2, 1), 200, 200, 256, 256), masked(SEGMENTS, *[documents(1, 200, 3)] * 2, softcap=3.0)),
+    "136 and 256, documents": (
+        (1, (2, 1), 200, 200, 136, 256), masked(SEGMENTS, *[documents(1, 200, 3)] * 2, heads_inside=True),
+    ),
+    "256, documents, one query": ((1, (2, 1), 1, 200, 256, 256), masked(SEGMENTS, documents(1, 1, 1), documents(1, 200, 3))),
+    "256, documents, many tiles": (
+        (1, (8, 2), 500, 500, 256, 256), masked((*SEGMENTS, *CAUSAL, AND), *[documents(1, 500, 3)] * 2),
+    ),
 }  # fmt: skip
 
 
@@ -193,6 +239,13 @@ HIDING = {  # a head's size, and a mask
     "hidden, 64, documents": (64, masked((*SEGMENTS, *CAUSAL, AND), *[packed(20, 20, 100, 160)] * 2)),
     "hidden, 128, lengths": (128, masked((*LENGTH, program.BAND, 1, FAR, AND), lengths(299))),
     "hidden, 64, bools": (64, masked(DENSE, bools(1, 2, 300, 300))),
+    "hidden, 256, documents": (256, masked(SEGMENTS, *[packed(20, 20, 100, 160)] * 2)),
+    "hidden, 256, causal documents, capped": (
+        256,
+        masked((*SEGMENTS, *CAUSAL, AND), *[packed(20, 20, 100, 160)] * 2, softcap=3.0),
+    ),
+    "hidden, 136, lengths": (136, masked((*LENGTH, program.BAND, 1, FAR, AND), lengths(299))),
+    "hidden, 200, bools": (200, masked(DENSE, bools(1, 2, 300, 300))),
 }
 ROWS_HIDING = {
     "hidden rows, 128, documents": (128, masked(SEGMENTS, packed(20, 20, 100, 160), packed(20, 20, 260))),
@@ -202,6 +255,12 @@ ROWS_HIDING = {
     ),
     "hidden rows, 128, bools": (128, masked(DENSE, blocks_of_bools(2, 300, 300, 30, 0.3))),
     "hidden rows, 64, bools": (64, masked(DENSE, blocks_of_bools(2, 300, 300, 30, 0.3))),
+    "hidden rows, 256, documents": (256, masked(SEGMENTS, packed(20, 20, 100, 160), packed(20, 20, 260))),
+    "hidden rows, 200, causal documents, capped": (
+        200,
+        masked((*SEGMENTS, *CAUSAL, AND), packed(20, 20, 100, 160), packed(20, 20, 260), softcap=3.0),
+    ),
+    "hidden rows, 256, bools": (256, masked(DENSE, blocks_of_bools(2, 300, 300, 30, 0.3))),
 }
 
 

@@ -73,14 +73,14 @@ class Launch:
             "queries": q.shape[2], "keys": k.shape[2], "heads": q.shape[1], "key_heads": k.shape[1], "section": 2,
             "tiles": k.shape[0] * k.shape[1] * -(-k.shape[2] // self.tile.keys), "ROWS": self.tile.rows,
         }  # fmt: skip
-        of_masks = {**told(*of_mask), "MASK": self.mask} if self.tile.lists else {}
         gluon_in_python.run(
             _FUNCTIONS[self.tile.keys], min(_PROGRAMS, sizes["tiles"]), q_desc=of(q, rows), k_desc=of(k, keys),
             v_desc=of(v, keys), gradient_desc=of(gradient, rows), sums_desc=of(sums, (_HALF,)),
             sum_desc=of(total, (_HALF * _HALF // _WIDE, _WIDE)), of_k_desc=of(of_k, keys), of_v_desc=of(of_v, keys),
             turns=None if turns is None else point(turns), counter=point(counter),
-            **{name: whole(size) for name, size in sizes.items()}, **numbers, **of_masks, BANDED=self.banded,
-            ORDERED=self.ordered, GROUPED=self.tile.grouped, APART=self.tile.apart, REGISTERS=0, OTHER_REGISTERS=0,
+            **{name: whole(size) for name, size in sizes.items()}, **numbers, **told(*of_mask), MASK=self.mask,
+            BANDED=self.banded, ORDERED=self.ordered, GROUPED=self.tile.grouped, APART=self.tile.apart, REGISTERS=0,
+            OTHER_REGISTERS=0,
         )  # fmt: skip
         assert not counter.any()  # they are left as they were found
 

@@ -1,5 +1,6 @@
 """The backward kernels for sm_90: they compile as they must here, and gradients are right where there is such a GPU."""
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -67,6 +68,13 @@ COMPILED = {  # most bytes of registers that a thread may put into memory, and t
     "128, a diagonal of each query": (192, lambda: without_numbers("a diagonal of each query")),
     "64, causal documents": (96, lambda: without_numbers("causal documents, 64")),
     "64, bools, capped": (416, lambda: without_numbers("blocks of bools, 64")),
+    "256, documents": (96, lambda: without_numbers("256, documents")),
+    "256, causal documents": (96, lambda: without_numbers("256, causal documents")),
+    "256, causal documents, capped": (96, lambda: without_numbers("256, causal documents", softcap=30.0)),
+    "256, lengths": (96, lambda: without_numbers("256, lengths")),
+    "256, bools": (96, lambda: without_numbers("256, blocks of bools")),
+    "256, a diagonal of each query": (96, lambda: without_numbers("256, a diagonal of each query")),
+    "136 and 256, documents": (96, lambda: without_numbers("136 and 256, documents")),
 }  # fmt: skip
 
 MULTIPLY = ("hopper_backward", "hopper_backward_wide")  # the kernels that do
@@ -112,7 +120,18 @@ def test_compiles(case, tmp_path, record_property):
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("case", ["128, causal", "64", "256, causal", "128, causal documents", "64, causal documents"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "128, causal",
+        "64",
+        "256, causal",
+        "128, causal documents",
+        "64, causal documents",
+        "256, documents",
+        "256, causal documents",
+    ],
+)
 def test_compiles_deterministic(case, tmp_path, record_property):
     _, given = COMPILED[case]
     check_compiled(given(), 512, tmp_path, record_property)
@@ -129,10 +148,11 @@ def test_other_lengths_and_bands_compile_nothing_anew(head):
     assert compiling.identity(requested(arguments(*shaped((4, 2), 300, 300, head, head)))) != first
 
 
-def test_other_lengths_of_documents_compile_nothing_anew():
+@pytest.mark.parametrize("head", [128, 256])
+def test_other_lengths_of_documents_compile_nothing_anew(head):
     def identity(queries, keys, heads=(4, 2), batches=1):
         masks = [torch.empty(batches, n, dtype=torch.int32, device="meta") for n in (queries, keys)]
-        given = arguments(*shaped(heads, queries, keys, 128, 128), mask=(program.SEGMENTS, 0, 1), masks=masks)
+        given = arguments(*shaped(heads, queries, keys, head, head), mask=(program.SEGMENTS, 0, 1), masks=masks)
         return compiling.identity(requested(given))
 
     assert identity(300, 300) == identity(4096, 512, batches=2) == identity(77, 1000, heads=(8, 1)) == identity(1, 1)
@@ -166,6 +186,18 @@ REFUSED = {
 def test_refuses(case):
     with pytest.raises(KernelError, match=r"kernel 'hopper' does not take q, k, v of .* Leave the choice"):
         hopper_backward.backward(*REFUSED[case]())
+
+
+def test_a_tile_without_lists_leaves_masks_to_other_kernels(monkeypatch):
+    listed = GradientCall(*without_numbers("256, documents"))
+    banded = GradientCall(*arguments(*shaped((4, 2), 8, 8, 256, 256), mask=CAUSAL))
+    assert hopper_backward.fits(listed)
+    monkeypatch.setitem(hopper_backward.TILES, 256, dataclasses.replace(hopper_backward.TILES[256], lists=False))
+    assert not hopper_backward.fits(listed)
+    assert hopper_backward.fits(banded)
+    without_lists = compiling.identity(requested(banded))
+    monkeypatch.undo()
+    assert without_lists == compiling.identity(requested(banded))
 
 
 def test_takes_nothing_that_is_not_on_such_a_gpu():
@@ -216,7 +248,7 @@ class TestOnGpu:
     def test_a_hidden_query_does_not_leak(self, head):
         compared_where_a_query_is_hidden(filled(1, (2, 1), 300, 300, head, head))
 
-    @pytest.mark.parametrize("head", [64, 128])
+    @pytest.mark.parametrize("head", [64, 128, 256])
     @pytest.mark.parametrize("mask", [SEGMENTS, (*SEGMENTS, *CAUSAL, AND)], ids=["documents", "causal documents"])
     def test_long_documents_are_as_each_alone(self, head, mask):
         length, size = 16384, 2048
@@ -246,15 +278,16 @@ class TestOnGpu:
         compared(given)
         compared((torch.ones((), device="cuda", dtype=BF16).expand(given[0].shape), *given[1:]))
 
-    def test_a_graph_reads_what_the_mask_holds_when_it_is_replayed(self):
-        sizes, what = CALLS["documents"]
+    @pytest.mark.parametrize("case", ["documents", "256, documents"])
+    def test_a_graph_reads_what_the_mask_holds_when_it_is_replayed(self, case):
+        sizes, what = CALLS[case]
         given = called(filled(*sizes), **what)
         hopper_backward.backward(*given)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = hopper_backward.backward(*given)
-        other = called(given[2:5], **{**what, "masks": [documents(2, 300, 9, seed=5)] * 2})
+        other = called(given[2:5], **{**what, "masks": [documents(2, sizes[2], 9, seed=5)] * 2})
         for x, y in zip((*given[5:7], *given[7]), (*other[5:7], *other[7]), strict=True):
             x.copy_(y)
         graph.replay()

@@ -18,6 +18,11 @@ CASES = (
     "nothing is seen", "lengths", "causal with lengths", "two lengths", "bools", "bools of heads", "blocks of bools",
     "not these documents, or near", "a diagonal of each query", "seven tensors", "documents, capped", "documents, 72 and 128",
     "documents, 64", "causal documents, 64", "blocks of bools, 64", "documents, one query",
+    "256, two bands", "256, documents", "256, documents of whole tiles", "256, causal documents", "200, documents of other keys",
+    "256, no order", "256, nothing is seen", "256, lengths", "256, causal with lengths", "256, two lengths", "256, bools",
+    "192, bools of heads", "256, blocks of bools", "136, blocks of bools, capped", "256, not these documents, or near",
+    "256, a diagonal of each query", "256, seven tensors", "256, documents, capped", "136 and 256, documents",
+    "256, documents, one query", "256, documents, many tiles",
 )  # fmt: skip
 
 
@@ -47,12 +52,16 @@ HIDDEN = (
     "hidden, 128", "hidden, 64", "hidden, 128, bottom right", "hidden, 96, both sides", "hidden, 256",
     "hidden, 200, both sides", "hidden, 128, documents",
     "hidden, 64, documents", "hidden, 128, lengths", "hidden, 64, bools",
+    "hidden, 256, documents", "hidden, 256, causal documents, capped", "hidden, 136, lengths", "hidden, 200, bools",
 )  # fmt: skip
 HIDDEN_ROWS = (
     "hidden rows, 128, documents",
     "hidden rows, 64, documents",
     "hidden rows, 128, bools",
     "hidden rows, 64, bools",
+    "hidden rows, 256, documents",
+    "hidden rows, 200, causal documents, capped",
+    "hidden rows, 256, bools",
     "a hidden query, 128",
     "a hidden query, 64",
     "a hidden query, 256",

@@ -68,7 +68,7 @@ class Tile:
     registers: tuple[int, int, int] = (240, 24, 168)
 
 
-TILES = {64: Tile(128, True, True), 128: Tile(64, False, False), 256: Tile(64, False, False, keys=64, lists=False)}
+TILES = {64: Tile(128, True, True), 128: Tile(64, False, False), 256: Tile(64, False, False, keys=64)}
 """By the size of the larger head, rounded up. Half of a block's gradient of queries is 64 x 64 in the first two.
 
 On an H200, causal, TFLOP/s with ``grouped`` and ``apart``, and without: 1 x 16 heads of 64, 16384 queries, 452 and 412; 2 x 16
@@ -106,8 +106,8 @@ def backward(*given: Any) -> Run:
     """The gradients of q, k and v, and delta; its arguments are a :class:`~opkit.attn.calls.GradientCall`.
 
     It takes bfloat16 and float16; heads of up to 256 channels that 8 divides, those of queries and of values of any two such
-    sizes; grouped heads; any numbers of queries and keys but none; every mask for heads of up to 128, and no mask or
-    one band for wider ones; a positive scale; a soft cap; a gradient of the log-sum-exp. It takes no biases and no dropout.
+    sizes; grouped heads; any numbers of queries and keys but none; every mask; a positive scale; a soft cap; a gradient of the
+    log-sum-exp. It takes no biases and no dropout.
 
     Probabilities and the gradients of logits are rounded to q's dtype before they are multiplied further; sums are in float32.
     Keys, values and queries that are hidden from one another do not reach each other's gradients, whatever they hold. The
@@ -196,7 +196,7 @@ def _series(call: GradientCall, shape: Shape, tile: Tile) -> Callable[..., Prepa
     wide = _padded(max(q.shape[3], v.shape[3]))
     begin = PreparedLaunch(_begin_kernel(v.shape[3], wide, tile, _listed(shape)), _BEGIN, of_rows)
     kernels = (_kernel(tile, ordered, shape.banded, shape.mask) for ordered in (False, True))
-    main = [PreparedLaunch(each, _MAIN + _OF_MASKS * tile.lists, numbers) for each in kernels]
+    main = [PreparedLaunch(each, _MAIN + _OF_MASKS, numbers) for each in kernels]
     end = PreparedLaunch(_end_kernel(q.shape[3], wide, tile.rows), _END, {**of_rows, "scale": call.scale})
     made, rooms = _made(call), [_rooms(call, tile, ordered) for ordered in (False, True)]
 
@@ -233,7 +233,7 @@ def _numbers(call: GradientCall, shape: Shape, tile: Tile) -> dict[str, Any]:
     """What the kernel is told of a call beside its tensors. The exponents' base is 2."""
     capped = call.softcap > 0
     return {
-        **(plans.numbers_of(shape) if tile.lists else {"lower": shape.lower, "upper": shape.upper}),
+        **plans.numbers_of(shape),
         "CAPPED": capped,
         "factor": (call.softcap if capped else call.scale) * _LOG2E,
         "inner": call.scale / call.softcap if capped else 1.0,
@@ -264,6 +264,7 @@ def _begin_kernel(columns: int, wide: int, tile: Tile, listed: bool) -> TritonKe
     return triton_kernel(
         _BEGIN_KERNEL, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
         E=columns, E0=wide, D=wide, ROWS=tile.rows, GROUPED=tile.grouped, LISTED=listed,
+        num_warps=8 if listed and wide == 256 else 4,
     )  # fmt: skip
 
 
@@ -281,7 +282,6 @@ def _kernel(tile: Tile, ordered: bool, banded: bool, mask: Words) -> TritonKerne
     of_sums = Layout("NVMMASharedLayout", swizzle_byte_width=0, element_bitwidth=32, rank=1)
     of_total = Layout("NVMMASharedLayout", swizzle_byte_width=128, element_bitwidth=32, rank=2)
     loops, others, all_threads = tile.registers
-    of_mask: dict[str, Any] = {"MASK": mask} if tile.lists else {}
     half = 64
     of_rows = functools.partial(_block, tile.rows)
     of_keys = functools.partial(_block, half)
@@ -301,7 +301,7 @@ def _kernel(tile: Tile, ordered: bool, banded: bool, mask: Words) -> TritonKerne
         section=lambda q, k, v: _section(q, k, v, tile.rows),
         ROWS=tile.rows,
         BANDED=banded,
-        **of_mask,
+        MASK=mask,
         ORDERED=ordered,
         GROUPED=tile.grouped,
         APART=tile.apart,

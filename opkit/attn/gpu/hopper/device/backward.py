@@ -276,8 +276,8 @@ def barriers_of(COUNT: gl.constexpr, arrivals: gl.constexpr):
     return found
 
 
-_INTS = ("queries", "keys", "heads", "key_heads", "lower", "upper", "section", "tiles")
-_OF_MASKS = (
+INTS = ("queries", "keys", "heads", "key_heads", "lower", "upper", "section", "tiles")
+OF_MASKS = (
     *(f"{x}_stride_{i}" for x in ("listed", "counts") for i in range(3)),
     "lengths_stride_0",
     *(f"n{i}" for i in range(8)),
@@ -285,7 +285,7 @@ _OF_MASKS = (
 )
 
 
-@gluon.jit(do_not_specialize=(*_INTS, *_OF_MASKS))
+@gluon.jit(do_not_specialize=(*INTS, *OF_MASKS))
 def hopper_backward(
     q_desc, k_desc, v_desc, gradient_desc, sums_desc, sum_desc, of_k_desc, of_v_desc, turns, counter,
     queries, keys, heads, key_heads, lower, upper, section, tiles, factor, inner, scale,

@@ -1,17 +1,17 @@
 """The blocks of queries that a tile of keys visits in the Hopper backward, where a list has them, and what is told of each.
 
-:mod:`opkit.attn.gpu.device.tile_lists` makes the lists, of each 128 keys the blocks of queries; heads of queries that share keys
-may have different ones. :mod:`opkit.attn.gpu.device.tile_turns` says, of each block in a list, how many tiles of keys add to the
-gradient of those queries before this one. The warp that loads reads both, and tells of a block in a table. The warpgroups that
-multiply find there, by the buffers that the block is in, its first row, in bits 0 and 1 whether it is partly seen, and the head.
-The warp that adds up finds the sum's place and the turn, by the step: of four steps, since it may be a block behind the
-warpgroups, and the warp that loads two ahead of them.
+:mod:`opkit.attn.gpu.device.tile_lists` makes the lists, of the keys of each tile the blocks of queries; heads of queries that
+share keys may have different ones. :mod:`opkit.attn.gpu.device.tile_turns` says, of each block in a list, how many tiles of keys
+add to the gradient of those queries before this one. The warp that loads reads both, and tells of a block in a table. The
+warpgroups that multiply find there, by the buffers that the block is in, its first row, in bits 0 and 1 whether it is partly
+seen, and the head. What adds up, a warp or for wide heads two, finds the sum's place and the turn, by the step: of four steps,
+since it may be a block behind the warpgroups, and the warp that loads two ahead of them.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from opkit.attn.gpu.hopper.device.backward_work import KEYS, STAGES, tell, told
+from opkit.attn.gpu.hopper.device.backward_work import STAGES, tell, told
 
 _LATE = gl.constexpr(2 * STAGES)  #: steps of which the warp that adds up is told at once
 _HEADS = gl.constexpr(STAGES)  #: where in the table the heads begin, the places of sums, and turns
@@ -26,7 +26,7 @@ def listed_steps(problem, lists, batch, key_head, at):
     """How many blocks of queries, of all heads that share them, see some of the keys from ``at``."""
     _, _, _, counts, strides = lists
     group = problem.heads // problem.key_heads
-    counts += batch * strides[0].to(gl.int64) + at // KEYS * strides[2] + 1
+    counts += batch * strides[0].to(gl.int64) + at // problem.KEYS * strides[2] + 1
     found = at * 0
     for first in range(0, group, _LANES):
         g = first + gl.arange(0, _LANES, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -38,7 +38,7 @@ def listed_steps(problem, lists, batch, key_head, at):
 def list_of(problem, lists, batch, head, at):
     """The list of a head for the keys from ``at``: where blocks and turns begin, how many are whole, and how many there are."""
     blocks, turns, block_strides, counts, strides = lists
-    own = at // KEYS
+    own = at // problem.KEYS
     place = batch * block_strides[0].to(gl.int64) + head * block_strides[1].to(gl.int64) + own * block_strides[2]
     counts += batch * strides[0].to(gl.int64) + head * strides[1].to(gl.int64) + own * strides[2]
     blocks += place

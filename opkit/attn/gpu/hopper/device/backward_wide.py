@@ -10,6 +10,13 @@ A step of 64 queries is 2560 cycles of the tensor cores. Its products read 240 K
 keys (``run_mha_bwd_hdim256`` of ``hopper/flash_bwd_launch_template.h``) and divides each product, of which both operands are
 then read by each warpgroup: by the same count 4100 cycles for 64 keys. Of the gradient of the result there is one buffer: it is
 free when the gradient of values is done, well before the next step begins.
+
+Where a mask is more than a band the queries come from lists (:mod:`opkit.attn.gpu.hopper.device.backward_lists`). The warpgroup
+of values asks the mask; the zeros among the probabilities that it hands over tell the other one what is hidden. Of a block that
+is partly seen each makes what its own product reads finite (:func:`opkit.attn.gpu.hopper.device.backward_work.cleaned`), so that
+neither waits for the other: that of values gradients, that of keys queries, when it has probabilities and thus nobody reads
+queries but itself. The other one may read gradients meanwhile, for those of probabilities. Of a row that is not finite it may
+then find numbers or zeros; but nothing of such a row is used where it is hidden, and where it is seen its probabilities are NaN.
 """
 
 from triton.experimental import gluon
@@ -22,7 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from opkit.attn.gpu.hopper.device.backward import barriers_of, product
+from opkit.attn.gpu.hopper.device.backward import INTS, OF_MASKS, barriers_of, product
+from opkit.attn.gpu.hopper.device.backward_lists import BLOCKS_TOLD, told_head
 from opkit.attn.gpu.hopper.device.backward_wide_moves import add, load
 from opkit.attn.gpu.hopper.device.backward_work import (
     AHEAD,
@@ -44,11 +52,13 @@ from opkit.attn.gpu.hopper.device.backward_work import (
     numbers_of,
     told,
 )
+from opkit.attn.gpu.hopper.device.masks import keep_mask
 from opkit.attn.gpu.hopper.device.softmax import capped, exp2
+from opkit.attn.gpu.hopper.device.table import LENGTH, table_of
 
 
 @gluon.jit
-def _multiply(KEYS: gl.constexpr, problem, buffers, barriers, result, numbers):
+def _multiply(KEYS: gl.constexpr, problem, buffers, barriers, result, numbers, table):
     """The gradient of 64 values of each tile, or of its KEYS, and 128 channels of that of the queries that see any of them."""
     keys, values, tiles = buffers[0], buffers[1], buffers[8]
     keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
@@ -63,18 +73,20 @@ def _multiply(KEYS: gl.constexpr, problem, buffers, barriers, result, numbers):
     while steps >= 0:
         total = gl.zeros([HALF, problem.D], gl.float32, layout=of_sums)
         mbarrier.wait(keys_full.index(0), n % 2)
-        if problem.BANDED and (not KEYS and steps > 0):
+        if problem.MASKED and (not KEYS and steps > 0):
             cleaned(keys.index(0).reshape([HALF, problem.D]))  # the other warpgroup reads them after probabilities
             fence_async_shared()
         mbarrier.wait(values_full.index(0), n % 2)
-        # Where there is a band, the warp that loads tells of rows.
+        # Where there is a mask, the warp that loads tells of rows.
         row, last = slot * 0, problem.last_whole(told(tiles, n % AHEAD * TOLD + PLACE, 4))
-        for _ in range(steps * (problem.heads // problem.key_heads)):
+        if not problem.LISTED:
+            steps *= problem.heads // problem.key_heads
+        for _ in range(steps):
             of_step = (slot, phase, n, row, row > last)
             if KEYS:
                 total = _keys_step(problem, buffers, barriers, of_step, total)
             else:
-                total = _values_step(problem, buffers, barriers, numbers, of_step, total)
+                total = _values_step(problem, buffers, barriers, numbers, table, of_step, total)
             slot, phase = following(slot, phase)
             row += problem.ROWS
             row = gl.where(row < problem.queries, row, 0)
@@ -106,14 +118,14 @@ def _finish(problem, buffer, tiles, n, descriptor, total):
 @gluon.jit
 def _described(problem, blocks, slot, row, part):
     """The first query of a block, and whether some of it do not see some of the keys."""
-    if problem.BANDED:
+    if problem.MASKED:
         described = told(blocks, slot, 4)
         return described // HALF * HALF, described % HALF != 0
     return row, part
 
 
 @gluon.jit
-def _values_step(problem, buffers, barriers, numbers, of_step, dv):
+def _values_step(problem, buffers, barriers, numbers, table, of_step, dv):
     """The gradient of values so far, after that of one block of queries."""
     keys, _, queries, gradients, sums, _, meeting, parts, tiles, blocks = buffers
     queries_full, queries_empty, gradients_full, gradients_empty = barriers[1]
@@ -132,14 +144,23 @@ def _values_step(problem, buffers, barriers, numbers, of_step, dv):
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(queries_empty.index(slot), count=1)
     s = capped(s, inner, problem.CAPPED)
-    p = _shown(problem, tiles, n, row, part, exp2(s * factor - power[None, :]))
+    p = exp2(s * factor - power[None, :])
+    if problem.LISTED:
+        p = _shown_by_mask(problem, tiles, blocks, slot, n, part, table, p)
+    else:
+        p = _shown(problem, tiles, n, row, part, p)
     handed = p
     if problem.CAPPED:
         handed = p * (1.0 - s * s)
+        if problem.LISTED and part:  # the other warpgroup knows by the zeros what is hidden
+            handed = gl.where(p == nothing().to(gl.float32), 0.0, handed)
     parts.index(0).store(in_order(handed))
     mbarrier.arrive(weights_full.index(0), count=1)
     narrow = _narrow(problem, p)
     mbarrier.wait(gradients_full.index(0), slot)
+    if problem.LISTED and part:
+        cleaned(gradient)
+        fence_async_shared()
     dv = warpgroup_mma(narrow, gradient, dv, is_async=True)
     mbarrier.wait(slopes_full.index(0), slot)
     dq = _part(0, problem, k, meeting)
@@ -176,12 +197,17 @@ def _keys_step(problem, buffers, barriers, of_step, dk):
     mbarrier.wait(weights_full.index(0), slot)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(gradients_empty.index(0), count=1)
-    ds = back_in_order(parts.index(0)) * (dp - delta[None, :])
-    ds = _shown(problem, tiles, n, row, part, ds).to(problem.DTYPE)
+    weights = back_in_order(parts.index(0))
+    ds = weights * (dp - delta[None, :])
+    if not problem.LISTED:
+        ds = _shown(problem, tiles, n, row, part, ds)
+    elif part:  # what is hidden has probability 0, and a mask is not asked twice
+        ds = gl.where(weights == nothing().to(gl.float32), 0.0, ds)  # without it all steps would ask
+    ds = ds.to(problem.DTYPE)
     meeting.index(0).store(ds)  # before probabilities, the other warpgroup has read those of the step before
     fence_async_shared()
     mbarrier.arrive(slopes_full.index(0), count=1)
-    if problem.BANDED and part:
+    if problem.MASKED and part:
         cleaned(q)
         fence_async_shared()
     dq = _part(1, problem, keys.index(here).reshape([HALF, problem.D]), meeting)
@@ -206,6 +232,16 @@ def _shown(problem, tiles, n, row, part, x):
     """``x`` of a block of queries, with zeros where they do not see keys."""
     if part:
         x = problem.shown(x, row, told(tiles, n % AHEAD * TOLD + PLACE, 4))
+    return x
+
+
+@gluon.jit
+def _shown_by_mask(problem, tiles, blocks, slot, n, part, table, x):
+    """As :func:`_shown`, where the mask is more than a band."""
+    if part:
+        batch, at = told(tiles, n % AHEAD * TOLD + BATCH, 4), told(tiles, n % AHEAD * TOLD + PLACE, 4)
+        row = told(blocks, slot, 4) // HALF * HALF
+        x = problem.shown_by_mask(x, row, at, table, batch, told_head(blocks, slot))
     return x
 
 
@@ -237,21 +273,24 @@ def _halves(x):
     )
 
 
-_INTS = ("queries", "keys", "heads", "key_heads", "lower", "upper", "section", "tiles")
-
-
-@gluon.jit(do_not_specialize=_INTS)
+@gluon.jit(do_not_specialize=(*INTS, *OF_MASKS))
 def hopper_backward_wide(
     q_desc, k_desc, v_desc, gradient_desc, sums_desc, sum_desc, of_k_desc, of_v_desc, turns, counter,
     queries, keys, heads, key_heads, lower, upper, section, tiles, factor, inner, scale,
-    ROWS: gl.constexpr, BANDED: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr, GROUPED: gl.constexpr,
-    APART: gl.constexpr, REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+    listed, listed_turns, counts, lengths, lengths_stride_0, listed_stride_0, listed_stride_1, listed_stride_2,
+    counts_stride_0, counts_stride_1, counts_stride_2,
+    t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3, t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3,
+    t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3, t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3,
+    t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3, t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3,
+    n0, n1, n2, n3, n4, n5, n6, n7,
+    ROWS: gl.constexpr, BANDED: gl.constexpr, MASK: gl.constexpr, CAPPED: gl.constexpr, ORDERED: gl.constexpr,
+    GROUPED: gl.constexpr, APART: gl.constexpr, REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = q_desc.block_type.shape[3]
     problem = Slopes(
         queries.to(gl.int32), keys.to(gl.int32), heads.to(gl.int32), key_heads.to(gl.int32), lower.to(gl.int32),
         upper.to(gl.int32), section.to(gl.int32), tiles.to(gl.int32), D, ROWS, BANDED, CAPPED, ORDERED, GROUPED, APART,
-        q_desc.dtype, KEYS=HALF,
+        q_desc.dtype, listed is not None, MASK, lengths is not None, HALF,
     )  # fmt: skip
     meeting: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -265,8 +304,21 @@ def hopper_backward_wide(
         gl.allocate_shared_memory(q_desc.dtype, [1, HALF, ROWS], meeting),
         gl.allocate_shared_memory(gl.float32, [3, HALF * HALF // WIDE, WIDE], sum_desc.layout),
         gl.allocate_shared_memory(gl.int32, [AHEAD * TOLD, 1], numbers),
-        gl.allocate_shared_memory(gl.int32, [STAGES, 1], numbers),
+        gl.allocate_shared_memory(gl.int32, [BLOCKS_TOLD if problem.LISTED else STAGES, 1], numbers),
     )
+    table = ()
+    if problem.LISTED:
+        table = table_of(LENGTH)
+        slots = (
+            (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
+            (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
+            (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
+        )  # fmt: skip
+        keep_mask(table, problem, lengths, lengths_stride_0, slots, (n0, n1, n2, n3, n4, n5, n6, n7))
+    lists = (
+        listed, listed_turns, (listed_stride_0, listed_stride_1, listed_stride_2),
+        counts, (counts_stride_0, counts_stride_1, counts_stride_2),
+    )  # fmt: skip
     barriers = (
         (barriers_of(1, 1), barriers_of(1, 1), barriers_of(1, 2), barriers_of(AHEAD, 1), barriers_of(AHEAD, 4)),
         (barriers_of(STAGES, 1), barriers_of(STAGES, 2), barriers_of(1, 1), barriers_of(1, 2)),
@@ -276,9 +328,9 @@ def hopper_backward_wide(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (0, problem, buffers, barriers, of_v_desc, (inner, factor, scale))),
-            (_multiply, (1, problem, buffers, barriers, of_k_desc, (inner, factor, scale))),
-            (load, (problem, (q_desc, k_desc, v_desc, gradient_desc, sums_desc), buffers, barriers, counter)),
+            (_multiply, (0, problem, buffers, barriers, of_v_desc, (inner, factor, scale), table)),
+            (_multiply, (1, problem, buffers, barriers, of_k_desc, (inner, factor, scale), table)),
+            (load, (problem, (q_desc, k_desc, v_desc, gradient_desc, sums_desc), buffers, barriers, counter, lists)),
             (add, (0, problem, sum_desc, turns, buffers, barriers)),
             (add, (1, problem, sum_desc, turns, buffers, barriers)),
         ],

@@ -8,7 +8,6 @@ from triton.language.core import _aggregate as aggregate
 
 from opkit.attn.gpu.hopper.device.masks import end_of, sees_by_program
 
-KEYS = gl.constexpr(128)  #: keys of a program that goes by lists
 HALF = gl.constexpr(64)  #: keys of one warpgroup, and rows and columns of its part of the gradient of queries
 STAGES = gl.constexpr(2)  #: blocks of queries that are there at once
 AHEAD = gl.constexpr(2)  #: tiles of a program that are told of at once
