@@ -42,6 +42,7 @@ class PreparedSeries:
         names: of the tensors that are given with each call, in the order in which they will be.
         results: by name, each a function that makes a tensor, of the same sizes, strides and dtype each time, not filled.
         rooms: by name.
+        others: other names of these tensors, where a kernel has one tensor by two names.
 
     >>> # series = PreparedSeries([square, add], ("x",), {"out": make}, {"squares": Room((1024,), torch.float32)})
     >>> # (out,) = series(x)  # as out = make(); squares = x.new_empty(1024); square(x, squares); add(x, squares, out)
@@ -53,9 +54,10 @@ class PreparedSeries:
         names: Sequence[str],
         results: Mapping[str, Callable[[], torch.Tensor]],
         rooms: Mapping[str, Room],
+        others: Mapping[str, str] | None = None,
     ) -> None:
         self.launches, self.names = list(launches), tuple(names)
-        self.results, self.rooms = dict(results), dict(rooms)
+        self.results, self.rooms, self.others = dict(results), dict(rooms), dict(others or {})
         self._made: _core.Series | None = None
         self._gpu = -1
 
@@ -82,6 +84,7 @@ class PreparedSeries:
         device = tensors[0].device
         rooms = {name: unfilled(room.shape, None, dtype=room.dtype, device=device) for name, room in self.rooms.items()}
         there |= results | rooms
+        there |= {other: there[name] for other, name in self.others.items()}
         for launch in self.launches:
             launch(*[there.get(name) for name in launch.names])
         if self._made is None:
@@ -94,6 +97,7 @@ class PreparedSeries:
         from opkit import _core
 
         places = {name: place for place, name in enumerate(there)}
+        places |= {other: places[name] for other, name in self.others.items()}
         steps: list[tuple[_core.Repeated, list[int]]] = []
         for launch in self.launches:
             call, names = launch.repeated(*[there.get(name) for name in launch.names])

@@ -113,7 +113,7 @@ def identities() -> list[Identity]:
 
 
 @functools.partial(TunedKernel, examples=tuple(examples.decoding()), identities=identities, notes=notes)
-def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+def decode(*given: Any) -> Callable[..., tuple[Tensor, ...]]:
     """The operator's result and log-sum-exp, of its own arguments; :func:`takes` says of which.
 
     Keys and values are read once for all heads that share them and all queries of a tile. The number of splits follows
@@ -127,17 +127,19 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     refuse_batch_invariance("opkit::attention")
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
     out = rows(call.q, call.v.shape[3], call.heads_inside)
-    new = overwritten(out), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
+    lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
+    results = {"out": overwritten(out), "lse": overwritten(lse)}
     if 0 in call.q.shape[:3]:
-        return lambda *_: (new[0](), new[1]())
+        return lambda *_: tuple([make() for make in results.values()])
     numbers = numbers_of(lower, upper, call.scale, call.softcap)
+    names = ("q", "k", "v") if call.sinks is None else ("q", "k", "v", "sinks")
     plans = [_plan(call, numbers, shared) for shared in ((False, True) if may_share(call.k, call.v) else (False,))]
+    launches = [each.series(names, results) for each in plans]
 
-    def run(q: Tensor, k: Tensor, v: Tensor, _m: Any, _b: Any, sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-        out, lse = new[0](), new[1]()
-        plan = plans[len(plans) > 1 and k.data_ptr() == v.data_ptr()]
-        plan.run(out, lse, sinks, (dense_rows(q), dense_rows(k), dense_rows(v)))
-        return out, lse
+    def run(q: Tensor, k: Tensor, v: Tensor, _m: Any, _b: Any, sinks: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+        launch = launches[len(launches) > 1 and k.data_ptr() == v.data_ptr()]
+        read = (dense_rows(q), dense_rows(k), dense_rows(v))
+        return launch(*read) if sinks is None else launch(*read, sinks.contiguous())
 
     return run
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from opkit.attn.gpu import search
 from opkit.attn.gpu.decode import plan
@@ -49,6 +50,19 @@ class Divided:
         """As :meth:`opkit.attn.gpu.decode.launches.Plan.run`."""
         _, launches = self._tiles.chosen or self._tiles.choose(self._make, functools.partial(self._time, given))
         launches.run(*given)
+
+    def series(
+        self, names: Sequence[str], results: Mapping[str, Callable[[], Tensor]]
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """As :meth:`opkit.attn.gpu.decode.launches.Plan.series`."""
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            there, made = dict(zip(names, tensors, strict=True)), {name: make() for name, make in results.items()}
+            pages = tuple([there.get(name) for name in ("table", "lengths", "starts", "k_scale", "v_scale")])
+            self.run(made["out"], made["lse"], there.get("sinks"), [there[name] for name in "qkv"], pages)
+            return tuple(made.values())
+
+        return run
 
     def _time(self, given: tuple[Any, ...], blocks: Blocks) -> search.Timed:
         out, lse = given[:2]

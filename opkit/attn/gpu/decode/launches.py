@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch
+from opkit.op.triton.series import PreparedSeries, Room
 
 Pages = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 NO_PAGES: Pages = (None, None, None, None, None)
@@ -48,6 +49,19 @@ class Plan(NamedTuple):
         self.decode(*read, out, lse, given, partial, *pages)
         if self.merge is not None:
             self.merge(partial, out, lse, given, pages[1], pages[2])
+
+    def series(self, names: Sequence[str], results: Mapping[str, Callable[[], Tensor]]) -> PreparedSeries:
+        """The launches by one call, which allocates.
+
+        Args:
+            names: q, k, v and what else of ``_DECODED`` each call has.
+            results: what makes out and lse.
+        """
+        others = {} if "sinks" in names else {"sinks": "lse"}
+        if self.merge is None:
+            return PreparedSeries([self.decode], names, results, {}, others | {"partial": "lse"})
+        rooms = {"partial": Room((self.partial,), torch.float32)}
+        return PreparedSeries([self.decode, self.merge], names, results, rooms, others)
 
     def time(
         self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES

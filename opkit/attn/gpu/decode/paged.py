@@ -49,7 +49,7 @@ def takes_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, lengths: Tensor) ->
 
 
 @PreparedKernel
-def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+def paged(*given: Any) -> Callable[..., tuple[Tensor, ...]]:
     """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.paged_cpu.PagedCall`.
 
     Lengths, starts and pages are read on the GPU alone, and what of them is out of range is taken as the nearest that is
@@ -68,16 +68,17 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
     if 0 in (*call.q.shape[:2], call.lengths.shape[0]):
         return lambda *_: (new_out().zero_(), new_lse().fill_(-torch.inf))
-    plans = [_plan(call, shared) for shared in _shared(call)]
+    given_too = {"sinks": call.sinks, "k_scale": call.k_scale, "v_scale": call.v_scale}
+    names = ("q", "k", "v", "table", "lengths", "starts", *(name for name, x in given_too.items() if x is not None))
+    launches = [_plan(call, shared).series(names, {"out": new_out, "lse": new_lse}) for shared in _shared(call)]
     bytes_of = _bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
 
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
+    def run(*given: Any) -> tuple[Tensor, ...]:
         q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = given
-        out, lse = new_out(), new_lse()
-        pages = dense_rows(table), lengths.contiguous(), starts.contiguous(), k_scale, v_scale
-        plan = plans[len(plans) > 1 and k.data_ptr() == v.data_ptr()]
-        plan.run(out, lse, sinks, (dense_rows(q), bytes_of(k), bytes_of(v)), pages)
-        return out, lse
+        launch = launches[len(launches) > 1 and k.data_ptr() == v.data_ptr()]
+        read = (dense_rows(q), bytes_of(k), bytes_of(v), dense_rows(table), lengths.contiguous(), starts.contiguous())
+        sinks = None if sinks is None else sinks.contiguous()
+        return launch(*read, *[each for each in (sinks, k_scale, v_scale) if each is not None])
 
     return run
 
