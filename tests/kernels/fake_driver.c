@@ -18,8 +18,10 @@ typedef struct {
     uint32_t attribute_count;
 } Config;
 
+enum { MOST = 512, LINE = 1 << 15 }; /* parameters of a kernel, and bytes of what is noted of a launch */
+
 typedef struct {
-    char name[512];
+    char name[2048];
 } Kernel;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -41,7 +43,7 @@ static void note(const char* format, ...) {
     if (quiet) return;
     pthread_mutex_lock(&mutex);
     va_start(arguments, format);
-    if (used < sizeof text - 4096) used += (size_t)vsnprintf(text + used, 4096, format, arguments);
+    if (used < sizeof text - LINE) used += (size_t)vsnprintf(text + used, LINE, format, arguments);
     va_end(arguments);
     pthread_mutex_unlock(&mutex);
 }
@@ -80,7 +82,7 @@ double fake_time_calls(int (*call)(const void* values, const char** problem), co
 
 static int sizes_of(const Kernel* kernel, size_t* sizes) {
     int count = 0;
-    for (const char* at = strchr(kernel->name, ' '); at != NULL; at = strchr(at + 1, ' '))
+    for (const char* at = strchr(kernel->name, ' '); at != NULL && count < MOST; at = strchr(at + 1, ' '))
         sizes[count++] = strtoul(at + 1, NULL, 10);
     return count;
 }
@@ -100,8 +102,8 @@ static void execute(const Kernel* kernel, const uint32_t* grid, void** parameter
 }
 
 static int run(const char* function, const Kernel* kernel, const Config* config, void** parameters) {
-    size_t sizes[128];
-    char line[4096];
+    size_t sizes[MOST];
+    char line[LINE];
     int at = 0;
     __atomic_fetch_add(&launches, 1, __ATOMIC_RELAXED);
     if (quiet && strncmp(kernel->name, "none ", 5) == 0) return 0; /* at no cost of its own */
@@ -244,7 +246,7 @@ int cuFuncSetAttribute(void* function, int attribute, int value) {
 int cuFuncSetCacheConfig(void* function, int preference) { return (void)function, note("cache|%d\n", preference), 0; }
 
 int cuFuncGetParamInfo(void* function, size_t i, size_t* offset, size_t* size) {
-    size_t sizes[128];
+    size_t sizes[MOST];
     if ((int)i >= sizes_of(function, sizes)) return 1;
     return *offset = 0, *size = sizes[i], 0;
 }
