@@ -1,6 +1,5 @@
 """The backward kernels for sm_90: they compile as they must here, and gradients are right where there is such a GPU."""
 
-import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -186,18 +185,6 @@ REFUSED = {
 def test_refuses(case):
     with pytest.raises(KernelError, match=r"kernel 'hopper' does not take q, k, v of .* Leave the choice"):
         hopper_backward.backward(*REFUSED[case]())
-
-
-def test_a_tile_without_lists_leaves_masks_to_other_kernels(monkeypatch):
-    listed = GradientCall(*without_numbers("256, documents"))
-    banded = GradientCall(*arguments(*shaped((4, 2), 8, 8, 256, 256), mask=CAUSAL))
-    assert hopper_backward.fits(listed)
-    monkeypatch.setitem(hopper_backward.TILES, 256, dataclasses.replace(hopper_backward.TILES[256], lists=False))
-    assert not hopper_backward.fits(listed)
-    assert hopper_backward.fits(banded)
-    without_lists = compiling.identity(requested(banded))
-    monkeypatch.undo()
-    assert without_lists == compiling.identity(requested(banded))
 
 
 def test_takes_nothing_that_is_not_on_such_a_gpu():

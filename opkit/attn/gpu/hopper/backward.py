@@ -56,7 +56,6 @@ class Tile:
         grouped: whether numbers of rows lie in memory so that a thread reads four at once.
         apart: whether each thread counts buffers in a register of its own.
         keys: of a program.
-        lists: whether it takes masks that are more than a band.
         registers: of a thread that multiplies, of the other warps, and of all before they are shared out.
     """
 
@@ -64,7 +63,6 @@ class Tile:
     grouped: bool
     apart: bool
     keys: int = 128
-    lists: bool = True
     registers: tuple[int, int, int] = (240, 24, 168)
 
 
@@ -92,8 +90,7 @@ def fits(call: GradientCall) -> bool:
     most = 2**29 if tile.keys == 128 else 2**28  # rows of the sums are counted in 32 bits
     lengths = max(q.shape[2], k.shape[2]) < _FAR and q.shape[0] * q.shape[1] * (q.shape[2] + _MOST) < most
     plain = not call.bias and call.dropout_p == 0 and call.scale > 0
-    masked = mask_fits(call) and (tile.lists or not _listed(plans.shape_of(tuple(call.mask), ())))
-    return results_fit(call) and lengths and plain and masked
+    return results_fit(call) and lengths and plain and mask_fits(call)
 
 
 def _tile_of(call: GradientCall) -> Tile:
