@@ -68,7 +68,7 @@ def _multiply(ME: gl.constexpr, problem, buffers, barriers, results, numbers, ta
             cleaned(keys.index(ME).reshape([HALF, problem.D]))
             fence_async_shared()
             meet()
-            barrier()
+            barrier()  # Triton does not know of the other, and would have one in each step
         mbarrier.wait(values_full.index(0), n % 2)
         # Where there is a mask, the warp that loads tells of rows.
         row, last = slot * 0, problem.last_whole(told(tiles, n % AHEAD * TOLD + PLACE, 4) + ME * HALF)
@@ -170,7 +170,7 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, slot, ph
     dq, dv = warpgroup_mma_wait(HALVES, deps=(dq, dv))
     mbarrier.wait(part_empty.index(ME), slot ^ 1)
     parts.index(ME).store(in_order(dq))
-    dk = warpgroup_mma_wait(0, deps=(dk,))
+    dk = warpgroup_mma_wait(0, deps=(dk,))  # ptxas of Triton 3.6 fails where the fence comes before it
     fence_async_shared()
     mbarrier.arrive(ended.index(slot), count=1)
     return dk, dv
