@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from opkit.attn import program
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks, tiles_in
 from opkit.attn.gpu.plans import Shape
+from opkit.attn.gpu.tile_states import states_of
 from opkit.attn.kept import Kept, stream_of, trusted
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
@@ -104,6 +106,8 @@ def _built(
     shape: Shape, masks: Sequence[Tensor], blocks: Blocks, sizes: Sequence[int], by_keys: bool, device: torch.device
 ) -> Lists:
     slots = plans.slots_of(shape, masks, [], sizes, of_biases=False)
+    for slot in {word[1] for word in shape.mask if word[0] == program.DENSE}:
+        slots[slot] = states_of(slots[slot], blocks)
     batch, heads = _depends(slots, [masks[n] for n in shape.lengths], sizes)
     counted = tiles_in(sizes[2], blocks.rows), tiles_in(sizes[3], blocks.keys)
     own, others = counted[::-1] if by_keys else counted

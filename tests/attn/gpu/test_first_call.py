@@ -34,7 +34,8 @@ KERNELS = named()
 def test_there_are_kernels_of_each_kind():
     assert {each.name for each in KERNELS} >= {
         "attention_forward", "attention_of_keys", "attention_of_bias", "attention_forward_paged", "merge_parts", "tile_lists",
-        "hopper_forward", "hopper_backward", "hopper_backward_begin", "hopper_backward_end", "decode", "merge", "append", "mla",
+        "tile_states", "hopper_forward", "hopper_backward", "hopper_backward_begin", "hopper_backward_end", "decode",
+        "merge", "append", "mla",
     }  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 A mask's program is evaluated for whole tiles, as a pair of answers for each: whether some pair of a query and a key may be seen,
 and whether all are. The first may say yes too often and the second no, never the other way round; ``NOT`` swaps them. Of bands
-and documents the answer follows from the least and the greatest number of a tile, of a tensor of bools from all its elements.
+and documents the answer follows from the least and the greatest number of a tile; a tensor of bools is in its slot as what
+:mod:`opkit.attn.gpu.device.tile_states` found of its tiles.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from opkit.attn.gpu.device.programs import AND, BAND, DENSE, LENGTH, NOT, OR, SEGMENTS, element, number
+from opkit.attn.gpu.device.tile_states import ALL, ANY
 from opkit.attn.gpu.portable.device.forward import RUN_TIME
 
 LEAST, MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
@@ -92,7 +94,7 @@ def _state(
             length = number(slots, PROGRAM[at][1], b, h)
             stack = stack + ((j < length) & (i == i), (j_end < length) & (i == i))
         elif PROGRAM[at][0] == DENSE:
-            stack = stack + _bools(slots, PROGRAM[at][1], b, h, i, j, queries, limit, ROWS, KEYS)
+            stack = stack + _found(slots, PROGRAM[at][1], b, h, i // ROWS, j // KEYS, (i < queries) & (j < limit))
         else:
             low, high = _ends(slots, PROGRAM[at][1], b, h, i, queries, ROWS, True)
             stack = stack + _band(
@@ -119,13 +121,7 @@ def _ends(slots, slot: tl.constexpr, b, h, at, count, TILE: tl.constexpr, OF_QUE
 
 
 @triton.jit
-def _bools(slots, slot: tl.constexpr, b, h, i, j, queries, keys, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Whether some and whether all elements of each tile are true."""
-    column = j[:, None] + tl.arange(0, KEYS)[None, :]
-    some, every = (i < 0) & (j < 0), (i >= 0) & (j >= 0)
-    for row in range(ROWS):
-        inside = (i + row < queries)[:, None] & (column < keys)
-        found = element(slots, slot, b, h, (i + row)[:, None], column, inside) != 0
-        some |= tl.max((found & inside).to(tl.int32), 1) > 0
-        every &= tl.min((found | (inside == 0)).to(tl.int32), 1) > 0
-    return (some, every)
+def _found(slots, slot: tl.constexpr, b, h, row, column, inside):
+    """What :func:`opkit.attn.gpu.device.tile_states.tile_states` wrote of the tiles in ``row`` and ``column``."""
+    state = element(slots, slot, b, h, row, column, inside)
+    return ((state & ANY) != 0, (state & ALL) != 0)

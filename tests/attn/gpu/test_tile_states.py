@@ -1,0 +1,108 @@
+"""What tiles of bools have in them, from the kernel and from torch."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import listing_kernels as kernels
+
+from opkit.attn.gpu import plans
+from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.gpu.tile_states import states_of
+from opkit.attn.program import DENSE
+from opkit.op.triton.launch import recording
+from opkit.testing import Interpreter, compile_launches
+
+TILES = [(32, 16), (64, 64), (16, 128)]
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    with Interpreter("listing_kernels", kernels.__file__) as process:
+        yield process
+
+
+@pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
+def run(request):
+    """Calls the kernel."""
+    if request.param == "gpu":
+        return lambda x, *rest: kernels.states_by_kernel(x.cuda(), *rest).cpu()
+    process = request.getfixturevalue("interpreted")
+    return lambda *given: process(kernels.states, *given, kernel="interpreted")
+
+
+def bools(*shape, tiles=(16, 16)):
+    """Tiles of which some are true, some false and the others mixed."""
+    torch.manual_seed(sum(shape))
+    counted = [-(-n // tile) for n, tile in zip(shape[-2:], tiles, strict=True)]
+    share = torch.randint(0, 3, (*shape[:-2], *counted)) / 2
+    share = share.repeat_interleave(tiles[0], -2).repeat_interleave(tiles[1], -1)[..., : shape[-2], : shape[-1]]
+    return torch.rand(shape) < share
+
+
+LAID_OUT = {
+    "contiguous": lambda: bools(2, 3, 96, 128),
+    "odd sizes": lambda: bools(1, 2, 77, 133),
+    "rows of 16 bytes, columns cut off": lambda: bools(1, 1, 70, 160)[..., :150],
+    "from an odd address": lambda: bools(1, 1, 70, 160)[..., 3:],
+    "transposed": lambda: bools(2, 1, 144, 80).mT,
+    "each second column": lambda: bools(1, 2, 64, 200)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("case", LAID_OUT)
+def test_as_torch_finds_them(run, case, tiles):
+    x = LAID_OUT[case]()
+    given = (x, list(x.shape), list(x.stride()), *tiles)
+    assert torch.equal(run(*given), kernels.states.reference(*given))
+
+
+BROADCAST = {
+    "keys alone": lambda: bools(2, 1, 1, 150, tiles=(1, 16)),
+    "queries alone": lambda: bools(1, 3, 150, 1, tiles=(16, 1)),
+    "heads alone": lambda: bools(1, 3, 1, 1, tiles=(1, 1)),
+}
+
+
+@pytest.mark.parametrize("case", BROADCAST)
+def test_a_dimension_that_bools_do_not_depend_on_has_one_tile(run, case):
+    x = BROADCAST[case]()
+    shape = plans.shape_of((DENSE, 0), ())
+    slot = plans.slots_of(shape, [x], [], (2, 3, 150, 150))[0]
+    given = (x, list(slot.shape), list(slot.stride()), 32, 16)
+    expected = kernels.states.reference(*given)
+    assert torch.equal(run(*given), expected)
+    with recording():
+        states = states_of(slot.to("meta"), Blocks(32, 16, 0, 0))
+    assert states.shape == expected.shape
+    assert [stride == 0 for stride in states.stride()] == [stride == 0 for stride in slot.stride()]
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count():
+    x = torch.rand(1, 1, 512, 512, device="cuda").lt(0.5).repeat_interleave(128, 2).repeat_interleave(128, 3)
+    x[:, :, 5], x[..., -1] = True, False
+    given = (x, list(x.shape), list(x.stride()), 128, 128)
+    assert torch.equal(kernels.states_by_kernel(*given), kernels.states.reference(*given))
+
+
+@pytest.mark.parametrize("queries", [1000, 2**19], ids=["int32", "int64"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_compiles(target, queries):
+    x = torch.empty(2, 4, queries, 1024, dtype=torch.bool, device="meta")
+    compile_launches(lambda: states_of(x, Blocks(128, 128, 0, 0)), [target]).raise_for_failures()
+
+
+def test_no_length_is_compiled_in():
+    from opkit.op.triton.examples import request_for
+
+    def form(*shape):
+        with recording() as launches:
+            states_of(torch.empty(shape, dtype=torch.bool, device="meta"), Blocks(128, 128, 0, 0))
+        return str(request_for(launches[0], None, "sm_90"))
+
+    assert form(2, 4, 1024, 1024) == form(3, 5, 1001, 1023) == form(16, 16, 4096, 555)
