@@ -382,7 +382,7 @@ def _modules():
     hopper, inner = types.ModuleType("hopper"), types.ModuleType("_core")
     hopper.mbarrier = types.SimpleNamespace(
         init=_init, MBarrierLayout=lambda: "barrier", arrive=lambda barrier, count: barrier.arrive(int(count)),
-        wait=lambda barrier, parity, pred=True: barrier.wait(int(parity)),
+        wait=lambda barrier, parity, pred=True: barrier.wait(int(parity)) if pred else None,
         expect=lambda barrier, size: barrier.arrive(1, int(size)),
     )  # fmt: skip
     hopper.tma = types.SimpleNamespace(

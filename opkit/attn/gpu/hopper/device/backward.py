@@ -74,8 +74,10 @@ def _multiply(ME: gl.constexpr, problem, buffers, barriers, results, numbers, ta
         row, last = slot * 0, problem.last_whole(told(tiles, n % AHEAD * TOLD + PLACE, 4) + ME * HALF)
         if not problem.LISTED:
             steps *= problem.heads // problem.key_heads
-        for _ in range(steps):
-            dk, dv = _step(ME, problem, buffers, barriers, numbers, table, slot, phase, n, row, row > last, dk, dv)
+        power = _power_ahead(problem, buffers, barriers, slot, phase, steps > 0)
+        for i in range(steps):
+            of_step = (slot, phase, n, row, row > last, i + 1 < steps)
+            power, dk, dv = _step(ME, problem, buffers, barriers, numbers, table, of_step, power, dk, dv)
             slot, phase = following(slot, phase)
             row += problem.ROWS
             row = gl.where(row < problem.queries, row, 0)
@@ -115,16 +117,36 @@ def _own(ME: gl.constexpr, COUNT: gl.constexpr, buffer, keys):
 
 
 @gluon.jit
-def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, slot, phase, n, row, part, dk, dv):
-    """The gradients of keys and values so far, after those of one block of queries."""
+def _power_ahead(problem, buffers, barriers, slot, phase, more):
+    """Wait for a block of 64 queries, and read their log-sum-exps; where there is no more to come, what is left of others.
+
+    They are read before products that are begun meanwhile read shared memory, behind which they would be late. Blocks of 128
+    queries have no registers for that: their steps begin with it.
+    """
+    if problem.ROWS > HALF:
+        return gl.to_tensor(0.0)
+    else:  # noqa: RET505 - of a return behind an `if` alone Triton takes both
+        mbarrier.wait(barriers[1][0].index(slot), phase, pred=more)
+        return numbers_of(buffers[4].index(slot), problem.GROUPED)
+
+
+@gluon.jit
+def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, of_step, power, dk, dv):
+    """The gradients of keys and values so far, after those of one block of queries, and what is read ahead of the next."""
     keys, values, queries, gradients, sums, deltas, meeting, parts, tiles, blocks = buffers
+    slot, phase, n, row, part, more = of_step
     queries_full, gradients_full, ended = barriers[1]
     part_empty = barriers[2]
     q = queries.index(slot).reshape([problem.ROWS, problem.D])
     gradient = gradients.index(slot).reshape([problem.ROWS, problem.D])
-    k = keys.index(ME).reshape([HALF, problem.D])
-    v = values.index(ME).reshape([HALF, problem.D])
-    mbarrier.wait(queries_full.index(slot), phase)
+    mine = ME + nothing()  # else their descriptors are reckoned before the steps, and kept in memory
+    k = keys.index(mine).reshape([HALF, problem.D])
+    v = values.index(mine).reshape([HALF, problem.D])
+    HALVES: gl.constexpr = problem.ROWS // HALF
+    if HALVES == 2:
+        mbarrier.wait(queries_full.index(slot), phase)
+        first_power = numbers_of(sums.index(slot * 2), problem.GROUPED)
+        second_power = numbers_of(sums.index(slot * 2 + 1), problem.GROUPED)
     if problem.MASKED:
         described = told(blocks, slot, 4)
         row = described // HALF * HALF
@@ -134,27 +156,24 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, slot, ph
         mbarrier.wait(gradients_full.index(slot), phase)
         _cleaned_halves(ME, problem, q, gradient)
     of_block = (meeting.index(ME * STAGES + slot), tiles, n, row, part, blocks, slot, table)
-    HALVES: gl.constexpr = problem.ROWS // HALF
     first = _rows(q, 0)
     s = product(k, first)
     mbarrier.wait(gradients_full.index(slot), phase)
     dp = product(v, _rows(gradient, 0))
     if HALVES == 2:
         next_s = product(k, _rows(q, 1))
-        power = numbers_of(sums.index(slot * 2), problem.GROUPED)
         s = warpgroup_mma_wait(2, deps=(s,))
-        s, p, narrow = _weights(ME, 0, problem, numbers, of_block, s, power)
+        s, p, narrow = _weights(ME, 0, problem, numbers, of_block, s, first_power)
         dv = warpgroup_mma(narrow, _rows(gradient, 0), dv, is_async=True)
         delta = numbers_of(deltas.index(slot * 2), problem.GROUPED)
         dp = warpgroup_mma_wait(2, deps=(dp,))
         first_ds = _slopes(ME, 0, problem, of_block, s, p, dp, delta)
         dp = product(v, _rows(gradient, 1))
-        power = numbers_of(sums.index(slot * 2 + 1), problem.GROUPED)
         s = warpgroup_mma_wait(2, deps=(next_s,))
+        s, p, narrow = _weights(ME, 1, problem, numbers, of_block, s, second_power)
     else:
-        power = numbers_of(sums.index(slot), problem.GROUPED)
         s = warpgroup_mma_wait(1, deps=(s,))
-    s, p, narrow = _weights(ME, HALVES - 1, problem, numbers, of_block, s, power)
+        s, p, narrow = _weights(ME, 0, problem, numbers, of_block, s, power)
     delta = numbers_of(deltas.index(slot * HALVES + HALVES - 1), problem.GROUPED)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     ds = _slopes(ME, HALVES - 1, problem, of_block, s, p, dp, delta)
@@ -167,13 +186,15 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, slot, ph
     if HALVES == 2:
         dk = warpgroup_mma(first_ds, first, dk, is_async=True)
     dk = warpgroup_mma(ds, _rows(q, HALVES - 1), dk, is_async=True)
+    if HALVES == 1:
+        power = _power_ahead(problem, buffers, barriers, slot ^ 1, phase ^ slot, more)
     dq, dv = warpgroup_mma_wait(HALVES, deps=(dq, dv))
     mbarrier.wait(part_empty.index(ME), slot ^ 1)
     parts.index(ME).store(in_order(dq))
     dk = warpgroup_mma_wait(0, deps=(dk,))  # ptxas of Triton 3.6 fails where the fence comes before it
     fence_async_shared()
     mbarrier.arrive(ended.index(slot), count=1)
-    return dk, dv
+    return power, dk, dv
 
 
 @gluon.jit
