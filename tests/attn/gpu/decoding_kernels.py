@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 from torch import Tensor
 
 import opkit
@@ -32,6 +33,24 @@ def latent_pages(q: Tensor, pages: Tensor, columns: int, table: Tensor, lengths:
         return paged_attention(q, pages, pages[..., :columns], *rest)[0]
 
 
+def sum_products_in_float64():
+    """Have the interpreter's products summed in float64 and then rounded.
+
+    They are numpy's: in float32 the last bits of a row depend, with some BLAS, on where it lies in the product.
+    """
+    from triton.language import float64
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def summed(self, a, b, d, *how):
+        found = create_dot(self, a, b, TensorHandle(d.data.astype(np.float64), float64), *how)
+        return TensorHandle(found.data.astype(d.data.dtype), d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = summed
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
+    sum_products_in_float64()
     latent.register_kernel("cpu", latent.reference, name="interpreted")
     latent_pages.register_kernel("cpu", latent_pages.reference, name="interpreted")
