@@ -75,9 +75,10 @@ def _multiply(ME: gl.constexpr, problem, buffers, barriers, results, numbers, ta
         if not problem.LISTED:
             steps *= problem.heads // problem.key_heads
         power = _power_ahead(problem, buffers, barriers, slot, phase, steps > 0)
+        held = _left_sides(ME, problem, keys, buffers[1])
         for i in range(steps):
             of_step = (slot, phase, n, row, row > last, i + 1 < steps)
-            power, dk, dv = _step(ME, problem, buffers, barriers, numbers, table, of_step, power, dk, dv)
+            power, dk, dv = _step(ME, problem, buffers, barriers, numbers, table, held, of_step, power, dk, dv)
             slot, phase = following(slot, phase)
             row += problem.ROWS
             row = gl.where(row < problem.queries, row, 0)
@@ -117,6 +118,21 @@ def _own(ME: gl.constexpr, COUNT: gl.constexpr, buffer, keys):
 
 
 @gluon.jit
+def _left_sides(ME: gl.constexpr, problem, keys, values):
+    """Keys and values: for steps of 128 queries this warpgroup's in registers, so that products read half as much shared memory.
+
+    Heads of 128 channels have no registers for them, and read the buffers.
+    """
+    if problem.ROWS > HALF:
+        of_logits: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+        held: gl.constexpr = gl.DotOperandLayout(0, of_logits, k_width=2)
+        k, v = keys.index(ME).reshape([HALF, problem.D]), values.index(ME).reshape([HALF, problem.D])
+        return k.load(held), v.load(held)
+    else:  # noqa: RET505 - of a return behind an `if` alone Triton takes both
+        return keys, values
+
+
+@gluon.jit
 def _power_ahead(problem, buffers, barriers, slot, phase, more):
     """Wait for a block of 64 queries, and read their log-sum-exps; where there is no more to come, what is left of others.
 
@@ -131,7 +147,7 @@ def _power_ahead(problem, buffers, barriers, slot, phase, more):
 
 
 @gluon.jit
-def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, of_step, power, dk, dv):
+def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, held, of_step, power, dk, dv):
     """The gradients of keys and values so far, after those of one block of queries, and what is read ahead of the next."""
     keys, values, queries, gradients, sums, deltas, meeting, parts, tiles, blocks = buffers
     slot, phase, n, row, part, more = of_step
@@ -139,14 +155,15 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, of_step,
     part_empty = barriers[2]
     q = queries.index(slot).reshape([problem.ROWS, problem.D])
     gradient = gradients.index(slot).reshape([problem.ROWS, problem.D])
-    mine = ME + nothing()  # else their descriptors are reckoned before the steps, and kept in memory
-    k = keys.index(mine).reshape([HALF, problem.D])
-    v = values.index(mine).reshape([HALF, problem.D])
     HALVES: gl.constexpr = problem.ROWS // HALF
     if HALVES == 2:
+        k, v = held
         mbarrier.wait(queries_full.index(slot), phase)
         first_power = numbers_of(sums.index(slot * 2), problem.GROUPED)
-        second_power = numbers_of(sums.index(slot * 2 + 1), problem.GROUPED)
+    else:
+        mine = ME + nothing()  # else their descriptors are reckoned before the steps, and kept in memory
+        k = keys.index(mine).reshape([HALF, problem.D])
+        v = values.index(mine).reshape([HALF, problem.D])
     if problem.MASKED:
         described = told(blocks, slot, 4)
         row = described // HALF * HALF
@@ -168,6 +185,7 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, of_step,
         delta = numbers_of(deltas.index(slot * 2), problem.GROUPED)
         dp = warpgroup_mma_wait(2, deps=(dp,))
         first_ds = _slopes(ME, 0, problem, of_block, s, p, dp, delta)
+        second_power = numbers_of(sums.index(slot * 2 + 1), problem.GROUPED)
         dp = product(v, _rows(gradient, 1))
         s = warpgroup_mma_wait(2, deps=(next_s,))
         s, p, narrow = _weights(ME, 1, problem, numbers, of_block, s, second_power)
