@@ -261,7 +261,7 @@ def _begin_kernel(columns: int, wide: int, tile: Tile, listed: bool) -> TritonKe
     return triton_kernel(
         _BEGIN_KERNEL, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
         E=columns, E0=wide, D=wide, ROWS=tile.rows, GROUPED=tile.grouped, LISTED=listed,
-        num_warps=8 if listed and wide == 256 else 4,
+        num_warps=8,
     )  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def _begin_kernel(columns: int, wide: int, tile: Tile, listed: bool) -> TritonKe
 def _end_kernel(channels: int, wide: int, block: int) -> TritonKernel:
     return triton_kernel(
         _END_KERNEL, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
-        E=channels, D=wide, ROWS=block,
+        E=channels, D=wide, ROWS=block, num_warps=8,
     )  # fmt: skip
 
 

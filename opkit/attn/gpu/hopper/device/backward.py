@@ -119,11 +119,8 @@ def _own(ME: gl.constexpr, COUNT: gl.constexpr, buffer, keys):
 
 @gluon.jit
 def _left_sides(ME: gl.constexpr, problem, keys, values):
-    """Keys and values: for steps of 128 queries this warpgroup's in registers, so that products read half as much shared memory.
-
-    Heads of 128 channels have no registers for them, and read the buffers.
-    """
-    if problem.ROWS > HALF:
+    """Keys and values: this warpgroup's in registers if these are HELD, so that products read half as much shared memory."""
+    if problem.HELD:
         of_logits: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
         held: gl.constexpr = gl.DotOperandLayout(0, of_logits, k_width=2)
         k, v = keys.index(ME).reshape([HALF, problem.D]), values.index(ME).reshape([HALF, problem.D])
@@ -156,14 +153,17 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, held, of
     q = queries.index(slot).reshape([problem.ROWS, problem.D])
     gradient = gradients.index(slot).reshape([problem.ROWS, problem.D])
     HALVES: gl.constexpr = problem.ROWS // HALF
-    if HALVES == 2:
+    if problem.HELD:
         k, v = held
-        mbarrier.wait(queries_full.index(slot), phase)
-        first_power = numbers_of(sums.index(slot * 2), problem.GROUPED)
     else:
         mine = ME + nothing()  # else their descriptors are reckoned before the steps, and kept in memory
         k = keys.index(mine).reshape([HALF, problem.D])
         v = values.index(mine).reshape([HALF, problem.D])
+    if HALVES == 2:
+        mbarrier.wait(queries_full.index(slot), phase)
+        first_power = numbers_of(sums.index(slot * 2), problem.GROUPED)
+        if not problem.HELD:
+            second_power = numbers_of(sums.index(slot * 2 + 1), problem.GROUPED)
     if problem.MASKED:
         described = told(blocks, slot, 4)
         row = described // HALF * HALF
@@ -185,7 +185,8 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, held, of
         delta = numbers_of(deltas.index(slot * 2), problem.GROUPED)
         dp = warpgroup_mma_wait(2, deps=(dp,))
         first_ds = _slopes(ME, 0, problem, of_block, s, p, dp, delta)
-        second_power = numbers_of(sums.index(slot * 2 + 1), problem.GROUPED)
+        if problem.HELD:  # there are no registers for it before
+            second_power = numbers_of(sums.index(slot * 2 + 1), problem.GROUPED)
         dp = product(v, _rows(gradient, 1))
         s = warpgroup_mma_wait(2, deps=(next_s,))
         s, p, narrow = _weights(ME, 1, problem, numbers, of_block, s, second_power)

@@ -29,8 +29,9 @@ def hopper_backward_begin(
     in place of what is not finite in queries and gradients of which some keys are hidden: then the log-sum-exp of rows that see
     something is NaN if it or delta is not finite, so that their probabilities are.
     """
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    of_head, at = _last_first()
+    b, h = of_head // heads, of_head % heads
+    i = at * ROWS + tl.arange(0, ROWS)
     within = tl.arange(0, ROWS)
     if GROUPED:
         within = grouped(within)
@@ -44,12 +45,21 @@ def hopper_backward_begin(
     if LISTED:
         lost = (power != float("-inf")) & ((power == float("inf")) | ((tl.abs(found) < float("inf")) == 0))
         power = tl.where(lost, float("nan"), power)
-    block = (b * heads + h).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    block = of_head.to(tl.int64) * tl.num_programs(0) + at
     tl.store(sums + block * (2 * ROWS) + within, tl.where(power == float("-inf"), float("inf"), power))
     tl.store(sums + block * (2 * ROWS) + ROWS + within, found)
     tl.store(total + block * (ROWS * D) + tl.arange(0, ROWS * D), tl.zeros([ROWS * D], tl.float32))
     if turns is not None:
         tl.store(turns + block, 0)
+
+
+@triton.jit
+def _last_first():
+    """The head of a program, and its block, from the last to the first.
+
+    The other kernel begins with the first heads and ends with the last: what was written last is then still in the L2 cache.
+    """
+    return tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
 
 
 @triton.jit
@@ -59,13 +69,15 @@ def grouped(row):
 
 
 @triton.jit
-def places(ROWS: tl.constexpr, D: tl.constexpr):
-    """Where the numbers of a block of rows lie in its sum: (ROWS, D)."""
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, D)[None, :]
-    part = row // PART + column // PART
-    row, column = row % PART, column % PART
-    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
-    return part * (PART * PART) + column // 8 * 512 + thread * 4 + row // 8 % 2 * 2 + column % 2
+def in_rows(x, ROWS: tl.constexpr, D: tl.constexpr):
+    """The numbers of a block of rows, as they lie in its sum, as (ROWS, D)."""
+    parts: tl.constexpr = ROWS * D // (PART * PART)
+    x = x.reshape(
+        parts, 8, 4, 8, 4, 2, 2
+    )  # eight columns; 16 rows, one of them or the one 8 further; two columns of the eight
+    if ROWS > PART:
+        return x.permute(0, 2, 5, 3, 1, 4, 6).reshape(ROWS, D)
+    return x.permute(2, 5, 3, 0, 1, 4, 6).reshape(ROWS, D)
 
 
 @triton.jit(do_not_specialize=("heads", "queries", "scale"))
@@ -74,10 +86,11 @@ def hopper_backward_end(
     E: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of queries: what was summed up for it, times ``scale``, rounded."""
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    block = (b * heads + h).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    found = tl.load(total + block * (ROWS * D) + places(ROWS, D)) * scale
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    of_head, first = _last_first()
+    b, h = of_head // heads, of_head % heads
+    block = of_head.to(tl.int64) * tl.num_programs(0) + first
+    found = in_rows(tl.load(total + block * (ROWS * D) + tl.arange(0, ROWS * D)) * scale, ROWS, D)
+    i = first * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, D)
     at = of_q + b.to(tl.int64) * of_q_stride_0 + h.to(tl.int64) * of_q_stride_1
     seen = (i < queries)[:, None] & (column < E)[None, :]

@@ -46,6 +46,9 @@ class Slopes:
     MASK: gl.constexpr
     LENGTHS: gl.constexpr
     KEYS: gl.constexpr  # of a program
+    HELD: (
+        gl.constexpr
+    )  # whether keys and values are in registers while a tile is worked on: where there is room for them
 
     @gluon.constexpr_function
     def __init__(
@@ -73,6 +76,7 @@ class Slopes:
         self.MASK = gl.constexpr(MASK)
         self.LENGTHS = gl.constexpr(LENGTHS)
         self.KEYS = gl.constexpr(KEYS)
+        self.HELD = gl.constexpr(ROWS > HALF and not CAPPED and not (LISTED and BANDED))
 
     @gluon.jit
     def blocks(self):
@@ -200,7 +204,7 @@ def in_order(x):
     """A part of the gradient of queries, (64, 64), in the order in which threads hold it: rows of 32.
 
     Each thread's numbers are then stored four at a time, and those of a warp to different banks.
-    :func:`opkit.attn.gpu.hopper.device.backward_rows.places` says where in memory each one is then.
+    :func:`opkit.attn.gpu.hopper.device.backward_rows.in_rows` puts them in rows again.
     """
     there = x.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
     return there.reshape([HALF * HALF // WIDE, WIDE])
