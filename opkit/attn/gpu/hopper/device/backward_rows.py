@@ -70,11 +70,12 @@ def grouped(row):
 
 @triton.jit
 def in_rows(x, ROWS: tl.constexpr, D: tl.constexpr):
-    """The numbers of a block of rows, as they lie in its sum, as (ROWS, D)."""
-    parts: tl.constexpr = ROWS * D // (PART * PART)
-    x = x.reshape(
-        parts, 8, 4, 8, 4, 2, 2
-    )  # eight columns; 16 rows, one of them or the one 8 further; two columns of the eight
+    """The numbers of a block of rows, as they lie in its sum, as (ROWS, D).
+
+    There they lie by part, eight columns, 16 rows, row of the first 8 of these, two columns of the eight, whether the row is 8
+    further, and column of the two.
+    """
+    x = x.reshape(ROWS * D // (PART * PART), 8, 4, 8, 4, 2, 2)
     if ROWS > PART:
         return x.permute(0, 2, 5, 3, 1, 4, 6).reshape(ROWS, D)
     return x.permute(2, 5, 3, 0, 1, 4, 6).reshape(ROWS, D)

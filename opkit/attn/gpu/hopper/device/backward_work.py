@@ -46,9 +46,7 @@ class Slopes:
     MASK: gl.constexpr
     LENGTHS: gl.constexpr
     KEYS: gl.constexpr  # of a program
-    HELD: (
-        gl.constexpr
-    )  # whether keys and values are in registers while a tile is worked on: where there is room for them
+    HELD: gl.constexpr  # whether keys and values are in registers, where there is room, while a tile is worked on
 
     @gluon.constexpr_function
     def __init__(
