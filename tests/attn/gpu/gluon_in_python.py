@@ -18,53 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from ints_in_python import ADDRESSED, Int, number
 
 _TURN = 2e-4  # seconds for which who arrives at a barrier lets others go on, as if its next step took long
 _LATE = 4e-4  # seconds that TMA takes
 _SLOW = 20.0  # seconds after which a barrier that is waited for is an error
 _OTHER = 77  # what is in buffers that were not filled
 _lock = threading.RLock()
-_addressed: dict[int, Any] = {}  # pointers by the numbers that they are in a table
 _here = threading.local()
-
-
-class Int(int):
-    """A 32-bit integer: division truncates, comparisons are numbers."""
-
-    def to(self, dtype, bitcast=False):
-        return _addressed[self] if bitcast else self
-
-    @property
-    def dtype(self):
-        return torch.int32
-
-
-def _operator(name, function):
-    def method(self, other):
-        return function(int(self), int(other)) if isinstance(other, int) else NotImplemented
-
-    setattr(Int, f"__{name}__", method)
-
-
-def _quotient(a, b):
-    return Int(abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1))
-
-
-_ARITHMETIC = {
-    "add": lambda a, b: Int(a + b), "radd": lambda a, b: Int(b + a), "sub": lambda a, b: Int(a - b),
-    "rsub": lambda a, b: Int(b - a), "mul": lambda a, b: Int(a * b), "rmul": lambda a, b: Int(b * a),
-    "floordiv": _quotient, "rfloordiv": lambda a, b: _quotient(b, a), "mod": lambda a, b: Int(a - b * _quotient(a, b)),
-    "xor": lambda a, b: Int(a ^ b), "or": lambda a, b: Int(a | b), "and": lambda a, b: Int(a & b),
-    "lt": lambda a, b: Int(a < b), "gt": lambda a, b: Int(a > b), "le": lambda a, b: Int(a <= b), "ge": lambda a, b: Int(a >= b),
-    "eq": lambda a, b: Int(a == b), "ne": lambda a, b: Int(a != b),
-}  # fmt: skip
-for _name, _function in _ARITHMETIC.items():
-    _operator(_name, _function)
-Int.__hash__ = int.__hash__  # type: ignore[method-assign]
-
-
-def _value(x):
-    return Int(x) if isinstance(x, int) and not isinstance(x, bool) else x
 
 
 # ---- shared memory, barriers -----------------------------------------------------------------------------------------
@@ -265,9 +226,9 @@ class Pointer:
         """As a number."""
         with _lock:
             found = next(
-                (n for n, each in _addressed.items() if each.x is self.x and each.at == self.at), len(_addressed)
+                (n for n, each in ADDRESSED.items() if each.x is self.x and each.at == self.at), len(ADDRESSED)
             )
-            return _addressed.setdefault(Int(found), self) and Int(found)
+            return ADDRESSED.setdefault(Int(found), self) and Int(found)
 
 
 def pointer(x):
@@ -336,7 +297,7 @@ def _specialize(partitions, warps, registers):
 def _where(condition, a, b):
     if isinstance(condition, torch.Tensor):
         return torch.where(condition != 0, a, b)
-    return _value(a) if condition else _value(b)
+    return number(a) if condition else number(b)
 
 
 def _minimum(a, b):
@@ -360,10 +321,10 @@ def _language():
     gl = types.ModuleType("gl")
     gl.__dict__.update(
         {name: lambda *a, **k: "layout" for name in layouts},
-        constexpr=_value, tensor=object, shared_memory_descriptor=object, pointer_type=lambda t: t,
+        constexpr=number, tensor=object, shared_memory_descriptor=object, pointer_type=lambda t: t,
         float32=torch.float32, int8=torch.int8, int32=torch.int32, int64=torch.int64,
         program_id=lambda axis: Int(_here.program), num_programs=lambda axis: Int(_here.programs),
-        static_range=range, to_tensor=_value, full=full, barrier=lambda: None,
+        static_range=range, to_tensor=number, full=full, barrier=lambda: None,
         zeros=lambda shape, dtype, layout=None: full(shape, 0, dtype),
         arange=lambda a, b, layout=None: torch.arange(int(a), int(b), dtype=torch.int32),
         where=_where, abs=torch.abs, max=lambda x, axis: Int(x.max().item()), sum=lambda x, axis: Int(x.sum().item()),
@@ -424,11 +385,11 @@ def run(kernel, programs, **given: Any):
     """Run all programs of a kernel at once."""
     wrong: list[BaseException] = []
 
-    def one(number):
-        _here.__dict__.update(program=number, programs=programs, wrong=wrong)
+    def one(program):
+        _here.__dict__.update(program=program, programs=programs, wrong=wrong)
         kernel(**given)
 
-    threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in range(programs)]
+    threads = [threading.Thread(target=one, args=(program,), daemon=True) for program in range(programs)]
     for thread in threads:
         thread.start()
     for thread in threads:
