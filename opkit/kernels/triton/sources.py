@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 from collections.abc import Iterator
@@ -82,8 +83,9 @@ def _places(error: BaseException) -> Iterator[Place]:
     trace = error.__traceback__
     while trace is not None:
         generator: Any = trace.tb_frame.f_locals.get("self")
-        node: Any = getattr(generator, "cur_node", None)
-        if hasattr(node, "lineno") and hasattr(generator, "begin_line"):
+        # A tuple of Triton 3.6 looks for any attribute among its own names, and raises a ValueError.
+        node: Any = getattr(generator, "cur_node", None) if isinstance(generator, ast.NodeVisitor) else None
+        if hasattr(node, "lineno"):
             yield Place(str(generator.file_name), generator.begin_line + node.lineno)
         trace = trace.tb_next
     if error.__cause__ is not None:

@@ -338,6 +338,17 @@ def test_an_error_inside_triton_names_the_line_that_led_there():
 
 
 @triton.jit
+def third_of_two(x):
+    tl.store(x, (x, x)[2])
+
+
+def test_an_error_of_a_tuple_of_tritons_names_its_line():
+    with pytest.raises(CompileError, match="index") as caught:
+        build(Request(third_of_two, {"x": "*fp32"}, {}))
+    assert f"{__file__}:{line_of(third_of_two, 'tl.store')}" in str(caught.value)
+
+
+@triton.jit
 def assembly(x):
     tl.store(x, tl.inline_asm_elementwise("no.such.instruction $0;", "=r", [], tl.int32, True, 1))
 
