@@ -117,6 +117,8 @@ def emulate():
     """From now on ``hopper_backward.backward`` launches the kernel that multiplies in Python."""
     of_slots = {name: gluon_in_python.plain(getattr(programs, name)) for name in ("element", "number", "_between")}
     masks._visible = gluon_in_python.plain(programs.visible, **of_slots)
+    masks._of_queries = gluon_in_python.plain(programs.of_queries, **of_slots)
+    masks._of_keys = gluon_in_python.plain(programs.of_keys, **of_slots)
     for add in (device.add, wide_device.add):
         sys.modules[add.__module__].reduce_add = gluon_in_python.reduce_add
     prepared = hopper_backward.PreparedLaunch

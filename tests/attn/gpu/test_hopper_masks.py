@@ -14,7 +14,7 @@ from opkit.attn import program as p
 from opkit.attn import reference
 from opkit.attn.gpu.hopper import forward as hopper
 
-SPILLED = 256  # bytes: in tiles that are partly seen a mask's numbers come beside logits, probabilities and sums
+SPILLED = 112  # bytes: in tiles that are partly seen bools come beside logits, probabilities and sums
 
 
 SEGMENTS, NEAR = (p.SEGMENTS, 0, 1), (p.BAND, -30, 30)

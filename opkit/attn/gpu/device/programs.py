@@ -34,8 +34,26 @@ def number(slots, slot: tl.constexpr, b, h):
 
 
 @triton.jit
-def visible(PROGRAM: tl.constexpr, slots, numbers, b, h, i, j, queries, keys):
-    """Which of the keys ``j`` each query of ``i`` sees: bool, a tile. Those from ``queries`` and ``keys`` on are not there."""
+def of_queries(slots, slot: tl.constexpr, b, h, i, queries):
+    """A slot's elements of queries ``i``; 0 of those from ``queries`` on."""
+    return element(slots, slot, b, h, i, 0, i < queries)
+
+
+@triton.jit
+def of_keys(slots, slot: tl.constexpr, b, h, j, keys):
+    """A slot's elements of keys ``j``; 0 of those from ``keys`` on."""
+    return element(slots, slot, b, h, 0, j, j < keys)
+
+
+@triton.jit
+def visible(
+    PROGRAM: tl.constexpr, slots, numbers, b, h, i, j, queries, keys,
+    OF_QUERIES: tl.constexpr = of_queries, OF_KEYS: tl.constexpr = of_keys,
+):  # fmt: skip
+    """Which of the keys ``j`` each query of ``i`` sees: bool, a tile. Those from ``queries`` and ``keys`` on are not there.
+
+    ``OF_QUERIES`` and ``OF_KEYS`` read what a slot has for each of them.
+    """
     stack = ()
     for at in tl.static_range(len(PROGRAM)):
         if PROGRAM[at][0] == AND:
@@ -47,8 +65,8 @@ def visible(PROGRAM: tl.constexpr, slots, numbers, b, h, i, j, queries, keys):
         elif PROGRAM[at][0] == BAND:
             stack = stack + (_between(j - i, numbers, PROGRAM[at][1]),)
         elif PROGRAM[at][0] == SEGMENTS:
-            mine = element(slots, PROGRAM[at][1], b, h, i, 0, i < queries)
-            theirs = element(slots, PROGRAM[at][2], b, h, 0, j, j < keys)
+            mine = OF_QUERIES(slots, PROGRAM[at][1], b, h, i, queries)
+            theirs = OF_KEYS(slots, PROGRAM[at][2], b, h, j, keys)
             stack = stack + (mine == theirs,)
         elif PROGRAM[at][0] == LENGTH:
             stack = stack + ((j + 0 * i) < number(slots, PROGRAM[at][1], b, h),)
@@ -56,7 +74,7 @@ def visible(PROGRAM: tl.constexpr, slots, numbers, b, h, i, j, queries, keys):
             found = element(slots, PROGRAM[at][1], b, h, i, j, (i < queries) & (j < keys))
             stack = stack + (found != 0,)
         else:
-            offset = element(slots, PROGRAM[at][1], b, h, i, 0, i < queries)
+            offset = OF_QUERIES(slots, PROGRAM[at][1], b, h, i, queries)
             stack = stack + (_between(j - i - offset, numbers, PROGRAM[at][2]),)
     return stack[0]
 

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.language.core import _aggregate as aggregate
 
-from opkit.attn.gpu.hopper.device.masks import end_of, sees_by_program
+from opkit.attn.gpu.hopper.device.masks import end_of, seen_by_program
 
 HALF = gl.constexpr(64)  #: keys of one warpgroup, and rows and columns of its part of the gradient of queries
 STAGES = gl.constexpr(2)  #: blocks of queries that are there at once
@@ -163,7 +163,7 @@ class Slopes:
         else:
             seen = seen & (rows < self.queries)
         if len(self.MASK) > 0:
-            seen = seen & sees_by_program(self, table, batch, head, rows, keys)
+            seen = seen & seen_by_program(self, table, batch, head, rows, keys, row)
         return gl.where(seen, x, 0.0)
 
 

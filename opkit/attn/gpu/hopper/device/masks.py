@@ -15,6 +15,8 @@ _LENGTHS = gl.constexpr(MASK + 0)  #: place of the address of lengths, and of th
 _SLOTS = gl.constexpr(MASK + 2)
 _NUMBERS = gl.constexpr(MASK + 2 + 6 * 5)
 _visible = gluon.jit(programs.visible.fn)
+_of_queries, _of_keys = gluon.jit(programs.of_queries.fn), gluon.jit(programs.of_keys.fn)
+_FIRST = gl.constexpr(5)  #: what a slot tells beside a pointer and four strides: the place of a tile's first column
 
 
 @gluon.constexpr_function
@@ -64,26 +66,58 @@ def end_of(problem, table, batch):
 
 
 @gluon.jit
-def sees(problem, table, batch, head, rows, columns):
-    """Which of the keys ``columns`` the queries ``rows`` see, which broadcast to a tile."""
+def sees(problem, table, batch, head, rows, columns, first=None):
+    """Which of the keys ``columns`` the queries ``rows`` see, which broadcast to a tile.
+
+    ``first``: that of the columns, where they are a tile's, one after another.
+    """
     seen = columns < end_of(problem, table, batch)
     if problem.BANDED:
-        seen = seen & (columns - rows >= problem.lower) & (columns - rows <= problem.upper)
+        seen = seen & (columns >= rows + problem.lower) & (columns <= rows + problem.upper)
     if len(problem.MASK) > 0:
-        seen = seen & sees_by_program(problem, table, batch, head, rows, columns)
+        if first is None:
+            seen = seen & _asked(problem, table, batch, head, rows, columns, 0, _of_queries, _of_keys)
+        else:
+            seen = seen & _asked(problem, table, batch, head, rows, columns, first, _of_queries, _line_of_keys)
     return seen
 
 
 @gluon.jit
-def sees_by_program(problem, table, batch, head, rows, columns):
-    """What the mask's program says alone, without the band and the lengths that hold for the whole mask."""
+def seen_by_program(problem, table, batch, head, rows, keys, first):
+    """What the mask's program says alone of a tile whose columns are the queries ``rows``, from ``first`` on."""
+    return _asked(problem, table, batch, head, rows, keys, first, _line_of_queries, _of_keys)
+
+
+@gluon.jit
+def _asked(problem, table, batch, head, rows, columns, first, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr):
+    """What the program says of a tile; ``OF_QUERIES`` and ``OF_KEYS`` read its slots, from column ``first`` on if by lines."""
     slots = ()
     for i in gl.static_range(len(_slots_read(problem.MASK))):
-        slots = slots + (_slot(table, i, _slots_read(problem.MASK)[i]),)
+        slots = slots + (_slot(table, i, _slots_read(problem.MASK)[i]) + (first,),)
     numbers = ()
     for i in gl.static_range(_numbers_used(problem.MASK)):
         numbers = numbers + (kept(table, _NUMBERS + i).to(gl.int32),)
-    return _visible(problem.MASK, slots, numbers, batch, head, rows, columns, problem.queries, problem.keys)
+    queries, keys = problem.queries, problem.keys
+    return _visible(problem.MASK, slots, numbers, batch, head, rows, columns, queries, keys, OF_QUERIES, OF_KEYS)
+
+
+@gluon.jit
+def _line_of_queries(slots, slot: gl.constexpr, b, h, i, queries):
+    return _line(slots[slot], b, h, slots[slot][3], i, queries)
+
+
+@gluon.jit
+def _line_of_keys(slots, slot: gl.constexpr, b, h, j, keys):
+    return _line(slots[slot], b, h, slots[slot][4], j, keys)
+
+
+@gluon.jit
+def _line(slot, b, h, stride, places, end):
+    """A slot's elements for the columns of a tile; a thread loads one of them, and shared memory gives each what it needs."""
+    at = slot[_FIRST] + gl.arange(0, places.shape[1], layout=gl.BlockedLayout([1], [32], [4], [0]))
+    start = b.to(gl.int64) * slot[1] + h.to(gl.int64) * slot[2]
+    found = gl.load(slot[0] + start + at * stride, mask=at < end, other=0)
+    return gl.convert_layout(found, gl.SliceLayout(0, places.type.layout))[None, :]
 
 
 # ---- the tiles that a block of queries visits ------------------------------------------------------------------------

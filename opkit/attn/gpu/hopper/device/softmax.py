@@ -34,7 +34,7 @@ def masked(logits, row, at, problem, table, batch, head):
     columns = at + gl.arange(0, logits.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
     rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
     if problem.LISTED:
-        return gl.where(sees(problem, table, batch, head, rows, columns), logits, float("-inf"))
+        return gl.where(sees(problem, table, batch, head, rows, columns, at), logits, float("-inf"))
     if problem.BANDED:
         seen = (columns >= rows + problem.lower) & (columns <= gl.minimum(rows + problem.upper, problem.keys - 1))
         return gl.where(seen, logits, float("-inf"))
