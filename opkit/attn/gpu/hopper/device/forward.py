@@ -49,11 +49,17 @@ _LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
-    """Hand out tiles: their numbers, their queries, and keys and values from the last to the first."""
+    """Hand out tiles: their numbers, their queries, and keys and values from the last to the first.
+
+    A step multiplies with the keys it is given and with the values of the step before, and frees both at once: each arrival at a
+    barrier costs two meetings of a warpgroup's threads. So values are loaded a step late. When the first step of a tile is done,
+    all are done with the numbers of the tile before it, and with its queries if it has a buffer of its own for them.
+    """
     rows, keys, values, turns = rings
     rows, keys, values, turns = rows.begin(1), keys.begin(1), values.begin(1), turns.begin(1)
     tile = gl.program_id(0).to(gl.int32)
     programs = gl.num_programs(0).to(gl.int32)
+    begun, owed = tile < 0, (tile * 0, tile * 0, tile * 0)  # where the values of the last step's keys are
     while tile < problem.tiles:
         following = gl.atomic_add(counter, 1, sem="relaxed") + programs
         batch, head, row = problem.place(tile)
@@ -65,7 +71,6 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
         else:
             first, steps = problem.reach(row)
             last = first + steps - 1
-        turns.wait_empty()
         of_all = batch * problem.heads + head
         place = of_all * (problem.blocks * problem.WARPGROUPS) + row // ROWS
         announce(turns, (steps, last, row, head, batch, of_all, place))
@@ -76,28 +81,34 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
                 mark = following_mark
                 following_mark = visit(listed, whole, total, others, i + 1)
                 at = mark // 2 * problem.KEYS
-            if i == 0:
-                rows.wait_empty()
-                rows.load(q_desc, batch, head, row)
-                rows = rows.next()
             keys.wait_empty()
+            if begun:
+                values.load(v_desc, owed[0], owed[1], owed[2])
+                values = values.next()
             if problem.LISTED:
                 announce_step(keys, marks, mark)
             keys.load(k_desc, batch, head // problem.group, at)
-            keys = keys.next()
             if i == 0:
-                for _ in gl.static_range(problem.WARPGROUPS - 1):
-                    row += ROWS
-                    rows.wait_empty()
-                    rows.load(q_desc, batch, head, row)
+                for ME in gl.static_range(problem.WARPGROUPS):
+                    _wait_for_rows(ME, problem, rows, keys)
+                    rows.load(q_desc, batch, head, row + ME * ROWS)
                     rows = rows.next()
-            values.wait_empty()
-            values.load(v_desc, batch, head // problem.group, at)
-            values = values.next()
+            keys = keys.next()
+            begun, owed = tile >= 0, (batch, head // problem.group, at)
         tile = following
-    turns.wait_empty()
+    keys.wait_empty()
+    values.load(v_desc, owed[0], owed[1], owed[2])
     announce(turns, (tile * 0, tile, tile, tile, tile, tile, tile))
     put_back(counter, programs)
+
+
+@gluon.jit
+def _wait_for_rows(ME: gl.constexpr, problem, rows, keys):
+    """Wait for a buffer for queries: of two, until the step before the last one is done, which may have been a tile's last."""
+    if not problem.OVERLAPPED:
+        rows.wait_empty()
+    elif ME == 0 and keys.COUNT > 2:
+        keys.wait_emptied(2)
 
 
 @gluon.jit
@@ -151,7 +162,6 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
             if problem.LISTED:
                 mark = told_step(keys, marks)
                 at = mark // 2 * problem.KEYS
-            keys = keys.freed()
             s = capped(s, inner, problem.CAPPED)
             if problem.MASKED and partial(row, at, mark, problem):
                 s = masked(s, row, at, problem, others[2], batch, head)
@@ -159,9 +169,10 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
             pf = weights(s, top, factor)
             total = added(total, by, pf)
             # Without a wait between them ptxas moves the one for the product above the softmax.
-            keys.wait_full(pred=i + 1 < steps)
+            following = keys.next()
+            following.wait_full(pred=i + 1 < steps)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            values = values.freed()
+            keys, values = keys.freed(), values.next()
             p = gl.convert_layout(pf.to(problem.DTYPE), of_p)
             acc = rescaled(acc, by)
         done = turns
@@ -170,15 +181,13 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
         tile = told(turns, ME)
         values.wait_full()
         if problem.OVERLAPPED:
-            rows = rows.freed()
+            rows = rows.next()
             s, acc = _last_products(ME, problem, rows, keys, values, none, p, acc, tile[0] > 0)
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            values = values.freed()
             _finish(ME, problem, others, done, acc, top, total)
         else:
             acc = warpgroup_mma(p, values.matrix(), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            values = values.freed()
             _finish(ME, problem, others, done, acc, top, total)
             if not problem.OWN_RESULTS:
                 tma.store_wait(0)
@@ -186,7 +195,7 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
             s = _first_product(ME, problem, rows, keys, none, tile[0] > 0)
         s = warpgroup_mma_wait(0, deps=(s,))
         mark = _mark(problem, keys, marks)
-        keys = keys.freed()
+        keys, values = keys.freed(), values.next()
     tma.store_wait(0)
     if ME == 0:
         take_turn(MINE, problem.TURNS)  # the last one that was passed on
@@ -236,7 +245,6 @@ def _finish(ME: gl.constexpr, problem, others, turns, acc, top, total):
     """Normalise and store 64 rows of results."""
     out_desc, results, _, lse, sinks, _, factor, counter = others
     _, _, row, head, batch, of_all, place = told(turns, ME)
-    turns.freed()
     of_rows: gl.constexpr = top.type.layout
     of_out: gl.constexpr = acc.type.layout
     by, powers = normal(top * factor, gl.convert_layout(gl.sum(total, 1), of_rows), sinks, head, problem.SINKS)
@@ -287,13 +295,14 @@ def hopper_forward(
         BANDED, tiles is not None, MASK, lengths is not None, CAPPED, SINKS, OWN_RESULTS, ROW_STAGES == 2, TURNS, q_desc.dtype,
     )  # fmt: skip
     row_buffers = gl.allocate_shared_memory(q_desc.dtype, [ROW_STAGES * WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
-    rows = ring(row_buffers, ROW_STAGES * WARPGROUPS, 1)
+    rows = ring(row_buffers, ROW_STAGES * WARPGROUPS, 2 - ROW_STAGES)
     keys_ring = ring(
         gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, KEYS, D], k_desc.layout), STAGES, WARPGROUPS
     )
-    values = ring(gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, KEYS, DV], v_desc.layout), STAGES, WARPGROUPS)
-    numbers = gl.allocate_shared_memory(gl.int32, [4 * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    turns = ring(numbers, 4, WARPGROUPS)
+    values = ring(gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, KEYS, DV], v_desc.layout), STAGES, 0)
+    TILES: gl.constexpr = STAGES + 2  # so many steps after a tile, the first step of the next one is known to be done
+    numbers = gl.allocate_shared_memory(gl.int32, [TILES * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    turns = ring(numbers, TILES, 0)
     if OWN_RESULTS:
         results = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS, 1, 1, ROWS, DV], out_desc.layout)
     else:

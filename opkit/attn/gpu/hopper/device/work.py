@@ -172,6 +172,13 @@ class Ring:
         mbarrier.wait(self.empty.index(self.index), self.phase)
 
     @gluon.jit
+    def wait_emptied(self, BACK: gl.constexpr):
+        """Wait until what was loaded so many times before is no longer needed; fewer times than there are buffers."""
+        wraps = self.index < BACK
+        index = gl.where(wraps, self.index + (self.COUNT - BACK), self.index - BACK)
+        mbarrier.wait(self.empty.index(index), gl.where(wraps, self.phase, self.phase ^ 1))
+
+    @gluon.jit
     def load(self, descriptor, batch, head, row):
         """Fill the next buffer with rows of a head; rows that there are not become zeros."""
         barrier = self.full.index(self.index)
@@ -181,12 +188,15 @@ class Ring:
 
 @gluon.jit
 def ring(buffers, COUNT: gl.constexpr, readers: gl.constexpr):
-    """A ring of buffers that ``readers`` warpgroups empty."""
+    """A ring of buffers that ``readers`` warpgroups empty; with none, another ring's barriers say when they are empty."""
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    empty = full
+    if readers > 0:
+        empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=readers)
+        if readers > 0:
+            mbarrier.init(empty.index(i), count=readers)
     zero = gl.to_tensor(0)
     return Ring(buffers, full, empty, zero, zero, COUNT, 1)
 
