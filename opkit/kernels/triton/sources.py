@@ -83,10 +83,14 @@ def _places(error: BaseException) -> Iterator[Place]:
     trace = error.__traceback__
     while trace is not None:
         generator: Any = trace.tb_frame.f_locals.get("self")
-        # A tuple of Triton 3.6 looks for any attribute among its own names, and raises a ValueError.
-        node: Any = getattr(generator, "cur_node", None) if isinstance(generator, ast.NodeVisitor) else None
+        node = _node(generator)
         if hasattr(node, "lineno"):
             yield Place(str(generator.file_name), generator.begin_line + node.lineno)
         trace = trace.tb_next
     if error.__cause__ is not None:
         yield from _places(error.__cause__)
+
+
+def _node(generator: Any) -> Any:
+    """What a code generator is at, None of anything else: tuples of Triton 3.6 raise a ValueError for names they have not."""
+    return getattr(generator, "cur_node", None) if isinstance(generator, ast.NodeVisitor) else None
