@@ -103,11 +103,13 @@ def _asked(problem, table, batch, head, rows, columns, first, OF_QUERIES: gl.con
 
 @gluon.jit
 def _line_of_queries(slots, slot: gl.constexpr, b, h, i, queries):
+    """As :func:`programs.of_queries`, for queries that are a tile's columns, (1, columns)."""
     return _line(slots[slot], b, h, slots[slot][3], i, queries)
 
 
 @gluon.jit
 def _line_of_keys(slots, slot: gl.constexpr, b, h, j, keys):
+    """As :func:`programs.of_keys`, for keys that are a tile's columns, (1, columns)."""
     return _line(slots[slot], b, h, slots[slot][4], j, keys)
 
 
