@@ -49,30 +49,34 @@ class Tile:
     Attributes:
         warpgroups: that multiply, 64 queries of a tile each.
         keys: of a step.
-        stages: buffers for the keys, and for the values, of a step.
+        stages: buffers for the keys of a step, and for the values: as many, or one more, with which values are loaded with their
+            keys and not a step later.
         row_stages: buffers for the queries of a tile; with 2, the first product of the next one overlaps the end of a tile.
         own_results: whether results have other buffers than queries.
         registers: of a thread that multiplies, of the warp that loads, and of all before they are shared out.
         turns: whether the warpgroups take turns at the tensor cores.
+        held: of wider heads, channels of queries that are in registers while a tile is worked on, so that products read less of
+            shared memory; with one buffer for queries.
     """
 
     warpgroups: int
     keys: int
-    stages: int
+    stages: tuple[int, int]
     row_stages: int
     own_results: bool
     registers: tuple[int, int, int]
     turns: bool = True
+    held: int = 0
 
 
 TILES = {
-    64: Tile(2, 128, 4, 2, True, (240, 24, 168)),
-    128: Tile(2, 128, 2, 2, True, (240, 24, 168)),
-    256: Tile(2, 64, 2, 1, False, (240, 24, 168)),
+    64: Tile(2, 128, (4, 4), 2, True, (240, 24, 168)),
+    128: Tile(2, 128, (2, 2), 2, True, (240, 24, 168)),
+    256: Tile(2, 64, (2, 3), 1, False, (240, 24, 168), held=128),
 }
 """By the size of the larger head, rounded up."""
 
-LONG = Tile(3, 128, 2, 2, True, (160, 24, 128), turns=False)
+LONG = Tile(3, 128, (3, 3), 2, True, (160, 24, 128), turns=False)
 """For heads of 64 and many queries that see many keys: three warpgroups, since exponentials take most of the time there."""
 
 _LONG_FROM = {False: 2048, True: 8192}
@@ -293,9 +297,11 @@ def _kernel(tile: Tile, mask: Words) -> TritonKernel:
         MASK=mask,
         SINKS=lambda sinks: sinks is not None,
         WARPGROUPS=tile.warpgroups,
-        STAGES=tile.stages,
+        STAGES=tile.stages[0],
+        VALUE_STAGES=tile.stages[1],
         ROW_STAGES=tile.row_stages,
         TURNS=tile.turns,
+        HELD=lambda q: tile.held if _padded(q.shape[3]) > tile.held else 0,
         OWN_RESULTS=lambda q, v: tile.own_results or _padded(q.shape[3]) != _padded(v.shape[3]),
         REGISTERS=loops,
         LOADER_REGISTERS=loads,

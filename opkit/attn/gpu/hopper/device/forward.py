@@ -52,8 +52,9 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
     """Hand out tiles: their numbers, their queries, and keys and values from the last to the first.
 
     A step multiplies with the keys it is given and with the values of the step before, and frees both at once: each arrival at a
-    barrier costs two meetings of a warpgroup's threads. So values are loaded a step late. When the first step of a tile is done,
-    all are done with the numbers of the tile before it, and with its queries if it has a buffer of its own for them.
+    barrier costs two meetings of a warpgroup's threads. So values are loaded a step late, unless they have a buffer more than
+    keys. When the first step of a tile is done, all are done with the numbers of the tile before it, and with its queries if it
+    has a buffer of its own for them.
     """
     rows, keys, values, turns = rings
     rows, keys, values, turns = rows.begin(1), keys.begin(1), values.begin(1), turns.begin(1)
@@ -82,7 +83,7 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
                 following_mark = visit(listed, whole, total, others, i + 1)
                 at = mark // 2 * problem.KEYS
             keys.wait_empty()
-            if begun:
+            if values.COUNT == keys.COUNT and begun:
                 values.load(v_desc, owed[0], owed[1], owed[2])
                 values = values.next()
             if problem.LISTED:
@@ -93,11 +94,15 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
                     _wait_for_rows(ME, problem, rows, keys)
                     rows.load(q_desc, batch, head, row + ME * ROWS)
                     rows = rows.next()
+            if values.COUNT > keys.COUNT:
+                values.load(v_desc, batch, head // problem.group, at)
+                values = values.next()
             keys = keys.next()
             begun, owed = tile >= 0, (batch, head // problem.group, at)
         tile = following
-    keys.wait_empty()
-    values.load(v_desc, owed[0], owed[1], owed[2])
+    if values.COUNT == keys.COUNT:
+        keys.wait_empty()
+        values.load(v_desc, owed[0], owed[1], owed[2])
     announce(turns, (tile * 0, tile, tile, tile, tile, tile, tile))
     put_back(counter, programs)
 
@@ -135,7 +140,7 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
         pass_turn(NEXT, problem.TURNS)  # the first warpgroup may begin
     turns.wait_full()
     tile = told(turns, ME)
-    s = _first_product(ME, problem, rows, keys, none, True)
+    s, held = _first_product(ME, problem, rows, keys, none, True)
     s = warpgroup_mma_wait(0, deps=(s,))
     mark = _mark(problem, keys, marks)
     keys = keys.freed()
@@ -154,7 +159,7 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
         for i in range(1, steps):
             at -= problem.KEYS
             take_turn(MINE, problem.TURNS)
-            s = _product(rows, keys, none)
+            s = _product(problem, held, rows, keys, none)
             values.wait_full()
             acc = warpgroup_mma(p, values.matrix(), acc, is_async=True)
             pass_turn(NEXT, problem.TURNS)
@@ -192,7 +197,7 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
             if not problem.OWN_RESULTS:
                 tma.store_wait(0)
             rows = rows.freed()
-            s = _first_product(ME, problem, rows, keys, none, tile[0] > 0)
+            s, held = _first_product(ME, problem, rows, keys, none, tile[0] > 0)
         s = warpgroup_mma_wait(0, deps=(s,))
         mark = _mark(problem, keys, marks)
         keys, values = keys.freed(), values.next()
@@ -212,9 +217,28 @@ def _mark(problem, keys, marks):
 
 
 @gluon.jit
-def _product(rows, keys, none):
-    """Begin the product of queries with the keys of a step."""
-    return warpgroup_mma(rows.matrix(), keys.transposed(), none, use_acc=False, is_async=True)
+def _product(problem, held, rows, keys, none):
+    """Begin the product of queries with the keys of a step: of the channels that are HELD, and then of the others."""
+    HELD: gl.constexpr = problem.HELD
+    LEFT: gl.constexpr = problem.D - HELD
+    q, k = rows.matrix(), keys.matrix()
+    if HELD == 0:
+        s = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+    else:
+        s = warpgroup_mma(held, k.slice(0, HELD, dim=1).permute((1, 0)), none, use_acc=False, is_async=True)
+        left = k.slice(HELD, LEFT, dim=1).permute((1, 0))
+        s = warpgroup_mma(q.slice(HELD, LEFT, dim=1), left, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _held(problem, rows, none):
+    """The channels of a tile's queries that are HELD, so that products need not read them from shared memory."""
+    if problem.HELD > 0:
+        layout: gl.constexpr = gl.DotOperandLayout(0, none.type.layout, k_width=2)
+        return rows.matrix().slice(0, problem.HELD, dim=1).load(layout)
+    else:  # noqa: RET505 - of a return behind an `if` alone Triton takes both
+        return gl.to_tensor(0)
 
 
 @gluon.jit
@@ -222,20 +246,21 @@ def _first_product(ME: gl.constexpr, problem, rows, keys, none, more):
     """Begin a tile; where there are no ``more``, with what is left of another, which is not looked at."""
     rows.wait_full(pred=more)
     keys.wait_full(pred=more)
+    held = _held(problem, rows, none)
     take_turn(TURN + ME, problem.TURNS)
-    s = _product(rows, keys, none)
+    s = _product(problem, held, rows, keys, none)
     pass_turn(TURN + (ME + 1) % problem.WARPGROUPS, problem.TURNS)
-    return s
+    return s, held
 
 
 @gluon.jit
 def _last_products(ME: gl.constexpr, problem, rows, keys, values, none, p, acc, more):
-    """Begin the last product with values of a tile, and after it the first one of the next tile."""
+    """Begin the last product with values of a tile, and after it the first one of the next tile, of which nothing is HELD."""
     rows.wait_full(pred=more)
     keys.wait_full(pred=more)
     take_turn(TURN + ME, problem.TURNS)
     acc = warpgroup_mma(p, values.matrix(), acc, is_async=True)
-    s = _product(rows, keys, none)
+    s = _product(problem, None, rows, keys, none)
     pass_turn(TURN + (ME + 1) % problem.WARPGROUPS, problem.TURNS)
     return s, acc
 
@@ -283,8 +308,8 @@ def hopper_forward(
     t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3, t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3,
     n0, n1, n2, n3, n4, n5, n6, n7, factor, inner,
     BANDED: gl.constexpr, MASK: gl.constexpr, CAPPED: gl.constexpr, SINKS: gl.constexpr, WARPGROUPS: gl.constexpr,
-    STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, TURNS: gl.constexpr, OWN_RESULTS: gl.constexpr, REGISTERS: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, TURNS: gl.constexpr,
+    OWN_RESULTS: gl.constexpr, HELD: gl.constexpr, REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = q_desc.block_type.shape[3]
     DV: gl.constexpr = v_desc.block_type.shape[3]
@@ -292,14 +317,17 @@ def hopper_forward(
     problem = Problem(
         queries.to(gl.int32), keys.to(gl.int32), heads.to(gl.int32), group.to(gl.int32), lower.to(gl.int32),
         upper.to(gl.int32), blocks.to(gl.int32), section.to(gl.int32), work.to(gl.int32), D, DV, KEYS, WARPGROUPS,
-        BANDED, tiles is not None, MASK, lengths is not None, CAPPED, SINKS, OWN_RESULTS, ROW_STAGES == 2, TURNS, q_desc.dtype,
+        BANDED, tiles is not None, MASK, lengths is not None, CAPPED, SINKS, OWN_RESULTS, ROW_STAGES == 2, TURNS, HELD,
+        q_desc.dtype,
     )  # fmt: skip
     row_buffers = gl.allocate_shared_memory(q_desc.dtype, [ROW_STAGES * WARPGROUPS, 1, 1, ROWS, D], q_desc.layout)
     rows = ring(row_buffers, ROW_STAGES * WARPGROUPS, 2 - ROW_STAGES)
     keys_ring = ring(
         gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, KEYS, D], k_desc.layout), STAGES, WARPGROUPS
     )
-    values = ring(gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, KEYS, DV], v_desc.layout), STAGES, 0)
+    values = ring(
+        gl.allocate_shared_memory(q_desc.dtype, [VALUE_STAGES, 1, 1, KEYS, DV], v_desc.layout), VALUE_STAGES, 0
+    )
     TILES: gl.constexpr = STAGES + 2  # so many steps after a tile, the first step of the next one is known to be done
     numbers = gl.allocate_shared_memory(gl.int32, [TILES * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     turns = ring(numbers, TILES, 0)

@@ -40,12 +40,13 @@ class Problem:
     OWN_RESULTS: gl.constexpr
     OVERLAPPED: gl.constexpr  # a tile's first product with the results of the one before
     TURNS: gl.constexpr  # whether warpgroups take turns at the tensor cores
+    HELD: gl.constexpr  # channels of queries that are in registers while a tile is worked on
     DTYPE: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, queries, keys, heads, group, lower, upper, blocks, section, tiles, D, DV, KEYS, WARPGROUPS, BANDED, LISTED,
-        MASK, LENGTHS, CAPPED, SINKS, OWN_RESULTS, OVERLAPPED, TURNS, DTYPE,
+        MASK, LENGTHS, CAPPED, SINKS, OWN_RESULTS, OVERLAPPED, TURNS, HELD, DTYPE,
     ):  # fmt: skip
         self.queries = queries
         self.keys = keys
@@ -70,6 +71,7 @@ class Problem:
         self.OWN_RESULTS = gl.constexpr(OWN_RESULTS)
         self.OVERLAPPED = gl.constexpr(OVERLAPPED)
         self.TURNS = gl.constexpr(TURNS)
+        self.HELD = gl.constexpr(HELD)
         self.DTYPE = gl.constexpr(DTYPE)
 
     @gluon.jit
