@@ -12,7 +12,7 @@ from opkit.attn.gpu import tuned
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import forward as hopper
-from opkit.attn.gpu.hopper import packed
+from opkit.attn.gpu.hopper import forward_cuda, packed
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, fits, takes
 from opkit.attn.gpu.mla import decode as mla
 from opkit.attn.gpu.portable import invariant
@@ -33,7 +33,8 @@ def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` and the operators of its gradients their kernels for GPUs.
 
     Few queries are decoded, on Hopper those of latent attention by a kernel of their own, and those that are many rows together
-    by the kernel for Hopper; other calls are for that where it takes them, or for the portable one. So are gradients.
+    by the kernel for Hopper; other calls are for that where it takes them, some of them for one in CUDA C++ where there is nvcc,
+    or for the portable one. So are gradients.
     """
     op.register_kernel(device(), forward, when=predicate(Call, takes), name=NAME, trusted=True)
     decoding.register(op)
@@ -42,6 +43,7 @@ def register(op: CustomOp[Any, Any]) -> None:
     invariant.register(op)
     when = predicate(Call, hopper.takes)
     op.register_kernel("cuda", hopper.forward, when=when, name="hopper", priority=_HOPPER, trusted=True)
+    forward_cuda.register(op)
     of_gradients = gradients.backward_operator()
     when = predicate(GradientCall, takes_gradients)
     of_gradients.register_kernel(device(), backward, when=when, name=NAME, trusted=True)

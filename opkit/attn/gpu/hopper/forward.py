@@ -29,12 +29,12 @@ from opkit.op.triton.series import PreparedSeries
 
 DTYPES = (torch.bfloat16, torch.float16)
 _FAR = 2**30  #: further than any two positions are apart
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 _CACHED = 32 << 20  #: bytes of keys and values that shall stay in the L2 cache
 _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _MOST = 256  #: channels
 _ROWS = 64  #: queries of a warpgroup
-_OWNERS = 4  #: marks of a program beside those of its tiles
+OWNERS = 4  #: marks of a program beside those of its tiles
 _FORWARD = Named("opkit.attn.gpu.hopper.device.forward", "hopper_forward")
 _OF_MASKS = ("tiles", "counts", *plans.TENSORS)
 _GIVEN = ("q", "k", "v", "counter")
@@ -219,7 +219,7 @@ def _numbers(call: Call, shape: Shape) -> dict[str, Any]:
         **plans.numbers_of(shape),
         "BANDED": shape.banded,
         "CAPPED": capped,
-        "factor": (call.softcap if capped else call.scale) * _LOG2E,
+        "factor": (call.softcap if capped else call.scale) * LOG2E,
         "inner": call.scale / call.softcap if capped else 1.0,
         "processors": processors(call.q.device),
     }
@@ -229,7 +229,7 @@ def _marks(call: Call, tile: Tile) -> int:
     """How many numbers a launch counts and marks with, as :mod:`opkit.attn.gpu.hopper.device.mend` lays them out."""
     batch, heads, queries, _ = call.q.shape
     tiles = batch * heads * -(-queries // (tile.warpgroups * _ROWS)) if call.mask else 0
-    return 2 + _OWNERS * processors(call.q.device) + tiles * tile.warpgroups
+    return 2 + OWNERS * processors(call.q.device) + tiles * tile.warpgroups
 
 
 def processors(device: torch.device) -> int:
@@ -315,7 +315,7 @@ def _block(rows: int, x: Any) -> tuple[int, int, int, int]:
     return 1, 1, rows, _padded(x.shape[3])
 
 
-def _section(q: Any, k: Any, v: Any) -> int:
+def section(q: Any, k: Any, v: Any) -> int:
     """How many heads of queries to interleave: so many that their keys and values fit into the cache."""
     group = q.shape[1] // k.shape[1]
     of_head = k.shape[2] * (_padded(k.shape[3]) + _padded(v.shape[3])) * 2
@@ -329,5 +329,5 @@ _SIZES: dict[str, Any] = {
     "group": lambda q, k: q.shape[1] // k.shape[1],
     "head_size": lambda q: q.shape[3],
     "value_size": lambda v: v.shape[3],
-    "section": _section,
+    "section": section,
 }

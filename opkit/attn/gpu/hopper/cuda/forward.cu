@@ -1,0 +1,34 @@
+// The forward on the host. Who includes this file names the elements T.
+#include "forward.cuh"
+#include "host.cuh"
+
+namespace {
+
+template <typename L, bool BANDED>
+cudaError_t launch(Problem problem, cudaStream_t stream) {
+    const Problem& call = problem;
+    CUtensorMap q, k, v;
+    const int key_heads = call.heads / call.group;
+    cudaError_t error = describe(&q, call.q, call.batch, call.heads, call.queries, call.head_size, L::ROWS, L::BOXES);
+    if (!error) error = describe(&k, call.k, call.batch, key_heads, call.keys, call.head_size, L::KEYS, L::BOXES);
+    if (!error) error = describe(&v, call.v, call.batch, key_heads, call.keys, call.value_size, L::KEYS, L::BOXES);
+    if (!error) error = cudaFuncSetAttribute(attention<L, BANDED>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::SHARED);
+    if (error) return error;
+    problem.blocks = (call.queries + L::ROWS - 1) / L::ROWS;
+    problem.tiles = call.batch * call.heads * call.blocks;
+    const cudaLaunchConfig_t config = configured(dim3(min(call.tiles, call.processors)), L::THREADS, L::SHARED, stream);
+    return cudaLaunchKernelEx(&config, attention<L, BANDED>, problem, q, k, v);
+}
+
+}  // namespace
+
+// Launch; an error of CUDA's, or 0.
+extern "C" __attribute__((visibility("default"))) int hopper_forward(const Problem* call, cudaStream_t stream) {
+    const OnDevice device(call->device);
+    if (device.error) return device.error;
+    return call->banded ? launch<Narrow, true>(*call, stream) : launch<Narrow, false>(*call, stream);
+}
+
+// What opkit's tests hold its own description of a call against, and what a block asks for of shared memory.
+extern "C" __attribute__((visibility("default"))) int hopper_forward_call_bytes() { return sizeof(Problem); }
+extern "C" __attribute__((visibility("default"))) int hopper_forward_shared_bytes() { return Narrow::SHARED; }

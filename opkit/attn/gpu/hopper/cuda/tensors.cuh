@@ -1,0 +1,60 @@
+// Tensors (batch, heads, rows, channels) of elements T in memory, and rows of results that go there from registers.
+#pragma once
+
+#include <cstdint>
+
+#include "sm90.cuh"
+
+namespace {
+
+constexpr int COLUMNS = 64, ROW_BYTES = 128;  // of a box in shared memory
+
+// A tensor's first element and its strides, in elements, by batch, head and row; those of channels are 1.
+struct Rows {
+    void* data;
+    int64_t batch, head, row;
+};
+
+template <typename E>
+SM90 E* first_of(const Rows& rows, int batch, int head) {
+    return static_cast<E*>(rows.data) + batch * rows.batch + head * rows.head;
+}
+
+// Four registers of each thread of a quad: what was register i of thread j becomes register j of thread i.
+SM90 void transpose(uint32_t (&w)[4]) {
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+        const bool upper = threadIdx.x & bit;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i & bit) continue;
+            const uint32_t given = __shfl_xor_sync(0xffffffff, upper ? w[i] : w[i + bit], bit);
+            (upper ? w[i] : w[i + bit]) = given;
+        }
+    }
+}
+
+// Two rows of a product that a thread has parts of, `row` and `row + 8`, times factors; 16 bytes of a row at once.
+template <int N>
+SM90 void store(const Rows& rows, int batch, int head, int row, int length, int columns, const float (&x)[N], const float (&by)[2]) {
+    T* base = first_of<T>(rows, batch, head);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int i = row + 8 * half;
+        T* of_row = base + i * rows.row;
+#pragma unroll
+        for (int j = 0; j < N / 16; j++) {
+            uint32_t w[4];
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const int first = 4 * (4 * j + n) + 2 * half;
+                w[n] = sm90::pack<T>(x[first] * by[half], x[first + 1] * by[half]);
+            }
+            transpose(w);
+            const int column = (4 * j + threadIdx.x % 4) * 8;
+            if (i < length && column < columns) *reinterpret_cast<uint4*>(of_row + column) = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+    }
+}
+
+}  // namespace

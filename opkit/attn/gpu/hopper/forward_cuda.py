@@ -1,0 +1,140 @@
+"""The forward for sm_90a in CUDA C++ (``cuda/forward.cu``): which calls are for it, and a call of it.
+
+It is for heads of 64, whose exponentials take as long as their products. As in the kernel in Gluon three warpgroups have 64
+queries each; what Gluon cannot express is that a warp frees a buffer by itself, where Triton has all of a warpgroup meet before
+and after, and that a warpgroup passes over steps of keys of which it sees none. Where there is no nvcc, the kernel in Gluon
+takes these calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkit.attn.allocation import overwritten, rows
+from opkit.attn.calls import Call, predicate
+from opkit.attn.gpu import plans
+from opkit.attn.gpu.hopper import forward as gluon
+from opkit.attn.gpu.hopper import library
+from opkit.attn.gpu.hopper.library import Rows
+from opkit.errors import KernelError
+from opkit.op import torch_private as private
+from opkit.op.operator import CustomOp
+from opkit.op.prepared import PreparedKernel
+
+NAME = "hopper_cuda"
+HEAD = 64  #: channels
+_PRIORITY = 2  # above the kernel in Gluon
+_FROM = 4096  #: queries, and keys that each sees
+_ROWS = 64  #: queries of a warpgroup
+_GROUPS = 3  #: warpgroups of a block
+_INTS = (
+    "batch", "heads", "group", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "section", "blocks",
+    "tiles", "processors", "device",
+)  # fmt: skip
+
+
+class Problem(ctypes.Structure):
+    """A call, as ``cuda/forward.cu`` says."""
+
+    _fields_ = (
+        *((name, Rows) for name in ("q", "k", "v", "out")),
+        ("lse", ctypes.c_void_p),
+        ("counter", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in _INTS),
+        ("factor", ctypes.c_float),
+    )
+
+
+def register(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::attention`` the kernel."""
+    op.register_kernel("cuda", forward, when=predicate(Call, takes), name=NAME, priority=_PRIORITY, trusted=True)
+
+
+def takes(call: Call) -> bool:
+    """Whether a call is for :func:`forward`: long, under a band, on a GPU of compute capability 9.0 beside an nvcc."""
+    return fits(call) and _long(call) and gluon.takes(call) and library.compiler_there()
+
+
+def fits(call: Call) -> bool:
+    """Whether :func:`forward` can compute a call."""
+    shape = plans.shape_of(tuple(call.mask), ())
+    plain = call.sinks is None and call.softcap == 0 and not shape.mask and not shape.lengths
+    return gluon.fits(call) and plain and call.q.shape[3] == call.v.shape[3] == HEAD
+
+
+def _long(call: Call) -> bool:
+    shape = plans.shape_of(tuple(call.mask), ())
+    seen = min(call.k.shape[2], shape.upper - shape.lower)
+    return shape.banded and min(call.q.shape[2], seen) >= _FROM
+
+
+@PreparedKernel
+def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The operator's result and log-sum-exp, of its own arguments.
+
+    It takes bfloat16 and float16; heads of 64; grouped heads; any numbers of queries and keys but none; no mask or a band; a
+    positive scale. What :func:`opkit.attn.gpu.hopper.forward.forward` says of rounding, of what is hidden, of infinities and of
+    strides holds here too.
+
+    Raises:
+        KernelError: it does not take the call.
+        ToolchainError: there is no nvcc.
+        CompileError: nvcc refused the source.
+    """
+    call = Call(*given)
+    if not fits(call):
+        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
+        raise KernelError(
+            f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
+            f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of {HEAD}, under a band or "
+            "no mask. Leave the choice to opkit, or force kernel='hopper'."
+        )
+    return _prepared(call)
+
+
+def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
+    launch = library.launcher("forward", call.q.dtype)
+    described = all(gluon.describable(each) for each in call[:3])
+    counter = gluon.counters(call.q.device, _marks(call))
+    made = rows(call.q, call.v.shape[3], call.heads_inside)
+    new_out, new_lse = overwritten(made), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
+    common, gpu = _problem(call, made), call.q.get_device()
+
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        inputs, problem = given[:3], Problem.from_buffer_copy(common)
+        if not described or any(each.data_ptr() % 16 for each in inputs):
+            inputs = [each.clone(memory_format=torch.contiguous_format) for each in inputs]
+            problem.q, problem.k, problem.v = map(library.rows_of, inputs)
+        out, lse, marks = new_out(), new_lse(), counter()
+        for of, tensor in zip((problem.q, problem.k, problem.v, problem.out), (*inputs, out), strict=True):
+            of.data = tensor.data_ptr()
+        problem.lse, problem.counter = lse.data_ptr(), marks.data_ptr()
+        launch(problem, private.current_stream(gpu))
+        return out, lse
+
+    return run
+
+
+def _problem(call: Call, out: Tensor) -> Problem:
+    """What is the same for all calls like this one."""
+    q, k, v = call[:3]
+    shape = plans.shape_of(tuple(call.mask), ())
+    numbers = {
+        "batch": q.shape[0], "heads": q.shape[1], "group": q.shape[1] // k.shape[1], "queries": q.shape[2],
+        "keys": k.shape[2], "head_size": q.shape[3], "value_size": v.shape[3], "lower": shape.lower, "upper": shape.upper,
+        "banded": shape.banded, "section": gluon.section(q, k, v), "processors": gluon.processors(q.device),
+        "device": q.get_device(), "factor": call.scale * gluon.LOG2E,
+    }  # fmt: skip
+    return Problem(*map(library.rows_of, (q, k, v, out)), **numbers)
+
+
+def _marks(call: Call) -> int:
+    """How many numbers a launch counts and marks with, as ``cuda/forward.cu`` lays them out."""
+    batch, heads, queries, _ = call.q.shape
+    tiles = batch * heads * -(-queries // (_GROUPS * _ROWS)) if call.mask else 0
+    return 2 + gluon.OWNERS * gluon.processors(call.q.device) + tiles * _GROUPS

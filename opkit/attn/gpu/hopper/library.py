@@ -1,0 +1,76 @@
+"""The kernels for sm_90a in CUDA C++, in the folder ``cuda``: compiled by nvcc at the first call, then found in the build cache.
+
+They are built as those of :func:`opkit.cuda_kernel` are, and called by address, since they are told more than an operator's
+arguments (counters, and what the kernel in Gluon beside them is told), and a first call from the cache has no time to bind any.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opkit.errors import KernelError, ToolchainError
+from opkit.kernels import toolchain
+from opkit.kernels.compilation import Request, Unit, build
+
+SOURCES = Path(__file__).parent / "cuda"
+_FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
+_TYPES = {torch.bfloat16: ("cuda_bf16.h", "__nv_bfloat16"), torch.float16: ("cuda_fp16.h", "__half")}
+
+
+class Rows(ctypes.Structure):
+    """A tensor as the kernels see it: its first element, and its strides by batch, head and row."""
+
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "row")))
+
+
+def rows_of(x: torch.Tensor, data: int = 0) -> Rows:
+    """The strides of a tensor (batch, heads, sequence, head), and an address."""
+    return Rows(data, *x.stride()[:3])
+
+
+def compiler_there() -> bool:
+    """Whether this machine has nvcc."""
+    try:
+        toolchain.find("cuda")
+    except ToolchainError:
+        return False
+    return True
+
+
+def request(name: str, dtype: torch.dtype) -> Request:
+    """What nvcc is asked for: ``name``.cu for elements of a dtype."""
+    header, element = _TYPES[dtype]
+    source = (SOURCES / f"{name}.cu").read_text(encoding="utf-8")
+    text = f'#include <{header}>\nusing T = {element};\n#line 1 "{name}.cu"\n{source}'
+    unit = Unit(f"{name}.cu for {element}", text, "cuda")
+    return Request(f"hopper_{name}", (unit,), flags=_FLAGS, include_dirs=(SOURCES,))
+
+
+@functools.cache
+def launcher(name: str, dtype: torch.dtype) -> Callable[[Any, int], None]:
+    """The function that launches the kernels of ``name``.cu: it takes a call, a structure of ctypes, and a stream.
+
+    Raises:
+        ToolchainError: there is no nvcc.
+        CompileError: nvcc refused the source.
+        KernelError: a launch failed, which is raised by the function.
+    """
+    function = ctypes.CDLL(os.fspath(build(request(name, dtype))))[f"hopper_{name}"]
+    function.restype, function.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]
+
+    def launch(call: ctypes.Structure, stream: int) -> None:
+        error = function(ctypes.addressof(call), stream)
+        if error:
+            raise KernelError(
+                f"opkit::attention: the kernel hopper_{name} was not launched: CUDA's error {error}. Force kernel='hopper', "
+                "which is in Gluon, to go on without it."
+            )
+
+    return launch

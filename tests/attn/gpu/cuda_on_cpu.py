@@ -1,0 +1,73 @@
+"""The kernels for sm_90a in CUDA C++ on a processor: compiled by its compiler, with CUDA and PTX as ``hopper_on_cpu`` has them.
+
+Numbers are those that the kernels compute, and the order of events is random: what waits for too little, or frees a buffer too
+early, is found. Nothing is said of the compiler nvcc, nor of speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from opkit.attn.gpu.hopper import forward as gluon
+from opkit.attn.gpu.hopper import library
+from opkit.errors import KernelError
+from opkit.kernels import toolchain
+
+MACHINE = Path(__file__).parent / "hopper_on_cpu"
+
+
+def build(name: str, dtype: torch.dtype, folder: Path) -> Path:
+    """The library of ``name``.cu, for this processor."""
+    for file in (*library.SOURCES.glob("*.cuh"), *MACHINE.iterdir()):  # the machine's sm90.cuh in place of the other
+        (folder / file.name).write_text(file.read_text())
+    source, built = (
+        folder / f"{name}_{dtype}.cpp".replace("torch.", ""),
+        folder / f"{name}_{dtype}.so".replace("torch.", ""),
+    )
+    source.write_text(library.request(name, dtype).units[0].text)
+    command = [
+        *toolchain.find("c++").command,
+        "-std=c++17",
+        "-O3",
+        "-U_FORTIFY_SOURCE",
+        "-fPIC",
+        "-shared",
+        f"-I{folder}",
+        "-o",
+        built,
+        source,
+    ]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return built
+
+
+@contextlib.contextmanager
+def on_cpu(monkeypatch, folder: Path, processors: int = 2) -> Iterator[list[int]]:
+    """Launches of such kernels go to the machine, with so few multiprocessors that each has several tiles.
+
+    Gives a list whose one number is the seed of the next launches' order of events.
+    """
+    seed = [0]
+
+    @functools.cache
+    def launcher(name: str, dtype: torch.dtype):
+        function = ctypes.CDLL(str(build(name, dtype, folder)))[f"hopper_{name}"]
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+
+        def launch(call: ctypes.Structure, stream: int) -> None:
+            error = function(ctypes.addressof(call), seed[0])
+            if error:
+                raise KernelError(f"hopper_{name}: error {error}")
+
+        return launch
+
+    monkeypatch.setattr(library, "launcher", launcher)
+    monkeypatch.setattr(gluon, "processors", lambda device: processors)
+    yield seed

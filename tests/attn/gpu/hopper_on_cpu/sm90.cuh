@@ -1,0 +1,170 @@
+// What opkit/attn/gpu/hopper/cuda/sm90.cuh has, on the machine of machine.hpp.
+#pragma once
+
+#include "cuda.h"
+
+#define SM90 static inline
+
+namespace sm90 {
+
+using machine::self;
+
+SM90 unsigned char* dynamic_shared() { return self().block->shared.data(); }
+SM90 uint32_t shared(const void* at) {
+    return machine::BASE + static_cast<uint32_t>(static_cast<const unsigned char*>(at) - self().block->shared.data());
+}
+
+// ---- barriers -------------------------------------------------------------------------------------------------------------------
+
+SM90 machine::Barrier& barrier_at(machine::Block& block, uint32_t address) {
+    const auto found = block.barriers.find(address);
+    if (found == block.barriers.end()) throw std::runtime_error("a barrier that nobody made");
+    return found->second;
+}
+SM90 void barrier_init(uint32_t barrier, uint32_t arrivals) {
+    self().block->barriers[barrier] = {int(arrivals), int(arrivals), 0, 0};
+}
+SM90 void barriers_ready() {}
+SM90 void arrive(uint32_t barrier) {
+    auto& found = barrier_at(*self().block, barrier);
+    if (found.pending-- == 0) throw std::runtime_error("a barrier at which too many arrive");
+    found.settle();
+}
+SM90 void expect_bytes(uint32_t barrier, uint32_t bytes) {
+    barrier_at(*self().block, barrier).bytes += bytes;
+    arrive(barrier);
+}
+SM90 void wait(uint32_t barrier, uint32_t parity) {
+    auto& found = barrier_at(*self().block, barrier);
+    machine::wait_until([&found, parity] { return found.phase != parity; });
+}
+SM90 void named_sync(int number, int threads) { machine::meet_named(number, threads); }
+SM90 void named_arrive(int number, int threads) { machine::arrive_named(number, threads); }
+template <int COUNT>
+SM90 void more_registers() {}
+template <int COUNT>
+SM90 void fewer_registers() {}
+
+// ---- copies -----------------------------------------------------------------------------------------------------------------------
+
+SM90 void prefetch_map(const CUtensorMap*) {}
+SM90 void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, std::array<int, 5> first) {
+    machine::Block& block = *self().block;
+    machine::copy_later([=, &block, map = *map] {  // which lives longer than the thread here, as it does there
+        const int* box = map.box;
+        const int count = box[0] * box[1] * box[2] * box[3] * box[4];
+        for (int number = 0; number < count; number++) {
+            int64_t offset = 0;
+            bool inside = true;
+            for (int d = 0, rest = number; d < 5; rest /= box[d++]) {
+                const int64_t place = first[d] + rest % box[d];
+                inside &= place >= 0 && place < map.sizes[d], offset += place * map.strides[d];
+            }
+            uint16_t element = 0;
+            if (inside) std::memcpy(&element, map.data + offset, 2);
+            std::memcpy(machine::at(block, machine::swizzled(to + 2 * number)), &element, 2);
+        }
+        barrier_at(block, barrier).bytes -= 2 * count;
+        barrier_at(block, barrier).settle();
+    });
+}
+SM90 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {
+    copy_box(to, map, barrier, {c0, c1, c2, c3, 0});
+}
+SM90 void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int head, int batch) {
+    copy_box(to, map, barrier, {0, row, 0, head, batch});
+}
+
+// ---- products ---------------------------------------------------------------------------------------------------------------------
+
+SM90 void products_fence() {}
+SM90 void products_commit() { self().groups++; }
+
+SM90 uint64_t along_rows(uint32_t at) { return (uint64_t(64) << 32) | (uint64_t(1) << 16) | ((at & 0x3FFFF) >> 4); }
+SM90 uint64_t across_rows(uint32_t at, uint32_t next) {
+    return (uint64_t(64) << 32) | (uint64_t(next >> 4) << 16) | ((at & 0x3FFFF) >> 4);
+}
+SM90 uint64_t further(uint64_t matrix, uint32_t bytes) { return matrix + (bytes >> 4); }
+
+template <typename E>
+SM90 float element(uint64_t matrix, bool across, int i, int k) {
+    const uint32_t start = (matrix & 0x3FFF) << 4, next = (matrix >> 16 & 0x3FFF) << 4, group = (matrix >> 32 & 0x3FFF) << 4;
+    const uint32_t place = across ? i / 64 * next + i % 64 * 2 + k / 8 * group + k % 8 * 128 : i / 8 * group + i % 8 * 128 + k * 2;
+    E found;
+    std::memcpy(&found, machine::at(*self().block, machine::swizzled(start + place)), 2);
+    return float(found);
+}
+template <typename E>
+SM90 float half_of(uint32_t both, int which) {
+    const uint16_t bits = both >> 16 * which;
+    E found;
+    std::memcpy(&found, &bits, 2);
+    return float(found);
+}
+
+// What a thread has of a product, d, once all of its warp have begun it.
+template <typename E>
+SM90 void finish(const machine::Product& product, size_t number) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    std::vector<float> right(product.columns / 4 * 16);
+    for (int c = 0; c < product.columns / 4; c++)
+        for (int k = 0; k < 16; k++)
+            right[c * 16 + k] = element<E>(product.b, product.b_across, c / 2 * 8 + lane % 4 * 2 + c % 2, k);
+    for (int h = 0; h < 2; h++) {
+        float left[16];
+        for (int k = 0; k < 16; k++) {
+            const auto& mate = self().warp->lanes[lane / 4 * 4 + k % 8 / 2]->products[number];
+            left[k] = product.registers ? half_of<E>(mate.left[k / 8 * 2 + h], k % 2) : element<E>(product.a, product.a_across, first + 8 * h, k);
+        }
+        for (int c = 0; c < product.columns / 4; c++) {
+            double sum = 0;
+            for (int k = 0; k < 16; k++) sum += double(left[k]) * right[c * 16 + k];
+            float& d = product.d[c / 2 * 4 + 2 * h + c % 2];
+            d = float(sum + (product.add ? d : 0));
+        }
+    }
+}
+
+template <typename E>
+SM90 void finish_all(int pending) {
+    auto& me = self();
+    size_t count = 0;
+    while (count < me.products.size() && me.products[count].group < me.groups - pending) count++;
+    machine::meet_warp();
+    for (size_t i = 0; i < count; i++) finish<E>(me.products[i], i);
+    machine::meet_warp();
+    me.products.erase(me.products.begin(), me.products.begin() + count);
+}
+template <int PENDING>
+SM90 void products_wait() { finish_all<T>(PENDING); }
+
+template <typename V>
+SM90 void hold(V&) {}
+
+template <typename E, int N>
+struct Product {
+    template <int A_ACROSS, int B_ACROSS>
+    SM90 void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int add) {
+        self().products.push_back({d, N, self().groups, false, A_ACROSS != 0, B_ACROSS != 0, add != 0, {}, a, b});
+    }
+    template <int B_ACROSS>
+    SM90 void rs(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, int add) {
+        self().products.push_back({d, N, self().groups, true, false, B_ACROSS != 0, add != 0, {a0, a1, a2, a3}, 0, b});
+    }
+};
+
+// ---- numbers ----------------------------------------------------------------------------------------------------------------------
+
+SM90 float exp2_approx(float x) {
+    const float y = std::exp2(x);
+    return y < 1.17549435e-38f ? 0 : y;
+}
+template <typename E>
+SM90 uint32_t pack(float first, float second) {
+    const E both[] = {E(first), E(second)};
+    uint32_t found;
+    std::memcpy(&found, both, 4);
+    return found;
+}
+
+}  // namespace sm90

@@ -1,0 +1,237 @@
+"""The forward for sm_90a in CUDA C++: it compiles as it must where there is nvcc, and its numbers are right on such a GPU."""
+
+import ctypes
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hopper_calls import BF16, CAUSAL, FAR, FP16, SHARED, arguments, compared, filled, on_hopper, shaped
+
+from opkit.attn import api, program, reference
+from opkit.attn.calls import Call
+from opkit.attn.gpu.hopper import forward as gluon
+from opkit.attn.gpu.hopper import forward_cuda as cuda
+from opkit.attn.gpu.hopper import library
+from opkit.errors import KernelError, ToolchainError
+from opkit.kernels import compilation, toolchain
+from opkit.masks import Causal
+
+with_nvcc = pytest.mark.skipif(not library.compiler_there(), reason="needs nvcc")
+
+ON_HOPPER = [*on_hopper, with_nvcc]
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+@with_nvcc
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_compiles_without_spills(dtype, tmp_path, record_property):
+    request = library.request("forward", dtype)
+    source = tmp_path / "unit.cu"
+    source.write_text(request.units[0].text)
+    nvcc = [*toolchain.find("cuda").command, "-std=c++17", "-O3", *request.flags, f"-I{library.SOURCES}"]
+    command = [*nvcc, "-Xptxas", "-v", "-cubin", "-o", tmp_path / "unit.cubin", source]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = [int(each) for each in re.findall(r"Used (\d+) registers", said)]
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    record_property("resources", f"{registers} registers, {spills} bytes spilled")
+    assert registers == [128, 128]  # before they are shared out; under a band, and without
+    assert spills == [("0", "0")] * 2
+    assert not re.findall(r"\((C751\d)\) Potential Performance Loss", said), (
+        said
+    )  # a product that waits for the one before it
+
+
+@with_nvcc
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_call_is_laid_out_as_in_the_source(dtype):
+    built = ctypes.CDLL(str(compilation.build(library.request("forward", dtype))))
+    assert built.hopper_forward_call_bytes() == ctypes.sizeof(cuda.Problem)
+    assert built.hopper_forward_shared_bytes() <= SHARED
+
+
+@with_nvcc
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_launch_that_fails_raises():
+    with pytest.raises(KernelError, match=r"hopper_forward was not launched: CUDA's error \d+"):
+        library.launcher("forward", BF16)(cuda.Problem(), 0)
+
+
+def test_without_nvcc_there_is_none(monkeypatch):
+    def find(language):
+        raise ToolchainError(f"no compiler for {language}")
+
+    monkeypatch.setattr(toolchain, "find", find)
+    assert not library.compiler_there()
+
+
+# ---- which calls it takes --------------------------------------------------------------------------------------------
+
+
+def bottom_right(queries, keys):
+    return program.BAND, -FAR, keys - queries
+
+
+LONG = {"causal": CAUSAL, "bottom right": bottom_right(8192, 8192), "a wide window": (program.BAND, -5000, 0)}
+OTHERS = {
+    "no mask": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64)),
+    "short": lambda: arguments(*shaped((4, 2), 1024, 1024, 64, 64), mask=CAUSAL),
+    "a narrow window": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=(program.BAND, -100, 0)),
+    "few queries": lambda: arguments(*shaped((4, 2), 64, 8192, 64, 64), mask=bottom_right(64, 8192)),
+}
+REFUSED = {
+    "other heads": lambda: arguments(*shaped((4, 2), 8192, 8192, 128, 128), mask=CAUSAL),
+    "other values": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 128), mask=CAUSAL),
+    "float32": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64, torch.float32), mask=CAUSAL),
+    "a soft cap": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL, softcap=3.0),
+    "sinks": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL, sinks=torch.empty(4, device="meta")),
+    "documents": lambda: arguments(
+        *shaped((4, 2), 8192, 8192, 64, 64),
+        mask=(program.SEGMENTS, 0, 1),
+        masks=[torch.empty(2, 8192, device="meta")] * 2,
+    ),
+    "dropout": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL, dropout_p=0.5),
+}
+
+
+@pytest.fixture
+def a_hopper(monkeypatch):
+    monkeypatch.setattr(gluon, "on_hopper", lambda x: True)
+    monkeypatch.setattr(library, "compiler_there", lambda: True)
+
+
+@pytest.mark.usefixtures("a_hopper")
+class TestTakes:
+    @pytest.mark.parametrize("case", LONG)
+    def test_long_bands(self, case):
+        assert cuda.takes(Call(*arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=LONG[case])))
+
+    @pytest.mark.parametrize("case", [*OTHERS, *REFUSED])
+    def test_no_others(self, case):
+        assert not cuda.takes(Call(*(OTHERS | REFUSED)[case]()))
+
+    def test_none_where_batch_invariance_is_asked_for(self, monkeypatch):
+        monkeypatch.setattr(gluon.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+        assert not cuda.takes(Call(*arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)))
+
+    def test_none_without_nvcc(self, monkeypatch):
+        monkeypatch.setattr(library, "compiler_there", lambda: False)
+        assert not cuda.takes(Call(*arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case):
+    with pytest.raises(KernelError, match=r"kernel 'hopper_cuda' does not take q, k, v of .* force kernel='hopper'"):
+        cuda.forward(*REFUSED[case]())
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+CALLS = {  # (batch, heads of queries and of keys, queries, keys), and what else
+    "one tile": ((1, (1, 1), 192, 128), {}),
+    "one tile, causal": ((1, (1, 1), 192, 192), {"mask": CAUSAL}),
+    "tails": ((2, (4, 2), 333, 300), {}),
+    "tails, causal": ((2, (4, 2), 300, 300), {"mask": CAUSAL}),
+    "one query": ((1, (2, 1), 1, 77), {}),
+    "one key": ((3, (5, 1), 129, 1), {}),
+    "few queries, bottom right": ((1, (1, 1), 64, 2048), {"mask": bottom_right(64, 2048)}),
+    "dead rows": ((1, (2, 2), 500, 70), {"mask": bottom_right(500, 70)}),
+    "all rows dead": ((1, (2, 1), 200, 200), {"mask": (program.BAND, 1000, 2000)}),
+    "window": ((2, (4, 1), 1000, 1000), {"mask": (program.BAND, -100, 0)}),
+    "narrow window": ((1, (3, 3), 257, 777), {"mask": (program.BAND, 5, 40)}),
+    "window far behind": ((1, (3, 3), 257, 777), {"mask": (program.BAND, -300, -200)}),
+    "many tiles": ((8, (16, 4), 640, 640), {"mask": CAUSAL}),
+    "many tiles of one step": ((8, (16, 4), 640, 100), {}),
+    "a last section that is smaller": ((1, (70, 1), 1024, 1024), {"mask": CAUSAL}),
+    "heads inside": ((2, (4, 2), 300, 300), {"mask": CAUSAL, "heads_inside": True}),
+    "another scale": ((2, (4, 2), 300, 300), {"mask": CAUSAL, "scale": 0.7}),
+    "long": ((1, (2, 1), 4500, 4500), {"mask": CAUSAL}),
+}
+
+
+def compared_here(given):
+    return compared(given, cuda.forward(*given))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("case", CALLS)
+class TestNumbers:
+    pytestmark = ON_HOPPER
+
+    def test_are_the_references(self, case, dtype):
+        (batch, heads, queries, keys), what = CALLS[case]
+        inside = what.get("heads_inside", False)
+        compared_here(arguments(*filled(batch, heads, queries, keys, 64, 64, dtype, inside), **what))
+
+
+class TestOnGpu:
+    pytestmark = ON_HOPPER
+
+    @pytest.mark.parametrize("mask", [CAUSAL, (program.BAND, -50, 0), bottom_right(300, 200), (program.BAND, -40, 30)])
+    def test_hidden_keys_and_values_do_not_leak(self, mask):
+        q, k, v = filled(1, (2, 1), 300, 300, 64, 64)
+        for j in (3, 150, 299):
+            k[:, :, j], v[:, :, j, ::3], v[:, :, j, 1] = float("nan"), float("inf"), float("nan")
+        out, lse = cuda.forward(*(given := arguments(q, k, v, mask=mask)))
+        expected, of_rows = reference.attention(*[x.double() if isinstance(x, torch.Tensor) else x for x in given])
+        clean = expected.isfinite().all(-1)
+        assert 0 < clean.sum() < clean.numel()
+        torch.testing.assert_close(out[clean].double(), expected[clean], rtol=1e-2, atol=1e-2)
+        assert out[~clean].isnan().any(-1).all()
+        torch.testing.assert_close(lse.double(), of_rows, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+    def test_padding_in_memory_does_not_leak(self):
+        q, k, v = filled(2, (2, 2), 300, 400, 64, 64)
+        k[:, :, 300:], v[:, :, 300:] = float("nan"), float("nan")
+        for mask in ((), CAUSAL):
+            compared_here(arguments(q, k[:, :, :300], v[:, :, :300], mask=mask))
+
+    def test_strides_that_tma_cannot_follow_are_copied(self):
+        _, _, v = filled(2, (4, 2), 200, 200, 64, 64)
+        q = torch.randn(2, 4, 64, 200, device="cuda").to(BF16).mT
+        k = torch.randn(2, 2, 200, 67, device="cuda").to(BF16)[..., 3:]
+        compared_here(arguments(q, k, v[:, :1].expand(2, 2, 200, 64), mask=CAUSAL))
+
+    def test_it_is_deterministic_and_leaves_the_counter_as_it_was(self):
+        given = arguments(*filled(4, (16, 4), 700, 900, 64, 64), mask=CAUSAL)
+        first = cuda.forward(*given)
+        for _ in range(3):
+            assert all(map(torch.equal, first, cuda.forward(*given)))
+        torch.cuda.synchronize()
+        assert all((counter == 0).all() for counter in gluon._known_counters.values())
+
+    def test_streams_do_not_share_a_counter(self):
+        given = [arguments(*filled(8, (16, 16), 1024, 1024, 64, 64), mask=CAUSAL) for _ in range(2)]
+        alone = [cuda.forward(*each) for each in given]
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in given]
+        found = []
+        for _ in range(8):
+            for stream, each in zip(streams, given, strict=True):
+                with torch.cuda.stream(stream):
+                    found.append(cuda.forward(*each))
+        torch.cuda.synchronize()
+        for number, each in enumerate(found):
+            assert all(map(torch.equal, alone[number % 2], each))
+
+    def test_a_graph_can_be_captured(self):
+        given = arguments(*filled(2, (4, 2), 300, 300, 64, 64), mask=CAUSAL)
+        expected = cuda.forward(*given)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = cuda.forward(*given)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, expected, found))
+
+    def test_calls_get_it(self):
+        q, k, v = filled(1, (2, 1), 8192, 8192, 64, 64)
+        assert api.select(q, k, v, mask=Causal()).kernel == cuda.NAME
