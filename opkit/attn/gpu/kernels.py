@@ -11,8 +11,8 @@ from opkit.attn.calls import BiasCall, Call, GradientCall, predicate
 from opkit.attn.gpu import tuned
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as hopper_backward
+from opkit.attn.gpu.hopper import backward_cuda, forward_cuda, packed
 from opkit.attn.gpu.hopper import forward as hopper
-from opkit.attn.gpu.hopper import forward_cuda, packed
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, fits, takes
 from opkit.attn.gpu.mla import decode as mla
 from opkit.attn.gpu.portable import invariant
@@ -51,6 +51,7 @@ def register(op: CustomOp[Any, Any]) -> None:
     of_gradients.register_kernel(
         "cuda", hopper_backward.backward, when=when, name="hopper", priority=_HOPPER, trusted=True
     )
+    backward_cuda.register(of_gradients)
     when = predicate(BiasCall, takes_bias_gradients)
     gradients.bias_backward_operator().register_kernel(device(), bias_backward, when=when, name=NAME, trusted=True)
 

@@ -10,9 +10,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cuda_on_cpu import on_cpu
 from hopper_calls import BF16, CAUSAL, FAR, FP16, arguments, compared, shaped
 
-from opkit.attn import program, reference
+from opkit.attn import gradients, program, reference
+from opkit.attn.gpu.hopper import backward_cuda, forward_cuda
 from opkit.attn.gpu.hopper import forward as gluon
-from opkit.attn.gpu.hopper import forward_cuda
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +95,99 @@ class TestForward:
         forward_cuda.forward(*arguments(q, k, v, mask=CAUSAL))
         assert len(kept) == 1
         assert not kept[0].any()
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+GRADIENTS = {  # (batch, heads of queries and of keys, queries, keys, head, columns), and what else
+    "one tile": ((1, (1, 1), 128, 128, 64, 64), {}),
+    "tails, 128": ((1, (2, 1), 133, 150, 128, 128), {}),
+    "tails, causal, 128": ((1, (2, 1), 300, 300, 128, 128), {"mask": CAUSAL}),
+    "causal, 64": ((2, (4, 2), 300, 300, 64, 64), {"mask": CAUSAL}),
+    "one query": ((1, (2, 1), 1, 77, 128, 128), {}),
+    "one key": ((3, (5, 1), 129, 1, 64, 64), {}),
+    "dead rows": ((1, (2, 2), 300, 70, 128, 128), {"mask": bottom_right(300, 70)}),
+    "all rows dead": ((1, (2, 1), 200, 200, 64, 64), {"mask": (program.BAND, 1000, 2000)}),
+    "window": ((1, (4, 1), 400, 400, 64, 64), {"mask": (program.BAND, -100, 0)}),
+    "window far behind": ((1, (2, 2), 257, 500, 128, 128), {"mask": (program.BAND, -200, -100)}),
+    "many tiles": ((2, (4, 4), 260, 400, 64, 64), {"mask": CAUSAL}),
+    "heads inside": ((1, (4, 2), 200, 200, 128, 128), {"mask": CAUSAL, "heads_inside": True}),
+    "64 and 128": ((1, (2, 1), 200, 200, 64, 128), {"mask": CAUSAL}),
+    "128 and 64": ((1, (2, 1), 200, 200, 128, 64), {"scale": 0.2}),
+}
+
+
+def gradient_call(sizes, dtype=BF16, of_lse=False, **what):
+    """A call of the backward, with the reference's results; and their exact gradients."""
+    q, k, v = filled(*sizes, dtype=dtype, heads_inside=what.get("heads_inside", False))
+    return with_results(q, k, v, of_lse, **what)
+
+
+def with_results(q, k, v, of_lse=False, **what):
+    given = arguments(q, k, v, **what)
+    exact = [x.double() if isinstance(x, torch.Tensor) else x for x in given]
+    out, lse = reference.attention(*exact)
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.empty_like(out, dtype=q.dtype).normal_(generator=generator)
+    of_lse = torch.empty_like(lse, dtype=torch.float32).normal_(generator=generator) if of_lse else None
+    rest = ([], [], given[7], [], given[9], 0.0, given[12])
+    call = (gradient, of_lse, q, k, v, out.to(q.dtype), lse.float(), *rest)
+    wide = [x.double() if isinstance(x, torch.Tensor) else x for x in call]
+    return call, gradients.attention_backward(*wide)
+
+
+def off(found, expected):
+    """How far the results are off, as shares of the greatest elements."""
+    return [
+        ((x.double() - y).abs().max() / y.abs().max().clamp(min=0.1)).item()
+        for x, y in zip(found, expected, strict=True)
+    ]
+
+
+class TestBackward:
+    @pytest.mark.parametrize("dtype", [BF16, FP16])
+    @pytest.mark.parametrize("case", GRADIENTS)
+    def test_numbers_are_the_references(self, machine, case, dtype):
+        sizes, what = GRADIENTS[case]
+        call, expected = gradient_call(sizes, dtype, **what)
+        found = backward_cuda.backward(*call)
+        assert [x.dtype for x in found] == [dtype] * 3 + [torch.float32]
+        assert all((x.transpose(1, 2) if what.get("heads_inside") else x).is_contiguous() for x in found[:3])
+        rounding = torch.finfo(dtype).eps
+        assert max(off(found, expected)) < 2 * rounding, off(found, expected)
+
+    def test_a_gradient_of_the_log_sum_exp(self, machine):
+        call, expected = gradient_call((1, (2, 1), 200, 150, 64, 64), of_lse=True, mask=CAUSAL)
+        assert max(off(backward_cuda.backward(*call), expected)) < 2 * torch.finfo(BF16).eps
+
+    @pytest.mark.parametrize("order", range(1, 4))
+    @pytest.mark.parametrize(("head", "mask"), [(64, CAUSAL), (128, CAUSAL), (64, ()), (128, (program.BAND, -150, 20))])
+    def test_any_order_of_events_gives_the_same(self, machine, head, mask, order):
+        call, expected = gradient_call((1, (4, 2), 300, 300, head, head), mask=mask)
+        machine[0] = order
+        found = backward_cuda.backward(*call)
+        machine[0] = 0
+        assert max(off(found, expected)) < 2 * torch.finfo(BF16).eps
+        assert all(
+            map(torch.equal, found[1:], backward_cuda.backward(*call)[1:])
+        )  # the gradient of queries is summed in any order
+
+    @pytest.mark.parametrize("head", [64, 128])
+    @pytest.mark.parametrize("mask", [CAUSAL, (program.BAND, -50, 30)])
+    def test_hidden_keys_and_values_do_not_leak(self, machine, head, mask):
+        q, k, v = filled(1, (2, 1), 200, 300, head, head)
+        (gradient, _, *_, out, lse), expected = (
+            with_results(q, k, v, mask=mask)[0][:7],
+            with_results(q, k, v, mask=mask)[1],
+        )
+        k[:, :, 260:], v[:, :, 260:] = float("nan"), float("inf")  # no query sees them
+        rest = with_results(q, k, v, mask=mask)[0][7:]
+        found = backward_cuda.backward(gradient, None, q, k, v, out, lse, *rest)
+        assert max(off(found, expected)) < 2 * torch.finfo(BF16).eps
+
+    def test_strides_that_tma_cannot_follow_are_copied(self, machine):
+        q, k, v = filled(1, (4, 2), 150, 150)
+        q = q.mT.contiguous().mT
+        k = torch.nn.functional.pad(k, (3, 0))[..., 3:]
+        call, expected = with_results(q, k, v[:, :1].expand(1, 2, 150, 64), mask=CAUSAL)
+        assert max(off(backward_cuda.backward(*call), expected)) < 2 * torch.finfo(BF16).eps

@@ -25,6 +25,13 @@ static const Coordinates gridDim = COORDINATES(here().grid);
 struct uint4 {
     uint32_t x, y, z, w;
 };
+struct int4 {
+    int x, y, z, w;
+};
+struct float4 {
+    float x, y, z, w;
+};
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 template <typename A, typename B>
@@ -56,6 +63,17 @@ static inline V __shfl_sync(unsigned, V value, int lane) { return machine::excha
 static inline bool __all_sync(unsigned, bool value) {
     const auto all = machine::exchange(int(value));
     return std::all_of(all.begin(), all.end(), [](int each) { return each; });
+}
+static inline bool __any_sync(unsigned all, bool value) { return !__all_sync(all, !value); }
+static inline uint32_t __float_as_uint(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+static inline float __uint_as_float(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
 }
 static inline void __syncwarp() { machine::meet_warp(); }
 static inline void __syncthreads() { machine::meet_named(0, machine::self().block->threads); }

@@ -47,6 +47,7 @@ struct Product {
     bool registers, a_across, b_across, add;
     uint32_t left[4];
     uint64_t a, b;
+    bool broadcast = false;  // numbers of columns, in place of a product
 };
 
 struct Thread;

@@ -75,6 +75,16 @@ SM90 void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t barrier, int 
     copy_box(to, map, barrier, {0, row, 0, head, batch});
 }
 
+SM90 void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+    machine::Block& block = *self().block;
+    machine::copy_later([=, &block] {
+        std::memcpy(machine::at(block, to), from, bytes);
+        barrier_at(block, barrier).bytes -= bytes;
+        barrier_at(block, barrier).settle();
+    });
+}
+SM90 void fence_stores() {}
+
 // ---- products ---------------------------------------------------------------------------------------------------------------------
 
 SM90 void products_fence() {}
@@ -106,6 +116,15 @@ SM90 float half_of(uint32_t both, int which) {
 template <typename E>
 SM90 void finish(const machine::Product& product, size_t number) {
     const int lane = threadIdx.x % 32, first = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    if (product.broadcast) {
+        for (int c = 0; c < product.columns / 4; c++) {
+            float parts[3];
+            const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
+            std::memcpy(parts, machine::at(*self().block, ((product.b & 0x3FFF) << 4) + column * 16), 12);
+            for (int h = 0; h < 2; h++) product.d[c / 2 * 4 + 2 * h + c % 2] = parts[0] + parts[1] + parts[2];
+        }
+        return;
+    }
     std::vector<float> right(product.columns / 4 * 16);
     for (int c = 0; c < product.columns / 4; c++)
         for (int k = 0; k < 16; k++)
@@ -147,11 +166,40 @@ struct Product {
     SM90 void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int add) {
         self().products.push_back({d, N, self().groups, false, A_ACROSS != 0, B_ACROSS != 0, add != 0, {}, a, b});
     }
+    template <int A_ACROSS, int B_ACROSS>
+    SM90 void first(float (&d)[N / 2], uint64_t a, uint64_t b) { ss<A_ACROSS, B_ACROSS>(d, a, b, 0); }
     template <int B_ACROSS>
     SM90 void rs(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, int add) {
         self().products.push_back({d, N, self().groups, true, false, B_ACROSS != 0, add != 0, {a0, a1, a2, a3}, 0, b});
     }
 };
+
+SM90 uint64_t numbers_of_columns(uint32_t at, uint32_t zeros) { return uint64_t(zeros >> 4) << 16 | at >> 4; }
+template <int N>
+SM90 void broadcast(float (&d)[N], uint64_t numbers) {
+    self().products.push_back({d, 2 * N, self().groups, false, false, false, false, {}, 0, numbers, true});
+}
+
+// ---- memory -------------------------------------------------------------------------------------------------------------------------
+
+SM90 void store_across(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    const int lane = threadIdx.x % 32;
+    const auto places = machine::exchange(at);
+    const uint32_t given[] = {a, b, c, d};
+    for (int matrix = 0; matrix < 4; matrix++)
+        for (int i = 0; i < 2; i++) {
+            const uint16_t element = given[matrix] >> 16 * i;
+            std::memcpy(machine::at(*self().block, places[8 * matrix + 2 * (lane % 4) + i] + lane / 4 * 2), &element, 2);
+        }
+    machine::meet_warp();
+}
+SM90 int4 load_four(uint32_t at) {
+    int4 x;
+    std::memcpy(&x, machine::at(*self().block, at), 16);
+    return x;
+}
+SM90 void store_four(uint32_t at, int4 x) { std::memcpy(machine::at(*self().block, at), &x, 16); }
+SM90 void add_four(float* to, float a, float b, float c, float d) { to[0] += a, to[1] += b, to[2] += c, to[3] += d; }
 
 // ---- numbers ----------------------------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,6 @@ SM90 void wait(uint32_t barrier, uint32_t parity) {
 // ---- named barriers of a block's threads; 0 is __syncthreads' -------------------------------------------------------------
 
 SM90 void named_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
-SM90 void named_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 
 // ---- registers of a warpgroup ---------------------------------------------------------------------------------------------
 
@@ -58,14 +57,6 @@ SM90 void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;"
 // ---- the copy engine (TMA) ------------------------------------------------------------------------------------------------
 
 SM90 void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-
-// A box of a tensor of four dimensions, whose first coordinate is that of the innermost one, to shared memory.
-SM90 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-        : "memory");
-}
 
 // Boxes of 64 columns beside one another, one after another: the third dimension counts them.
 SM90 void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int head, int batch) {
@@ -81,19 +72,6 @@ SM90 void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t bar
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
-
-// Add floats that follow one another in shared memory to as many in global memory; one group of copies.
-SM90 void add_floats(float* to, uint32_t from, uint32_t bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-                 : "memory");
-}
-
-SM90 void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all but PENDING groups have read their shared memory.
-template <int PENDING>
-SM90 void copies_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
-template <int PENDING>
-SM90 void copies_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
 // Between ordinary stores to shared memory and the tensor cores or the copy engine, which read them by another way.
 SM90 void fence_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -141,18 +119,12 @@ SM90 uint64_t further(uint64_t matrix, uint32_t bytes) { return matrix + (bytes 
 template <typename T, int N>
 struct Product;
 
-#define SM90_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define SM90_D32_AT(i) SM90_D8(i), SM90_D8(i + 8), SM90_D8(i + 16), SM90_D8(i + 24)
-#define SM90_D32 SM90_D32_AT(0)
-#define SM90_D40 SM90_D32, SM90_D8(32)
-#define SM90_D64 SM90_D32, SM90_D32_AT(32)
-#define SM90_D88 SM90_D64, SM90_D8(64), SM90_D8(72), SM90_D8(80)
-#define SM90_D128 SM90_D64, SM90_D32_AT(64), SM90_D32_AT(96)
+#define SM90_8(op, i) op(d[i]), op(d[i + 1]), op(d[i + 2]), op(d[i + 3]), op(d[i + 4]), op(d[i + 5]), op(d[i + 6]), op(d[i + 7])
+#define SM90_32(op, i) SM90_8(op, i), SM90_8(op, i + 8), SM90_8(op, i + 16), SM90_8(op, i + 24)
+#define SM90_OF_32(op) SM90_32(op, 0)
+#define SM90_OF_64(op) SM90_32(op, 0), SM90_32(op, 32)
 #define SM90_R32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define SM90_R40 SM90_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define SM90_R64 SM90_R40 ", %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define SM90_R88 SM90_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"
-#define SM90_R128 SM90_R88 ", %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define SM90_R64 SM90_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 #define SM90_PRODUCT(TYPE, NAME, N, COUNT, P0, P1, P2, P3, P4, P5, P6)                                                       \
     template <>                                                                                                              \
@@ -161,27 +133,70 @@ struct Product;
         SM90 void ss(float (&d)[COUNT], uint64_t a, uint64_t b, int add) {                                                   \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N               \
                          "k16.f32." NAME "." NAME " {" SM90_R##COUNT "}, %" #P0 ", %" #P1 ", p, 1, 1, %" #P3 ", %" #P4 ";\n}" \
-                         : SM90_D##COUNT                                                                                     \
+                         : SM90_OF_##COUNT("+f")                                                                             \
                          : "l"(a), "l"(b), "r"(add), "n"(A_ACROSS), "n"(B_ACROSS));                                          \
+        }                                                                                                                    \
+        template <int A_ACROSS, int B_ACROSS>                                                                                \
+        SM90 void first(float (&d)[COUNT], uint64_t a, uint64_t b) {                                                         \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME      \
+                         "." NAME " {" SM90_R##COUNT "}, %" #P0 ", %" #P1 ", p, 1, 1, %" #P2 ", %" #P3 ";\n}"                \
+                         : SM90_OF_##COUNT("=f")                                                                             \
+                         : "l"(a), "l"(b), "n"(A_ACROSS), "n"(B_ACROSS));                                                    \
         }                                                                                                                    \
         template <int B_ACROSS>                                                                                              \
         SM90 void rs(float (&d)[COUNT], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, int add) {           \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N               \
                          "k16.f32." NAME "." NAME " {" SM90_R##COUNT "}, {%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4    \
                          ", p, 1, 1, %" #P6 ";\n}"                                                                           \
-                         : SM90_D##COUNT                                                                                     \
+                         : SM90_OF_##COUNT("+f")                                                                             \
                          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add), "n"(B_ACROSS));                             \
         }                                                                                                                    \
     };
-#define SM90_PRODUCTS(N, COUNT, ...)                                     \
-    SM90_PRODUCT(__nv_bfloat16, "bf16", N, COUNT, __VA_ARGS__)           \
-    SM90_PRODUCT(__half, "f16", N, COUNT, __VA_ARGS__)
+#define SM90_PRODUCTS(...)                              \
+    SM90_PRODUCT(__nv_bfloat16, "bf16", __VA_ARGS__)    \
+    SM90_PRODUCT(__half, "f16", __VA_ARGS__)
 
 SM90_PRODUCTS(64, 32, 32, 33, 34, 35, 36, 37, 38)
-SM90_PRODUCTS(80, 40, 40, 41, 42, 43, 44, 45, 46)
 SM90_PRODUCTS(128, 64, 64, 65, 66, 67, 68, 69, 70)
-SM90_PRODUCTS(176, 88, 88, 89, 90, 91, 92, 93, 94)
-SM90_PRODUCTS(256, 128, 128, 129, 130, 131, 132, 133, 134)
+
+// Numbers of columns, as three floats of few bits each and a zero, 16 bytes a column at `at`; `zeros` bytes further there are as
+// many zeros. broadcast: d of 64 rows, each of which has these numbers: ones times the three (in TF32, exact). Without a load a
+// thread, and in the order of products.
+SM90 uint64_t numbers_of_columns(uint32_t at, uint32_t zeros) {
+    return (uint64_t(128 >> 4) << 32) | (uint64_t(zeros >> 4) << 16) | ((at & 0x3FFFF) >> 4);
+}
+#define SM90_BROADCAST(N, COUNT, P0, P1, P2)                                                                                 \
+    SM90 void broadcast(float (&d)[COUNT], uint64_t numbers) {                                                               \
+        const uint32_t one = threadIdx.x % 4 < 3 ? 0x3F800000 : 0;                                                           \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N                          \
+                     "k8.f32.tf32.tf32 {" SM90_R##COUNT "}, {%" #P0 ", %" #P0 ", %" #P1 ", %" #P1 "}, %" #P2 ", p, 1, 1;\n}" \
+                     : SM90_OF_##COUNT("=f")                                                                                 \
+                     : "r"(one), "r"(0), "l"(numbers));                                                                      \
+    }
+SM90_BROADCAST(64, 32, 32, 33, 34)
+SM90_BROADCAST(128, 64, 64, 65, 66)
+
+// ---- memory ---------------------------------------------------------------------------------------------------------------
+
+// Four matrices of 8 x 8 elements of 16 bits to shared memory, across: a thread has elements 2 (lane % 4) and the next of column
+// lane / 4 of each; their rows go to the addresses of lanes 0-7, 8-15, 16-23 and 24-31.
+SM90 void store_across(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
+}
+SM90 int4 load_four(uint32_t at) {
+    int4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
+    return x;
+}
+SM90 void store_four(uint32_t at, int4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+// Add four floats to global memory, without waiting.
+SM90 void add_four(float* to, float a, float b, float c, float d) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
 
 // ---- numbers --------------------------------------------------------------------------------------------------------------
 

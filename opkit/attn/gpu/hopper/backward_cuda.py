@@ -1,0 +1,167 @@
+"""The backward for sm_90a in CUDA C++ (``cuda/backward.cuh``): which calls are for it, and a call of it.
+
+What Gluon cannot express there: that neither warpgroup waits for the other, since the product for the gradient of queries is
+made a step late; that numbers of rows come into products by one of their own, in TF32, in place of loads; that a warp frees a
+buffer by itself; and that sums go to memory from registers while others multiply. Where there is no nvcc, the kernel in Gluon
+takes these calls; it also takes those under ``torch.use_deterministic_algorithms``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkit.attn.allocation import overwritten, room_beside, rows
+from opkit.attn.calls import GradientCall, predicate
+from opkit.attn.gpu import plans
+from opkit.attn.gpu.hopper import backward as gluon
+from opkit.attn.gpu.hopper import forward, library
+from opkit.attn.gpu.hopper.library import Rows
+from opkit.errors import KernelError
+from opkit.op import torch_private as private
+from opkit.op.operator import CustomOp
+from opkit.op.prepared import PreparedKernel
+
+NAME = "hopper_cuda"
+HEADS = (64, 128)  #: channels
+_PRIORITY = 2  # above the kernel in Gluon
+_FROM = {64: 4096, 128: 2048}  #: queries, and keys that each sees, by the larger head
+_PART = 64 * 64  #: floats of a warpgroup's part of the gradient of a block of queries
+_CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those that shall stay in the L2 cache
+_MOST = 65535  #: heads of all batches
+_TENSORS = ("q", "k", "v", "out", "gradient", "of_q", "of_k", "of_v", "lse", "of_lse")
+_POINTERS = ("delta", "sums", "total", "counter")
+_INTS = (
+    "batch", "heads", "key_heads", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "section", "tiles",
+    "processors", "device",
+)  # fmt: skip
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Problem(ctypes.Structure):
+    """A call, as ``cuda/backward.cuh`` says."""
+
+    _fields_ = (
+        *((name, Rows) for name in _TENSORS),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int) for name in _INTS),
+        ("scale", ctypes.c_float),
+        ("factor", ctypes.c_float),
+    )
+
+
+def register(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::attention_backward`` the kernel."""
+    op.register_kernel(
+        "cuda", backward, when=predicate(GradientCall, takes), name=NAME, priority=_PRIORITY, trusted=True
+    )
+
+
+def takes(call: GradientCall) -> bool:
+    """Whether a call is for :func:`backward`: long, on a GPU of compute capability 9.0 beside an nvcc."""
+    return fits(call) and _long(call) and gluon.takes(call) and library.compiler_there()
+
+
+def fits(call: GradientCall) -> bool:
+    """Whether :func:`backward` can compute a call."""
+    shape = plans.shape_of(tuple(call.mask), ())
+    plain = call.softcap == 0 and not shape.mask and not shape.lengths
+    heads = call.q.shape[3] in HEADS and call.v.shape[3] in HEADS
+    return gluon.fits(call) and plain and heads and call.q.shape[0] * call.q.shape[1] <= _MOST
+
+
+def _long(call: GradientCall) -> bool:
+    shape = plans.shape_of(tuple(call.mask), ())
+    seen = min(call.k.shape[2], shape.upper - shape.lower)
+    return min(call.q.shape[2], seen) >= _FROM[_widest(call)]
+
+
+def _widest(call: GradientCall) -> int:
+    return max(call.q.shape[3], call.v.shape[3])
+
+
+@PreparedKernel
+def backward(*given: Any) -> Callable[..., Results]:
+    """The gradients of q, k and v, and delta; its arguments are a :class:`~opkit.attn.calls.GradientCall`.
+
+    It takes bfloat16 and float16; heads of 64 and 128, those of queries and of values of any two; grouped heads; any numbers of
+    queries and keys but none; no mask or a band; a positive scale; a gradient of the log-sum-exp. What
+    :func:`opkit.attn.gpu.hopper.backward.backward` says of rounding, of what is hidden, of the order of sums and of strides holds
+    here too, and with deterministic algorithms that kernel is called.
+
+    Raises:
+        KernelError: it does not take the call.
+        ToolchainError: there is no nvcc.
+        CompileError: nvcc refused the source.
+    """
+    call = GradientCall(*given)
+    if not fits(call):
+        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in (call.q, call.k, call.v))
+        raise KernelError(
+            f"opkit::attention_backward: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
+            f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of 64 and 128, under a band "
+            "or no mask. Leave the choice to opkit, or force kernel='hopper'."
+        )
+    return _prepared(call)
+
+
+def _prepared(call: GradientCall) -> Callable[..., Results]:
+    launch = library.launcher("backward", call.q.dtype)
+    made = [rows(each, each.shape[3], call.heads_inside) for each in call[2:5]]
+    delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
+    new = [overwritten(each) for each in (*made, delta)]
+    common, gpu = _problem(call), call.q.get_device()
+    sums, total = _room(call)
+    ordered: list[Callable[..., Any]] = []  # the kernel in Gluon, made when it is first asked for
+
+    def run(*given: Any) -> Results:
+        if private.deterministic():
+            if not ordered:
+                ordered.append(gluon.backward.prepare(*given))
+            return ordered[0](*given)
+        gradient, of_lse, q, k, v, out, lse = given[:7]
+        results = [each() for each in new]
+        room = room_beside(q, sums + total + 1, torch.float32)
+        inputs = [readable(each) for each in (q, k, v, out, gradient)]
+        problem = Problem.from_buffer_copy(common)
+        for name, tensor in zip(_TENSORS, (*inputs, *results[:3], lse, of_lse), strict=True):
+            setattr(problem, name, Rows() if tensor is None else library.rows_of(tensor, tensor.data_ptr()))
+        problem.delta, problem.total = results[3].data_ptr(), room.data_ptr()
+        problem.sums, problem.counter = room.data_ptr() + 4 * total, room.data_ptr() + 4 * (total + sums)
+        launch(problem, private.current_stream(gpu))
+        return results[0], results[1], results[2], results[3]
+
+    return run
+
+
+def readable(x: Tensor) -> Tensor:
+    """The same where TMA can follow its strides and it is aligned; else a copy."""
+    if forward.describable(x) and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _room(call: GradientCall) -> tuple[int, int]:
+    """How many floats the kernels pass one to another: numbers of rows, and the gradient of queries."""
+    batch, heads, queries, _ = call.q.shape
+    block = 2 * _PART // _widest(call)
+    blocks = batch * heads * -(-queries // block)
+    return blocks * block * 8, blocks * 2 * _PART
+
+
+def _problem(call: GradientCall) -> Problem:
+    """What is the same for all calls like this one, but for tensors."""
+    q, k, v = call[2:5]
+    shape = plans.shape_of(tuple(call.mask), ())
+    of_head = q.shape[1] // k.shape[1] * q.shape[2] * _widest(call) * 8
+    numbers = {
+        "batch": q.shape[0], "heads": q.shape[1], "key_heads": k.shape[1], "queries": q.shape[2], "keys": k.shape[2],
+        "head_size": q.shape[3], "value_size": v.shape[3], "lower": shape.lower, "upper": shape.upper, "banded": shape.banded,
+        "section": min(max(_CACHED // of_head, 1), k.shape[0] * k.shape[1]), "processors": forward.processors(q.device),
+        "device": q.get_device(), "scale": call.scale, "factor": call.scale * forward.LOG2E,
+    }  # fmt: skip
+    return Problem(**numbers)

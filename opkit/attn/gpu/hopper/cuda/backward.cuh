@@ -1,0 +1,528 @@
+// The gradients of attention for sm_90a in CUDA C++: a block of threads has 128 keys of a head, and goes through the queries that
+// see them.
+//
+// Two warpgroups multiply, 64 keys each. Logits and probabilities are (keys, queries), so that probabilities and their gradients
+// feed the products for values and keys from registers. The gradients of logits of both meet in shared memory, two steps deep:
+// the product for the gradient of queries of a step is begun in the next one, when the other warpgroup's half of it is long
+// there, so that neither waits for the other and one reckons while the other's products run. That gradient is added to memory
+// from registers. The method is that of FlashAttention-2 and -3 (Dao, 2023; Shah et al., 2024).
+#pragma once
+
+#include <type_traits>
+
+#include "tensors.cuh"
+
+namespace {
+
+using namespace sm90;
+
+constexpr int LANES = 32, WARPGROUP = 128, WARPS = 8;  // warps that multiply
+constexpr int HALF = 64;                               // keys of a warpgroup; rows and columns of its part of the gradient of queries
+constexpr int PART = HALF * HALF;                      // floats
+constexpr int KEYS = 2 * HALF;                         // of a block of threads
+constexpr int STAGES = 2;                              // blocks of queries that are there at once
+constexpr int THREADS = 3 * WARPGROUP, ROW_THREADS = 256;
+
+// A call. Query i sees key j if lower <= j - i <= upper, where there is a band. opkit/attn/gpu/hopper/backward_cuda.py fills it.
+struct Problem {
+    Rows q, k, v, out, gradient, of_q, of_k, of_v, lse, of_lse;  // of_lse: no data if there is no gradient of the log-sum-exp
+    float* delta;  // (batch, heads, queries), dense
+    float* sums;   // of a block of rows: -lse / scale, then -delta, four floats each
+    float* total;  // of a block of rows: two parts of the gradient of queries, in the order of threads
+    int* counter;
+    int batch, heads, key_heads, queries, keys, head_size, value_size, lower, upper, banded;
+    int section;  // heads of keys whose tiles are interleaved, so that their queries stay in the L2 cache
+    int tiles, processors, device;
+    float scale;
+    float factor;  // of logits, whose exponentials' base is 2
+};
+
+// How shared memory is laid out for heads of D channels: D / 64 boxes of keys, values, queries and gradients of results.
+template <int D_, bool BANDED_>
+struct Shape {
+    static constexpr int D = D_, ROWS = 2 * PART / D;  // queries of a step
+    static constexpr bool BANDED = BANDED_;
+    static constexpr bool AHEAD = D == 64;  // the next logits are begun before a step ends
+    static constexpr int BOXES = D / COLUMNS, KEY_BOX = KEYS * ROW_BYTES, ROW_BOX = ROWS * ROW_BYTES;
+    static constexpr int KEY_BYTES = BOXES * KEY_BOX, BLOCK_BYTES = BOXES * ROW_BOX, SLOPE_BYTES = 2 * ROW_BOX;
+    static constexpr int SUM_FLOATS = 4 * ROWS, SUM_BYTES = SUM_FLOATS * 4, SUM_ROOM = 2 * SUM_BYTES;
+    // Offsets. Slopes are gradients of logits.
+    static constexpr int K = 0, V = K + KEY_BYTES, Q = V + KEY_BYTES, G = Q + STAGES * BLOCK_BYTES, SLOPES = G + STAGES * BLOCK_BYTES;
+    static constexpr int POWERS = SLOPES + STAGES * SLOPE_BYTES, DELTAS = POWERS + STAGES * SUM_ROOM;
+    static constexpr int TOLD = DELTAS + STAGES * SUM_ROOM, BARRIERS = TOLD + 2 * 16, BYTES = BARRIERS + 16 * 8;
+    static constexpr int SHARED = BYTES + 1024;  // boxes begin at multiples of 1024
+};
+
+// Barriers, as offsets from the first; those with two stages are followed by the second's.
+constexpr int K_FULL = 0, V_FULL = 8, K_EMPTY = 16, V_EMPTY = 24, Q_FULL = 32, G_FULL = 48, Q_EMPTY = 64, G_EMPTY = 80;
+constexpr int SLOPES_FULL = 96, SLOPES_EMPTY = 112;
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------------
+
+// How many blocks of queries of a head a tile has, -1 after the last tile; the first of them; the first key; the head of keys, of
+// all batches.
+struct Tile {
+    int steps, first, at, head;
+};
+
+template <class S>
+SM90 int blocks_of(const Problem& problem) { return (problem.queries + S::ROWS - 1) / S::ROWS; }
+
+template <class S>
+SM90 Tile tile_of(const Problem& problem, int number) {
+    const int of_head = (problem.keys + KEYS - 1) / KEYS, size = problem.section * of_head;
+    const int first = number / size * problem.section, rest = number % size;
+    const int width = min(problem.section, problem.tiles / of_head - first);
+    Tile tile{blocks_of<S>(problem), 0, rest / width * KEYS, first + rest % width};
+    if (S::BANDED) {
+        const int last = min(min(tile.at + KEYS, problem.keys) - 1 - problem.lower, problem.queries - 1);
+        tile.first = max(tile.at - problem.upper, 0) / S::ROWS;
+        tile.steps = max((max(last, -1) + S::ROWS) / S::ROWS - tile.first, 0);
+    }
+    return tile;
+}
+
+// From the first lane, so that the compiler knows that it is the same for a warp.
+SM90 Tile told(uint32_t at) {
+    const int4 x = load_four(at);
+    return {__shfl_sync(~0u, x.x, 0), __shfl_sync(~0u, x.y, 0), __shfl_sync(~0u, x.z, 0), __shfl_sync(~0u, x.w, 0)};
+}
+
+// ---- loading --------------------------------------------------------------------------------------------------------------
+
+// A block of rows of a head, with numbers of these, once the buffer is free.
+template <class S>
+SM90 void load_block(uint32_t barriers, int full, int empty, int it, uint32_t to, const CUtensorMap* map, int row, int head,
+                     int batch, uint32_t numbers, const float* sums) {
+    const int slot = it % STAGES;
+    const uint32_t barrier = barriers + full + slot * 8;
+    wait(barriers + empty + slot * 8, (it / STAGES & 1) ^ 1);
+    expect_bytes(barrier, S::BLOCK_BYTES + S::SUM_BYTES);
+    load_boxes(to + slot * S::BLOCK_BYTES, map, barrier, row, head, batch);
+    load_bytes(numbers + slot * S::SUM_ROOM, sums, S::SUM_BYTES, barrier);
+}
+
+// The keys or values of a tile, once those of the one before are not needed.
+template <class S>
+SM90 void load_keys(uint32_t barriers, int full, int empty, uint32_t parity, uint32_t to, const CUtensorMap* map, const Tile& tile,
+                    int head, int batch) {
+    wait(barriers + empty, parity);
+    expect_bytes(barriers + full, S::KEY_BYTES);
+    load_boxes(to, map, barriers + full, tile.at, head, batch);
+}
+
+template <class S>
+SM90 void load(const Problem& problem, uint32_t base, const CUtensorMap* q, const CUtensorMap* k, const CUtensorMap* v,
+               const CUtensorMap* g) {
+    const uint32_t barriers = base + S::BARRIERS;
+    const int group = problem.heads / problem.key_heads, blocks = blocks_of<S>(problem);
+    int number = blockIdx.x, it = 0;
+    for (int n = 0;; n++) {
+        const uint32_t parity = (n & 1) ^ 1, tell = base + S::TOLD + (n & 1) * 16;
+        if (number >= problem.tiles) {
+            wait(barriers + K_EMPTY, parity);
+            store_four(tell, {-1, 0, 0, 0});
+            arrive(barriers + K_FULL);
+            return;
+        }
+        const Tile tile = tile_of<S>(problem, number);
+        const int4 telling{tile.steps, tile.first, tile.at, tile.head};
+        const int batch = tile.head / problem.key_heads, key_head = tile.head % problem.key_heads;
+        for (int head = key_head * group; head < (key_head + 1) * group; head++) {
+            const int64_t of_all = int64_t(batch * problem.heads + head) * blocks;
+#pragma unroll 1
+            for (int block = tile.first; block < tile.first + tile.steps; block++, it++) {
+                const bool begins = head == key_head * group && block == tile.first;
+                const float* sums = problem.sums + (of_all + block) * (2 * S::SUM_FLOATS);
+                load_block<S>(barriers, Q_FULL, Q_EMPTY, it, base + S::Q, q, block * S::ROWS, head, batch, base + S::POWERS, sums);
+                if (begins) {
+                    wait(barriers + K_EMPTY, parity);
+                    store_four(tell, telling);
+                    load_keys<S>(barriers, K_FULL, K_EMPTY, parity, base + S::K, k, tile, key_head, batch);
+                }
+                load_block<S>(barriers, G_FULL, G_EMPTY, it, base + S::G, g, block * S::ROWS, head, batch, base + S::DELTAS,
+                              sums + S::SUM_FLOATS);
+                if (begins) load_keys<S>(barriers, V_FULL, V_EMPTY, parity, base + S::V, v, tile, key_head, batch);
+            }
+        }
+        if (tile.steps == 0) {
+            wait(barriers + K_EMPTY, parity);
+            store_four(tell, telling);
+            arrive(barriers + K_FULL);
+            wait(barriers + V_EMPTY, parity);
+            arrive(barriers + V_FULL);
+        }
+        // Not earlier: a tile that is taken while another one is far from its end would begin late.
+        number = atomicAdd(problem.counter, 1) + gridDim.x;
+    }
+}
+
+// ---- what is hidden, and what is not finite -------------------------------------------------------------------------------
+
+// Zeros in place of what is not finite: times the zero of what is hidden it would be NaN.
+SM90 uint32_t finite(uint32_t both) {
+    constexpr uint32_t TOP = std::is_same<T, __half>::value ? 0x7C00u : 0x7F80u;
+    if ((both & TOP) == TOP) both &= 0xFFFF0000u;
+    if ((both >> 16 & TOP) == TOP) both &= 0x0000FFFFu;
+    return both;
+}
+
+template <int BYTES>
+SM90 void clean(uint32_t at, int lane) {
+#pragma unroll 1
+    for (int i = lane * 16; i < BYTES; i += LANES * 16) {
+        const int4 x = load_four(at + i);
+        const int4 y{int(finite(x.x)), int(finite(x.y)), int(finite(x.z)), int(finite(x.w))};
+        if (x.x != y.x || x.y != y.y || x.z != y.z || x.w != y.w) store_four(at + i, y);
+    }
+}
+
+// Whether a query or a key is not finite, by its logits.
+template <int N>
+SM90 bool not_finite(const float (&s)[N]) {
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < N; i++) found |= !(fabsf(s[i]) < INFINITY);
+    return found;
+}
+
+// -infinity where a query does not see a key; s is (keys from `at`, queries from `row`).
+template <class S, int N>
+SM90 void hide(const Problem& problem, float (&s)[N], int row, int at, int warp, int lane) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int key = at + 16 * warp + lane / 4 + 8 * h, here = row + 2 * (lane % 4);
+        int past = problem.queries, from = here;
+        if (S::BANDED) past = min(past, key - problem.lower + 1), from = key - problem.upper;
+        if (key >= problem.keys) past = 0;
+        past -= here, from -= here;
+#pragma unroll
+        for (int j = 0; j < N / 4; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int x = 8 * j + i;
+                if (x >= past || (S::BANDED && x < from)) s[4 * j + 2 * h + i] = -INFINITY;
+            }
+    }
+}
+
+// ---- products -------------------------------------------------------------------------------------------------------------
+
+// Begin a product of 64 keys, or values, with a block of queries, or their gradients; less numbers of these.
+template <class S>
+SM90 void multiply_rows(float (&s)[S::ROWS / 2], uint32_t left, uint32_t right, int slot, uint32_t numbers) {
+    products_fence();
+    broadcast(s, further(numbers_of_columns(numbers, S::SUM_BYTES), slot * S::SUM_ROOM));
+    const uint64_t a = along_rows(left), b = further(along_rows(right), slot * S::BLOCK_BYTES);
+#pragma unroll
+    for (int k = 0; k < S::D / 16; k++)
+        Product<T, S::ROWS>::template ss<0, 0>(s, further(a, k / 4 * S::KEY_BOX + k % 4 * 32), further(b, k / 4 * S::ROW_BOX + k % 4 * 32), 1);
+    products_commit();
+}
+
+// Begin to add probabilities, or slopes, times a block of gradients of results, or of queries.
+template <class S>
+SM90 void gather(float (&sums)[S::D / 2], const uint32_t (&left)[S::ROWS / 4], uint32_t right, int slot) {
+    products_fence();
+    const uint64_t b = further(across_rows(right, S::ROW_BOX), slot * S::BLOCK_BYTES);
+#pragma unroll
+    for (int k = 0; k < S::ROWS / 16; k++)
+        Product<T, S::D>::template rs<1>(sums, left[4 * k], left[4 * k + 1], left[4 * k + 2], left[4 * k + 3], further(b, k * 16 * ROW_BYTES), 1);
+    products_commit();
+}
+
+// Begin this warpgroup's part of the gradient of queries: half of the channels, or of the queries.
+template <class S>
+SM90 void multiply_slopes(float (&sums)[HALF / 2], uint32_t slopes, int slot, uint32_t keys, int me) {
+    products_fence();
+    const uint32_t left = slopes + (S::ROWS > HALF ? me * HALF * ROW_BYTES : 0), right = keys + (S::ROWS > HALF ? 0 : me * S::KEY_BOX);
+    const uint64_t first_a = further(along_rows(left), slot * S::SLOPE_BYTES), first_b = across_rows(right, S::KEY_BOX);
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; k++) {
+        const uint64_t a = further(first_a, k / 4 * S::ROW_BOX + k % 4 * 32), b = further(first_b, k * 16 * ROW_BYTES);
+        if (k == 0) Product<T, HALF>::template first<0, 1>(sums, a, b);
+        else Product<T, HALF>::template ss<0, 1>(sums, a, b, 1);
+    }
+    products_commit();
+}
+
+// Add a part of the gradient of queries to memory, `of_all` being the number of its block among all.
+SM90 void add_part(const Problem& problem, const float (&dq)[HALF / 2], int me, int thread, int64_t of_all) {
+    float* to = problem.total + (of_all * 2 + me) * PART + thread * 4;
+#pragma unroll
+    for (int j = 0; j < HALF / 8; j++) add_four(to + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+}
+
+template <int N>
+SM90 void narrow(const float (&x)[N], uint32_t (&y)[N / 2]) {
+#pragma unroll
+    for (int j = 0; j < N / 2; j++) y[j] = pack<T>(x[2 * j], x[2 * j + 1]);
+    hold(y);
+}
+
+// ---- multiplying ----------------------------------------------------------------------------------------------------------
+
+template <class S, int ME>
+SM90 void multiply(const Problem& problem, uint32_t base) {
+    const uint32_t barriers = base + S::BARRIERS, keys = base + S::K;
+    const int thread = threadIdx.x % WARPGROUP, warp = thread / LANES, lane = thread % LANES;
+    const int group = problem.heads / problem.key_heads, blocks = blocks_of<S>(problem);
+    const uint32_t my_keys = keys + ME * HALF * ROW_BYTES, my_values = base + S::V + ME * HALF * ROW_BYTES;
+    // Where a lane's row of four matrices of slopes goes: queries are rows there, keys columns.
+    const uint32_t put = base + S::SLOPES + ME * S::ROW_BOX + (lane % 8 + lane / 16 * 8) * ROW_BYTES +
+                         (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
+    const auto free = [&](int barrier) {  // by a warp, all of whose threads are done
+        if (lane == 0) arrive(barriers + barrier);
+    };
+    int it = 0;  // blocks of queries so far
+    for (int n = 0;; n++) {
+        wait(barriers + K_FULL, n & 1);
+        const Tile tile = told(base + S::TOLD + (n & 1) * 16);
+        if (tile.steps < 0) break;
+        const int at = tile.at + ME * HALF, total = tile.steps * group;
+        const int batch = tile.head / problem.key_heads, key_head = tile.head % problem.key_heads;
+        float dk[S::D / 2], dv[S::D / 2], s[S::ROWS / 2];
+#pragma unroll
+        for (int i = 0; i < S::D / 2; i++) dk[i] = dv[i] = 0;
+        hold(dk), hold(dv);  // else they are set later, when products are under way
+        int block = tile.first;
+        int64_t of_head = int64_t(batch * problem.heads + key_head * group) * blocks, before = 0;
+        const auto begin = [&](int it) {  // a step's logits
+            multiply_rows<S>(s, my_keys, base + S::Q, it % STAGES, base + S::POWERS);
+        };
+        const auto step = [&](auto follows, bool more) {  // whether another step of the tile came before it, or comes
+            constexpr bool FOLLOWS = decltype(follows)::value;
+            const int slot = it % STAGES, row = block * S::ROWS;
+            const uint32_t parity = it / STAGES & 1;
+            bool part = row + S::ROWS > problem.queries || at + HALF > problem.keys, odd = false;
+            if (S::BANDED) part |= at + (HALF - 1) - row > problem.upper || at - row - (S::ROWS - 1) < problem.lower;
+            float dp[S::ROWS / 2], dq[HALF / 2];
+            uint32_t weights[S::ROWS / 4], slopes[S::ROWS / 4];
+            if constexpr (!S::AHEAD) {
+                wait(barriers + Q_FULL + slot * 8, parity);
+                begin(it);
+            }
+            if (!FOLLOWS) wait(barriers + V_FULL, n & 1);
+            wait(barriers + G_FULL + slot * 8, parity);
+            multiply_rows<S>(dp, my_values, base + S::G, slot, base + S::DELTAS);
+            if constexpr (!S::AHEAD) {
+                products_wait<1>();
+                hold(s);
+            }
+            if (part) {
+                if (S::BANDED) odd = __any_sync(~0u, not_finite(s));
+                hide<S>(problem, s, row, at, warp, lane);
+            }
+#pragma unroll
+            for (int j = 0; j < S::ROWS / 2; j++) s[j] = exp2_approx(s[j] * problem.factor);
+            hold(s);  // reckoned before the other product is waited for
+            if (S::ROWS == HALF) narrow(s, weights);  // else there are no registers for it yet
+            products_wait<0>();
+            hold(dp);
+#pragma unroll
+            for (int j = 0; j < S::ROWS / 2; j++) dp[j] *= s[j];
+            if (part) {  // whatever is not finite there: what is hidden has probability 0
+#pragma unroll
+                for (int j = 0; j < S::ROWS / 2; j++) dp[j] = s[j] == 0 ? 0 : dp[j];
+            }
+            narrow(dp, slopes);
+            if (S::ROWS > HALF) narrow(s, weights);
+
+            wait(barriers + SLOPES_EMPTY + slot * 8, parity ^ 1);
+#pragma unroll
+            for (int j = 0; j < S::ROWS / 16; j++)
+                store_across(put + slot * S::SLOPE_BYTES + j * 16 * ROW_BYTES, slopes[4 * j], slopes[4 * j + 1], slopes[4 * j + 2],
+                             slopes[4 * j + 3]);
+            if (S::BANDED && odd) {  // times the zero of what is hidden it would be NaN
+                clean<S::BLOCK_BYTES>(base + S::Q + slot * S::BLOCK_BYTES, lane);
+#pragma unroll 1
+                for (int c = 0; c < S::BOXES; c++) clean<16 * ROW_BYTES>(my_keys + c * S::KEY_BOX + warp * 16 * ROW_BYTES, lane);
+            }
+            fence_stores();
+            __syncwarp();
+            free(SLOPES_FULL + slot * 8);
+
+            gather<S>(dv, weights, base + S::G, slot);
+            if constexpr (FOLLOWS) {
+                wait(barriers + SLOPES_FULL + (slot ^ 1) * 8, (it - 1) / STAGES & 1);
+                multiply_slopes<S>(dq, base + S::SLOPES, slot ^ 1, keys, ME);
+            }
+            gather<S>(dk, slopes, base + S::Q, slot);
+            products_wait<1>();
+            hold(weights);
+            free(G_EMPTY + slot * 8);
+            if constexpr (FOLLOWS) hold(dq);
+            if constexpr (S::AHEAD) {
+                // Behind the last one comes a product of whatever is there, which nobody asks for.
+                if (more) wait(barriers + Q_FULL + (slot ^ 1) * 8, (it + 1) / STAGES & 1);
+                begin(it + 1);
+            }
+            if constexpr (FOLLOWS) {
+                free(SLOPES_EMPTY + (slot ^ 1) * 8);
+                add_part(problem, dq, ME, thread, before);
+            }
+            products_wait<0>();  // of the next logits too: ptxas lets no product go on from one round of a loop to the next
+            if constexpr (S::AHEAD) hold(s);
+            hold(dk), hold(dv), hold(slopes);
+            free(Q_EMPTY + slot * 8);
+            before = of_head + block;
+            if (++block == tile.first + tile.steps) block = tile.first, of_head += blocks;
+            it++;
+        };
+        if (total > 0) {
+            if constexpr (S::AHEAD) {
+                wait(barriers + Q_FULL + it % STAGES * 8, it / STAGES & 1);
+                begin(it);
+                products_wait<0>();
+                hold(s);
+            }
+            step(std::false_type(), total > 1);
+#pragma unroll 1
+            for (int i = 1; i < total; i++) step(std::true_type(), i + 1 < total);
+            const int slot = (it - 1) % STAGES;  // of the last block's gradient of queries
+            float dq[HALF / 2];
+            free(V_EMPTY);
+            wait(barriers + SLOPES_FULL + slot * 8, (it - 1) / STAGES & 1);
+            multiply_slopes<S>(dq, base + S::SLOPES, slot, keys, ME);
+            products_wait<0>();
+            hold(dq), hold(s);
+            free(SLOPES_EMPTY + slot * 8), free(K_EMPTY);
+            add_part(problem, dq, ME, thread, before);
+        } else {
+            wait(barriers + V_FULL, n & 1);
+            __syncwarp();
+            free(V_EMPTY), free(K_EMPTY);
+        }
+        const float one[] = {1, 1}, scale[] = {problem.scale, problem.scale};
+        const int key = at + 16 * warp + lane / 4;
+        store(problem.of_v, batch, key_head, key, problem.keys, problem.value_size, dv, one);
+        store(problem.of_k, batch, key_head, key, problem.keys, problem.head_size, dk, scale);
+    }
+}
+
+template <class S>
+__global__ void __launch_bounds__(THREADS, 1)
+    gradients(const __grid_constant__ Problem problem, const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
+              const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap g) {
+    const uint32_t bytes = shared(dynamic_shared()), base = bytes + (-bytes & 1023), barriers = base + S::BARRIERS;
+    const int warp = __shfl_sync(~0u, int(threadIdx.x) / LANES, 0);
+    if (threadIdx.x == 0) {
+        prefetch_map(&q), prefetch_map(&k), prefetch_map(&v), prefetch_map(&g);
+        for (int one : {K_FULL, V_FULL, Q_FULL, Q_FULL + 8, G_FULL, G_FULL + 8}) barrier_init(barriers + one, 1);
+        for (int all : {K_EMPTY, V_EMPTY, Q_EMPTY, Q_EMPTY + 8, G_EMPTY, G_EMPTY + 8, SLOPES_FULL, SLOPES_FULL + 8, SLOPES_EMPTY, SLOPES_EMPTY + 8})
+            barrier_init(barriers + all, WARPS);
+        barriers_ready();
+    }
+    for (int i = threadIdx.x * 16; i < 2 * STAGES * S::SUM_ROOM; i += THREADS * 16) store_four(base + S::POWERS + i, {0, 0, 0, 0});
+    fence_stores();
+    __syncthreads();
+    if (warp < WARPS) {
+        more_registers<240>();
+        if (warp < WARPS / 2) multiply<S, 0>(problem, base);
+        else multiply<S, 1>(problem, base);
+    } else {
+        fewer_registers<24>();
+        if (threadIdx.x == WARPS * LANES) load<S>(problem, base, &q, &k, &v, &g);
+    }
+}
+
+// ---- before and after -----------------------------------------------------------------------------------------------------
+
+SM90 float dot(const uint4& a, const uint4& b) {
+    const T *x = reinterpret_cast<const T*>(&a), *y = reinterpret_cast<const T*>(&b);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum = fmaf(float(x[i]), float(y[i]), sum);
+    return sum;
+}
+
+// A number as a sum of numbers of 11 bits, which TF32 has.
+SM90 float4 in_parts(float x) {
+    if (!(fabsf(x) < INFINITY)) return make_float4(x, 0, 0, 0);
+    const float high = __uint_as_float(__float_as_uint(x) & 0xFFFFE000u), rest = x - high;
+    const float middle = __uint_as_float(__float_as_uint(rest) & 0xFFFFE000u);
+    return make_float4(high, middle, rest - middle, 0);
+}
+
+// Of a block of rows what the other kernels read of them, and zeros for the sum of their gradients. The last rows come first:
+// the next kernel begins with the first heads, whose numbers then are in the L2 cache.
+
+
+template <class S>
+__global__ void __launch_bounds__(ROW_THREADS) before(const __grid_constant__ Problem problem) {
+    constexpr int OF_ROW = S::D / 8, AT_ONCE = ROW_THREADS / OF_ROW, PASSES = S::ROWS / AT_ONCE;
+    const int of_head = gridDim.y - 1 - blockIdx.y, at = gridDim.x - 1 - blockIdx.x;
+    const int batch = of_head / problem.heads, head = of_head % problem.heads;
+    const int column = threadIdx.x % OF_ROW * 8, first = threadIdx.x / OF_ROW;
+    const int64_t block = int64_t(of_head) * gridDim.x + at;
+    const T *out = first_of<const T>(problem.out, batch, head), *gradient = first_of<const T>(problem.gradient, batch, head);
+    uint4 x[PASSES], y[PASSES];
+    float power[PASSES], less[PASSES];
+#pragma unroll
+    for (int i = 0; i < PASSES; i++) {
+        const int row = at * S::ROWS + i * AT_ONCE + first;
+        x[i] = y[i] = make_uint4(0, 0, 0, 0);
+        power[i] = -INFINITY, less[i] = 0;
+        if (row >= problem.queries) continue;
+        if (column < problem.value_size) {
+            x[i] = *reinterpret_cast<const uint4*>(out + row * problem.out.row + column);
+            y[i] = *reinterpret_cast<const uint4*>(gradient + row * problem.gradient.row + column);
+        }
+        if (column == 0) {
+            power[i] = first_of<const float>(problem.lse, batch, head)[row * problem.lse.row];
+            if (problem.of_lse.data) less[i] = first_of<const float>(problem.of_lse, batch, head)[row * problem.of_lse.row];
+        }
+    }
+    float4* zeros = reinterpret_cast<float4*>(problem.total + block * (2 * PART));
+#pragma unroll
+    for (int i = 0; i < 2 * PART / 4 / ROW_THREADS; i++) zeros[i * ROW_THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
+    float4* sums = reinterpret_cast<float4*>(problem.sums) + block * (2 * S::ROWS);
+#pragma unroll
+    for (int i = 0; i < PASSES; i++) {
+        float sum = dot(x[i], y[i]);
+#pragma unroll
+        for (int bit = OF_ROW / 2; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+        sum -= less[i];
+        const int within = i * AT_ONCE + first, row = at * S::ROWS + within;
+        if (column != 0) continue;
+        sums[within] = in_parts(power[i] == -INFINITY ? -INFINITY : -power[i] / problem.scale);
+        sums[S::ROWS + within] = in_parts(-sum);
+        if (row < problem.queries) problem.delta[int64_t(of_head) * problem.queries + row] = sum;
+    }
+    if (block == 0 && threadIdx.x == 0) *problem.counter = 0;
+}
+
+// The gradient of 64 queries: what was summed up for them, times the scale, rounded. A thread takes what the four threads of a
+// quad had of eight channels of two rows.
+template <int D>
+__global__ void __launch_bounds__(ROW_THREADS) after(const __grid_constant__ Problem problem) {
+    const int of_head = gridDim.y - 1 - blockIdx.y, at = gridDim.x - 1 - blockIdx.x;
+    // Blocks of 128 rows where heads are of 64: two parts are two times 64 rows.
+    const int64_t parts = D == HALF ? int64_t(of_head) * (2 * ((problem.queries + 127) / 128)) + at : (int64_t(of_head) * gridDim.x + at) * 2;
+    T* of_q = first_of<T>(problem.of_q, of_head / problem.heads, of_head % problem.heads);
+    const int eight = threadIdx.x % 8, quad = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
+    float4 x[D / HALF][4];
+#pragma unroll
+    for (int p = 0; p < D / HALF; p++) {
+        const float4* from = reinterpret_cast<const float4*>(problem.total + (parts + p) * PART) + eight * WARPGROUP + 32 * warp + 4 * quad;
+#pragma unroll
+        for (int t = 0; t < 4; t++) x[p][t] = from[t];
+    }
+    const float scale = problem.scale;
+#pragma unroll
+    for (int p = 0; p < D / HALF; p++) {
+        const int row = at * HALF + 16 * warp + quad, column = p * HALF + 8 * eight;
+        uint32_t low[4], high[4];
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            low[t] = pack<T>(x[p][t].x * scale, x[p][t].y * scale);
+            high[t] = pack<T>(x[p][t].z * scale, x[p][t].w * scale);
+        }
+        if (column >= problem.head_size) continue;
+        T* to = of_q + row * problem.of_q.row + column;
+        if (row < problem.queries) *reinterpret_cast<uint4*>(to) = make_uint4(low[0], low[1], low[2], low[3]);
+        if (row + 8 < problem.queries) *reinterpret_cast<uint4*>(to + 8 * problem.of_q.row) = make_uint4(high[0], high[1], high[2], high[3]);
+    }
+}
+
+}  // namespace
