@@ -29,7 +29,7 @@ from opkit.op.prepared import PreparedKernel
 NAME = "hopper_cuda"
 HEAD = 64  #: channels
 _PRIORITY = 2  # above the kernel in Gluon
-_FROM = 4096  #: queries, and keys that each sees
+_FROM = 8192  #: queries, and keys that each sees
 _ROWS = 64  #: queries of a warpgroup
 _GROUPS = 3  #: warpgroups of a block
 _INTS = (

@@ -1,0 +1,175 @@
+// The rows of a warpgroup of the forward: their softmax, and their results.
+#pragma once
+
+#include "forward_tiles.cuh"
+
+namespace {
+
+using namespace sm90;
+
+// ---- softmax: a thread has parts of two rows, which the four threads of a quad share ---------------------------------------
+
+SM90 float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+SM90 float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+template <int N>
+SM90 void hide(float (&s)[N], int half, int first, int last) {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            float& logit = s[4 * i + 2 * half + j];
+            const int column = 8 * i + j;
+            logit = column >= first && column <= last ? logit : -INFINITY;
+        }
+}
+
+// -inf for what the thread's rows, `row` and `row + 8`, do not see of the keys from `at`.
+template <bool BANDED, int N>
+SM90 void mask(const Problem& problem, float (&s)[N], int row, int at) {
+    const int column = at + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int i = row + 8 * half, end = problem.keys - 1;
+        hide(s, half, BANDED ? i + problem.lower - column : 0, (BANDED ? min(i + problem.upper, end) : end) - column);
+    }
+}
+
+// Logits become weights, which are divided by the greatest one of their row; `by` is what earlier sums are times for that.
+template <int N>
+SM90 void weigh(float (&s)[N], float factor, float (&top)[2], float (&total)[2], float (&by)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float most = fmaxf(s[2 * half], s[2 * half + 1]);
+#pragma unroll
+        for (int i = 1; i < N / 4; i++) most = fmaxf(most, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
+        most = fmaxf(top[half], quad_max(most));
+        const float base = most == -INFINITY ? 0.f : most * factor;
+        by[half] = exp2_approx(top[half] * factor - base);
+        top[half] = most;
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < N / 4; i++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                float& weight = s[4 * i + 2 * half + j];
+                weight = exp2_approx(weight * factor - base);
+                sum += weight;
+            }
+        total[half] = total[half] * by[half] + sum;
+    }
+}
+
+template <int N>
+SM90 void round_weights(const float (&s)[N], uint32_t (&p)[N / 2]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) p[i] = pack<T>(s[2 * i], s[2 * i + 1]);
+}
+
+// Few columns are multiplied without asking whether it is by 1.
+template <int N>
+SM90 void rescale(float (&acc)[N], const float (&by)[2]) {
+    if (N > 32 && __all_sync(0xffffffff, by[0] == 1.f && by[1] == 1.f)) return;
+#pragma unroll
+    for (int i = 0; i < N; i++) acc[i] *= by[i / 2 % 2];
+}
+
+// ---- results --------------------------------------------------------------------------------------------------------------
+
+SM90 int owner(int group) { return blockIdx.x * OWNERS + group; }
+SM90 int* owners(const Problem& problem) { return problem.counter + 2; }
+SM90 int* marks(const Problem& problem) { return owners(problem) + gridDim.x * OWNERS; }
+
+// Mark 64 rows of which some results are not numbers; `rows` is their number among all.
+template <int N>
+SM90 void mark(const Problem& problem, const float (&acc)[N], int group, int rows) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) sum += acc[i];
+    if (sum == sum) return;
+    marks(problem)[rows] = owner(group) + 1;
+    owners(problem)[owner(group)] = 1;
+}
+
+template <typename L, bool BANDED>
+SM90 void finish(const Problem& problem, const Tile& at, int group, const float (&acc)[L::D / 2], const float (&top)[2],
+                 const float (&total)[2]) {
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x % WARPGROUP / LANES;
+    const int row = at.row + group * GROUP_ROWS + warp * 16 + lane / 4;
+    const int of_all = at.batch * problem.heads + at.head;
+    float by[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float sum = quad_sum(total[half]);
+        by[half] = sum == 0.f ? 0.f : 1.f / sum;
+        if (lane % 4 == 0 && row + 8 * half < problem.queries)
+            problem.lse[int64_t(of_all) * problem.queries + row + 8 * half] = (top[half] * problem.factor + log2f(sum)) * LN2;
+    }
+    if (BANDED) mark(problem, acc, group, of_all * problem.blocks * L::GROUPS + (at.row / GROUP_ROWS + group));
+    store(problem.out, at.batch, at.head, row, problem.queries, problem.value_size, acc, by);
+}
+
+// ---- results that are not numbers, computed again so that a value reaches only the rows that see it ------------------------
+
+template <int D>
+SM90 void read_row(float (&x)[D / LANES], const Rows& rows, int batch, int head, int i, int size) {
+    const T* at = first_of<const T>(rows, batch, head) + i * rows.row;
+#pragma unroll
+    for (int n = 0; n < D / LANES; n++) {
+        const int column = n * LANES + threadIdx.x % LANES;
+        x[n] = column < size ? float(at[column]) : 0.f;
+    }
+}
+
+// The results of one row, by one warp.
+template <int D>
+SM90 void mend_row(const Problem& problem, int of_all, int i) {
+    const int batch = of_all / problem.heads, head = of_all % problem.heads, key_head = head / problem.group;
+    const float power = problem.lse[int64_t(of_all) * problem.queries + i] * LOG2E, base = power == -INFINITY ? 0.f : power;
+    const int end = min(i + problem.upper, problem.keys - 1);
+    float q[D / LANES], x[D / LANES], sums[D / LANES] = {};
+    read_row<D>(q, problem.q, batch, head, i, problem.head_size);
+    for (int j = max(i + problem.lower, 0); j <= end; j++) {
+        float logit = 0;
+        read_row<D>(x, problem.k, batch, key_head, j, problem.head_size);
+        for (int n = 0; n < D / LANES; n++) logit += q[n] * x[n];
+        for (int bit = 16; bit > 0; bit /= 2) logit += __shfl_xor_sync(0xffffffff, logit, bit);
+        const float weight = exp2_approx(logit * problem.factor - base);
+        read_row<D>(x, problem.v, batch, key_head, j, problem.value_size);
+        for (int n = 0; n < D / LANES; n++) sums[n] += weight * x[n];
+    }
+    T* out = first_of<T>(problem.out, batch, head) + i * problem.out.row;
+    for (int n = 0; n < D / LANES; n++) {
+        const int column = n * LANES + threadIdx.x % LANES;
+        if (column < problem.value_size) out[column] = T(sums[n]);
+    }
+}
+
+// Compute again what this warpgroup has marked.
+template <typename L>
+SM90 void mend(const Problem& problem, int group) {
+    const int warp = threadIdx.x % WARPGROUP / LANES;
+    named_sync(MEETING + group, WARPGROUP);
+    volatile int* mine = owners(problem) + owner(group);
+    if (*mine == 0) return;
+    const int of_head = problem.blocks * L::GROUPS, count = problem.tiles * L::GROUPS;
+    for (int place = 0; place < count; place++) {
+        volatile int* mark = marks(problem) + place;
+        if (*mark != owner(group) + 1) continue;
+        const int row = place % of_head * GROUP_ROWS, end = min(row + GROUP_ROWS, problem.queries);
+        for (int i = row + warp; i < end; i += WARPGROUP / LANES) mend_row<L::D>(problem, place / of_head, i);
+        named_sync(MEETING + group, WARPGROUP);  // all have seen the mark
+        if (threadIdx.x % WARPGROUP == 0) *mark = 0;
+    }
+    named_sync(MEETING + group, WARPGROUP);
+    if (threadIdx.x % WARPGROUP == 0) *mine = 0;
+}
+
+}  // namespace

@@ -1,0 +1,167 @@
+// The tiles of the forward: how a block's work and its shared memory are laid out, and the thread that loads.
+#pragma once
+
+#include "tensors.cuh"
+
+namespace {
+
+using namespace sm90;
+
+constexpr int LANES = 32, WARPGROUP = 128, GROUP_ROWS = 64;
+constexpr int OWNERS = 4;                     // marks of a block beside those of its tiles
+constexpr int MEETING = 1;                    // the first of the named barriers that the threads of one warpgroup use
+constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
+
+// A call. Query i sees key j if lower <= j - i <= upper, where there is a band. opkit/attn/gpu/hopper/forward_cuda.py fills it.
+struct Problem {
+    Rows q, k, v, out;
+    float* lse;    // (batch, heads, queries), dense
+    int* counter;  // of tiles, of blocks that have ended, marks of warpgroups, and marks of 64 rows each; zeros
+    int batch, heads, group, queries, keys, head_size, value_size, lower, upper, banded;
+    int section;  // heads whose tiles are interleaved, so that their keys stay in the L2 cache
+    int blocks;   // tiles of a head
+    int tiles;
+    int processors, device;
+    float factor;  // of logits, whose exponentials' base is 2
+};
+
+// A block of queries of a head, and the steps of keys that it needs; `last` is the first one that is taken. No steps: no tile.
+struct alignas(16) Tile {
+    int batch, head, row, first, last, steps, unused[2];
+};
+
+// How the work of a block is laid out: warpgroups that multiply, with 64 queries of a tile each; keys of a step; buffers for these,
+// and for values; and registers of a thread that multiplies, and of one that loads. Two tiles' queries have buffers.
+template <int D_, int GROUPS_, int KEYS_, int STAGES_, int REGISTERS_, int LOADER_REGISTERS_>
+struct Layout {
+    static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, STAGES = STAGES_, TILES = 2;
+    static constexpr int REGISTERS = REGISTERS_, LOADER_REGISTERS = LOADER_REGISTERS_;
+    static constexpr int ROWS = GROUPS * GROUP_ROWS, THREADS = (GROUPS + 1) * WARPGROUP, BOXES = D / COLUMNS;
+    static constexpr int ROWS_BYTES = ROWS * D * 2, KEYS_BYTES = KEYS * D * 2;
+    static constexpr int BARRIERS = 2 * (2 * TILES + 2 * STAGES);
+    static constexpr int BYTES = TILES * (ROWS_BYTES + sizeof(Tile)) + 2 * STAGES * KEYS_BYTES + BARRIERS * 8;
+    static constexpr int SHARED = BYTES + 1024;  // boxes begin at multiples of 1024
+};
+
+// The layout for heads of 64. Three warpgroups, since exponentials take most of the time there.
+using Narrow = Layout<64, 3, 128, 3, 160, 32>;
+
+// Buffers that one side fills and the other empties, in turn. `full` and `empty` are the addresses of the first barriers.
+template <int COUNT, int BYTES>
+struct Ring {
+    uint32_t buffers, full, empty;
+    int index = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ uint32_t buffer() const { return buffers + index * BYTES; }
+    __device__ __forceinline__ uint32_t filled() const { return full + index * 8; }
+    __device__ __forceinline__ void wait_full() const { wait(full + index * 8, phase); }
+    __device__ __forceinline__ void wait_empty() const { wait(empty + index * 8, phase ^ 1); }
+    __device__ __forceinline__ void next() {
+        index++;
+        if (index == COUNT) index = 0, phase ^= 1;
+    }
+    // A warp, all of whose threads have waited for the buffer, no longer needs it.
+    __device__ __forceinline__ void free() {
+        if (threadIdx.x % LANES == 0) arrive(empty + index * 8);
+        next();
+    }
+};
+
+template <typename L>
+struct Shared {
+    Ring<L::TILES, L::ROWS_BYTES> rows;
+    Ring<L::STAGES, L::KEYS_BYTES> keys, values;
+    Ring<L::TILES, 0> turns;  // of the tiles
+    Tile* tiles;
+};
+
+template <typename L>
+SM90 Shared<L> shared_of(unsigned char* bytes) {
+    const uint32_t rows = shared(bytes), keys = rows + L::TILES * L::ROWS_BYTES;
+    const uint32_t values = keys + L::STAGES * L::KEYS_BYTES, tiles = values + L::STAGES * L::KEYS_BYTES;
+    const uint32_t of_rows = tiles + L::TILES * sizeof(Tile), of_keys = of_rows + 2 * L::TILES * 8;
+    const uint32_t of_values = of_keys + 2 * L::STAGES * 8, of_turns = of_values + 2 * L::STAGES * 8;
+    return {{rows, of_rows, of_rows + L::TILES * 8},
+            {keys, of_keys, of_keys + L::STAGES * 8},
+            {values, of_values, of_values + L::STAGES * 8},
+            {0, of_turns, of_turns + L::TILES * 8},
+            reinterpret_cast<Tile*>(bytes + (tiles - rows))};
+}
+
+template <int COUNT, int BYTES>
+SM90 void initialize(const Ring<COUNT, BYTES>& ring, int readers) {
+    for (int i = 0; i < COUNT; i++) {
+        barrier_init(ring.full + i * 8, 1);
+        barrier_init(ring.empty + i * 8, readers);
+    }
+}
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------------
+
+struct Reach {
+    int first, last;
+};
+
+// The steps of keys that some rows need; at least one, if only to see nothing.
+template <typename L, bool BANDED>
+SM90 Reach reach_of(const Problem& problem, int row, int rows) {
+    if (!BANDED) return {0, (problem.keys - 1) / L::KEYS};
+    const int end = min(row + rows, problem.queries) - 1;
+    const int last = max(min(end + problem.upper, problem.keys - 1), 0) / L::KEYS;
+    return {min(max(row + problem.lower, 0) / L::KEYS, last), last};
+}
+
+// Under a band the last rows of all heads of a section come first: of a causal one they have the most to do.
+template <typename L, bool BANDED>
+SM90 Tile tile_of(const Problem& problem, int number) {
+    if (number >= problem.tiles) return {};
+    const int size = problem.section * problem.blocks, first = number / size * problem.section, rest = number % size;
+    const int width = min(problem.section, problem.tiles / problem.blocks - first);
+    const int of_all = first + (BANDED ? rest % width : rest / problem.blocks);
+    const int row = (BANDED ? problem.blocks - 1 - rest / width : rest % problem.blocks) * L::ROWS;
+    const Reach reach = reach_of<L, BANDED>(problem, row, L::ROWS);
+    return {of_all / problem.heads, of_all % problem.heads, row, reach.first, reach.last, reach.last - reach.first + 1};
+}
+
+// ---- loading --------------------------------------------------------------------------------------------------------------
+
+template <int BYTES, int COUNT>
+SM90 void fill(Ring<COUNT, BYTES>& ring, const CUtensorMap* map, int batch, int head, int row) {
+    ring.wait_empty();
+    expect_bytes(ring.filled(), BYTES);
+    load_boxes(ring.buffer(), map, ring.filled(), row, head, batch);
+    ring.next();
+}
+
+template <typename L>
+SM90 void announce(Shared<L>& shared, const Tile& tile) {
+    shared.turns.wait_empty();
+    shared.tiles[shared.turns.index] = tile;
+    arrive(shared.turns.filled());
+    shared.turns.next();
+}
+
+// Hand out tiles, and load their queries, and keys and values from the last to the first, values a step late.
+template <typename L, bool BANDED>
+SM90 void load(const Problem& problem, Shared<L> shared, const CUtensorMap* q, const CUtensorMap* k, const CUtensorMap* v) {
+    Tile tile = tile_of<L, BANDED>(problem, blockIdx.x);
+    while (tile.steps > 0) {
+        const int following = atomicAdd(problem.counter, 1) + gridDim.x, key_head = tile.head / problem.group;
+        announce(shared, tile);
+#pragma unroll 1
+        for (int step = tile.last; step >= tile.first; step--) {
+            fill(shared.keys, k, tile.batch, key_head, step * L::KEYS);
+            if (step == tile.last) fill(shared.rows, q, tile.batch, tile.head, tile.row);
+            else fill(shared.values, v, tile.batch, key_head, (step + 1) * L::KEYS);
+        }
+        fill(shared.values, v, tile.batch, key_head, tile.first * L::KEYS);
+        tile = tile_of<L, BANDED>(problem, following);
+    }
+    announce(shared, tile);
+    // The last block to end leaves the counter as it found it: zeros.
+    __threadfence();
+    if (atomicAdd(problem.counter + 1, 1) == gridDim.x - 1) problem.counter[0] = problem.counter[1] = 0;
+}
+
+}  // namespace
