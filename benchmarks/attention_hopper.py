@@ -1,8 +1,8 @@
-"""Forward attention on a Hopper GPU in bfloat16: opkit's kernel against torch's cuDNN attention, in TFLOP/s.
+"""Forward attention on a Hopper GPU in bfloat16: opkit's kernels, in Gluon and in CUDA C++, against torch's cuDNN, in TFLOP/s.
 
     python benchmarks/attention_hopper.py
 
-Both are captured into CUDA graphs of several calls, which take turns; the table has medians over rounds. A causal call counts
+All are captured into CUDA graphs of several calls, which take turns; the table has medians over rounds. A causal call counts
 half the operations, a window those of its width. At last, what a small call costs the host.
 """
 
@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from opkit.attn import calls as attention
 from opkit.attn import program
 from opkit.attn.gpu.hopper import forward as hopper
+from opkit.attn.gpu.hopper import forward_cuda, library
 
 SHAPES = {  # batch, heads, sequence, head, and how many keys back a query sees: None for all, -1 for all before it
     "8x16x2048x128 causal": (8, 16, 2048, 128, -1),
@@ -34,6 +37,7 @@ SHAPES = {  # batch, heads, sequence, head, and how many keys back a query sees:
     "2x8x8192x256 causal": (2, 8, 8192, 256, -1),
     "2x16x16384x128 window": (2, 16, 16384, 128, 1024),
 }
+KERNELS = ("gluon", "cuda", "cudnn")
 _MILLISECONDS = 8.0  #: of a graph
 Call = Callable[[], object]
 
@@ -49,12 +53,16 @@ def calls(batch: int, heads: int, length: int, head: int, back: int | None) -> d
     q, k, v = (torch.randn(batch, heads, length, head, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     given = (q, k, v, [], [], None, None, mask_of(back), [], head**-0.5, 0.0, 0.0, False)
     run = hopper.forward.prepare(*given)
+    found: dict[str, Call] = {"gluon": lambda: run(*given)}
+    if forward_cuda.fits(attention.Call(*given)) and library.compiler_there():
+        cuda = forward_cuda.forward.prepare(*given)
+        found["cuda"] = lambda: cuda(*given)
 
     def cudnn() -> object:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return functional.scaled_dot_product_attention(q, k, v, is_causal=back is not None)
 
-    return {"opkit": lambda: run(*given), **({} if back is not None and back >= 0 else {"cudnn": cudnn})}
+    return found if back is not None and back >= 0 else {**found, "cudnn": cudnn}
 
 
 def operations(batch: int, heads: int, length: int, head: int, back: int | None) -> float:
@@ -102,6 +110,13 @@ def measure(shape: tuple[int, int, int, int, int | None], rounds: int) -> dict[s
     return {name: operations(*shape) / each / 1e9 for name, each in medians(calls(*shape), rounds).items()}
 
 
+def print_table(rows: dict[str, dict[str, float]], kernels: Sequence[str]) -> None:
+    """A row for each case; a kernel that does not take it has none."""
+    print(f"{'batch x heads x length x head':32}", *(f"{kernel:>8}" for kernel in kernels), "  TFLOP/s")
+    for name, row in rows.items():
+        print(f"{name:32}", *(f"{row.get(kernel, math.nan):8.0f}" for kernel in kernels))
+
+
 def host(call: Call) -> float:
     """Microseconds of a call that is not waited for."""
     found: list[float] = []
@@ -119,9 +134,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     rows = {name: measure(shape, rounds) for name, shape in SHAPES.items()}
-    print(f"{'batch x heads x length x head':32} {'opkit':>8} {'cudnn':>8}   TFLOP/s")
-    for name, row in rows.items():
-        print(f"{name:32} {row['opkit']:8.0f} {row.get('cudnn', float('nan')):8.0f}")
+    print_table(rows, KERNELS)
     small = {name: host(call) for name, call in calls(1, 4, 128, 128, -1).items()}
     print("host, us:", ", ".join(f"{name} {each:.1f}" for name, each in small.items()))
     print(json.dumps({"tflops": rows, "host_us": small}))

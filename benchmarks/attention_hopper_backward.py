@@ -1,9 +1,9 @@
-"""Backward attention on a Hopper GPU in bfloat16: opkit's kernel against torch's cuDNN attention, in TFLOP/s.
+"""Backward attention on a Hopper GPU in bfloat16: opkit's kernels, in Gluon and in CUDA C++, against torch's cuDNN, in TFLOP/s.
 
     python benchmarks/attention_hopper_backward.py
 
 All are captured into CUDA graphs of several calls, which take turns; the table has medians over rounds. What goes before the
-kernel that multiplies, and after it, is part of a call. "deterministic" is opkit's where
+kernel that multiplies, and after it, is part of a call. "determ." is the one in Gluon where
 ``torch.use_deterministic_algorithms`` is on. Operations are those of five products: half of them of a causal call, of a window
 those of its width, and of documents those within each. Lists of tiles are built in each captured call, as a graph may be replayed
 with other documents.
@@ -15,11 +15,15 @@ import argparse
 import json
 
 import torch
-from attention_hopper import Call, mask_of, medians, operations
+from attention_hopper import Call, mask_of, medians, operations, print_table
 
 from opkit.attn import program
+from opkit.attn.calls import GradientCall
 from opkit.attn.gpu.hopper import backward as hopper_backward
+from opkit.attn.gpu.hopper import backward_cuda, library
 from opkit.attn.gpu.hopper import forward as hopper
+
+KERNELS = ("gluon", "determ.", "cuda", "cudnn")
 
 Shape = tuple[int, int, int, int, int | None, int | None]
 SHAPES: dict[str, Shape] = {
@@ -66,7 +70,10 @@ def calls(batch: int, heads: int, length: int, head: int, back: int | None, size
         run(*given)
         torch.use_deterministic_algorithms(False)
 
-    found: dict[str, Call] = {"opkit": lambda: run(*given), "deterministic": deterministic}
+    found: dict[str, Call] = {"gluon": lambda: run(*given), "determ.": deterministic}
+    if backward_cuda.fits(GradientCall(*given)) and library.compiler_there():
+        cuda = backward_cuda.backward.prepare(*given)
+        found["cuda"] = lambda: cuda(*given)
     if size is None and (back is None or back < 0):
         found["cudnn"] = cudnn(q, k, v, gradient, back is not None)
     return found
@@ -95,9 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     rows = {name: measure(shape, rounds) for name, shape in SHAPES.items()}
-    print(f"{'batch x heads x length x head':32} {'opkit':>8} {'determ.':>8} {'cudnn':>8}   TFLOP/s")
-    for name, row in rows.items():
-        print(f"{name:32} {row['opkit']:8.0f} {row['deterministic']:8.0f} {row.get('cudnn', float('nan')):8.0f}")
+    print_table(rows, KERNELS)
     print(json.dumps({"tflops": rows}))
 
 
