@@ -23,10 +23,12 @@ from opkit.kernels import toolchain
 MACHINE = Path(__file__).parent / "hopper_on_cpu"
 
 
-def build(name: str, dtype: torch.dtype, folder: Path) -> Path:
-    """The library of ``name``.cu, for this processor."""
-    for file in (*library.SOURCES.glob("*.cuh"), *MACHINE.iterdir()):  # the machine's sm90.cuh in place of the other
-        (folder / file.name).write_text(file.read_text())
+def build(name: str, dtype: torch.dtype, folder: Path, defect: tuple[str, str] = ("", "")) -> Path:
+    """The library of ``name``.cu, for this processor; with the first text of ``defect`` replaced by the second."""
+    texts = {file.name: file.read_text() for file in (*library.SOURCES.glob("*.cuh"), *MACHINE.iterdir())}
+    assert any(defect[0] in text for text in texts.values())
+    for file, text in texts.items():  # the machine's sm90.cuh in place of the other
+        (folder / file).write_text(text.replace(*defect) if defect[0] else text)
     source, built = (
         folder / f"{name}_{dtype}.cpp".replace("torch.", ""),
         folder / f"{name}_{dtype}.so".replace("torch.", ""),
@@ -49,7 +51,7 @@ def build(name: str, dtype: torch.dtype, folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def on_cpu(monkeypatch, folder: Path, processors: int = 2) -> Iterator[list[int]]:
+def on_cpu(monkeypatch, folder: Path, defect: tuple[str, str] = ("", ""), processors: int = 2) -> Iterator[list[int]]:
     """Launches of such kernels go to the machine, with so few multiprocessors that each has several tiles.
 
     Gives a list whose one number is the seed of the next launches' order of events.
@@ -58,7 +60,7 @@ def on_cpu(monkeypatch, folder: Path, processors: int = 2) -> Iterator[list[int]
 
     @functools.cache
     def launcher(name: str, dtype: torch.dtype):
-        function = ctypes.CDLL(str(build(name, dtype, folder)))[f"hopper_{name}"]
+        function = ctypes.CDLL(str(build(name, dtype, folder, defect)))[f"hopper_{name}"]
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
         def launch(call: ctypes.Structure, stream: int) -> None:

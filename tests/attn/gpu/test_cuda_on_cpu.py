@@ -13,6 +13,7 @@ from hopper_calls import BF16, CAUSAL, FAR, FP16, arguments, compared, shaped
 from opkit.attn import gradients, program, reference
 from opkit.attn.gpu.hopper import backward_cuda, forward_cuda
 from opkit.attn.gpu.hopper import forward as gluon
+from opkit.errors import KernelError
 
 
 @pytest.fixture(scope="module")
@@ -176,14 +177,26 @@ class TestBackward:
     @pytest.mark.parametrize("mask", [CAUSAL, (program.BAND, -50, 30)])
     def test_hidden_keys_and_values_do_not_leak(self, machine, head, mask):
         q, k, v = filled(1, (2, 1), 200, 300, head, head)
-        (gradient, _, *_, out, lse), expected = (
-            with_results(q, k, v, mask=mask)[0][:7],
-            with_results(q, k, v, mask=mask)[1],
-        )
-        k[:, :, 260:], v[:, :, 260:] = float("nan"), float("inf")  # no query sees them
-        rest = with_results(q, k, v, mask=mask)[0][7:]
-        found = backward_cuda.backward(gradient, None, q, k, v, out, lse, *rest)
-        assert max(off(found, expected)) < 2 * torch.finfo(BF16).eps
+        call, expected = with_results(q, k, v, mask=mask)
+        k[:, :, 240:], v[:, :, 240:] = (
+            float("nan"),
+            float("inf"),
+        )  # no query sees them; keys before them, in the same tile, are seen
+        assert max(off(backward_cuda.backward(*call), expected)) < 2 * torch.finfo(BF16).eps
+
+    @pytest.mark.parametrize("head", [64, 128])
+    def test_a_query_that_is_not_finite_reaches_what_it_sees_alone(self, machine, head):
+        q, k, v = filled(1, (2, 1), 300, 300, head, head)
+        call, expected = with_results(q, k, v, mask=CAUSAL)
+        row = 170  # in a block of queries of which some keys' tile is partly seen
+        q[:, :, row] = float("inf")
+        call[6][:, :, row] = float("nan")  # its log-sum-exp
+        of_q, of_k, of_v, _ = backward_cuda.backward(*call)
+        others = torch.arange(300) != row
+        found = of_q[:, :, others], of_k[:, :, row + 1 :], of_v[:, :, row + 1 :]
+        same = expected[0][:, :, others], expected[1][:, :, row + 1 :], expected[2][:, :, row + 1 :]
+        assert max(off(found, same)) < 2 * torch.finfo(BF16).eps
+        assert of_v[:, :, : row + 1].isnan().any()
 
     def test_strides_that_tma_cannot_follow_are_copied(self, machine):
         q, k, v = filled(1, (4, 2), 150, 150)
@@ -191,3 +204,55 @@ class TestBackward:
         k = torch.nn.functional.pad(k, (3, 0))[..., 3:]
         call, expected = with_results(q, k, v[:, :1].expand(1, 2, 150, 64), mask=CAUSAL)
         assert max(off(backward_cuda.backward(*call), expected)) < 2 * torch.finfo(BF16).eps
+
+
+# ---- the machine finds what it is for ---------------------------------------------------------------------------------
+
+DEFECTS = {
+    "values that are not waited for": ("            shared.values.wait_full();\n", ""),
+    "keys that are freed before they are multiplied": (
+        "            products_wait<1>();\n            hold(s);\n            shared.keys.free();\n",
+        "            shared.keys.free();\n            products_wait<1>();\n            hold(s);\n",
+    ),
+    "queries that are freed a step early": (
+        "if (i + 1 < work.steps) shared.keys.wait_full();",
+        "if (i + 2 < work.steps) shared.keys.wait_full();",
+    ),
+    "a weight too many": ("column <= last ?", "column <= last + 1 ?"),
+    "a buffer that is never freed": ("        skip(shared.values, done.after);\n", ""),
+}
+BACKWARD_DEFECTS = {
+    "the other half of gradients of logits is not waited for": (
+        "                wait(barriers + SLOPES_FULL + (slot ^ 1) * 8, (it - 1) / STAGES & 1);\n", "",
+    ),
+    "a buffer of these that is written too early": ("            wait(barriers + SLOPES_EMPTY + slot * 8, parity ^ 1);\n", ""),
+}  # fmt: skip
+
+
+def survives(seed, run, check):
+    """Whether no order of events shows a defect."""
+    for order in range(6):
+        seed[0] = order
+        try:
+            check(run())
+        except (AssertionError, KernelError):
+            return False
+    return True
+
+
+class TestDefects:
+    @pytest.mark.parametrize("case", DEFECTS)
+    def test_of_the_forward_are_found(self, case, tmp_path):
+        given = arguments(*filled(1, (3, 1), 500, 700), mask=(program.BAND, -250, 100))
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, DEFECTS[case]) as seed:
+            assert not survives(seed, lambda: forward_cuda.forward(*given), lambda found: compared(given, found))
+
+    @pytest.mark.parametrize("case", BACKWARD_DEFECTS)
+    def test_of_the_backward_are_found(self, case, tmp_path):
+        call, expected = gradient_call((1, (2, 1), 400, 300, 64, 64), mask=CAUSAL)
+
+        def check(found):
+            assert max(off(found, expected)) < 2 * torch.finfo(BF16).eps
+
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, BACKWARD_DEFECTS[case]) as seed:
+            assert not survives(seed, lambda: backward_cuda.backward(*call), check)

@@ -1,8 +1,9 @@
 // A GPU of compute capability 9.0 as the kernels in CUDA C++ see it, on one thread of a processor: threads of blocks, warps and
 // named barriers, barriers in shared memory, TMA, and products of warpgroups. It says nothing of speed.
 //
-// Whatever is asynchronous happens late: products when they are waited for, copies at a random time after they are begun. Who
-// reads a result too early, or frees a buffer too early, gets wrong numbers; who waits for what never comes gets an error.
+// Whatever is asynchronous happens at a random time: products when they are begun or when they are waited for, copies some time
+// after they are begun, soon or late. Who waits for too little, or frees a buffer too early, gets wrong numbers in some order of
+// events; who waits for what never comes gets an error.
 #pragma once
 
 #include <setjmp.h>
@@ -55,6 +56,7 @@ struct Thread;
 struct Warp {
     Thread* lanes[32] = {};
     int arrived = 0, members = 0;
+    unsigned pace = 1;  // of so many times that it could go on it does once
     uint64_t generation = 0;
     uint64_t values[2][32] = {};
 };
@@ -82,7 +84,7 @@ struct Thread {
     std::unique_ptr<char[]> stack;
     bool began = false;
     std::function<bool()> waits;  // for this to be true
-    bool ended = false;
+    bool ended = false, breathes = false;  // breathes: it goes on by itself
     std::vector<Product> products;
     int groups = 0;  // of products, that were committed
 };
@@ -92,6 +94,7 @@ struct Machine {
     Thread* now = nullptr;
     Index grid;
     std::vector<std::function<void()>> copies;
+    unsigned patience = 1;  // how many threads go on, on average, before a copy is made
     std::mt19937 random;
     std::exception_ptr error;
 };
@@ -111,6 +114,14 @@ void wait_until(F condition) {
     Thread& me = self();
     me.waits = condition;
     let_others(me);
+}
+
+// Let others go on, now and then.
+inline void breathe() {
+    if (here().random() % 4) return;
+    self().waits = [left = here().random() % 32]() mutable { return left == 0 || --left == 0; };
+    self().breathes = true;
+    let_others(self());
 }
 
 inline void copy_later(std::function<void()> copy) { here().copies.push_back(std::move(copy)); }
@@ -189,10 +200,11 @@ __attribute__((noipa)) inline void go_on(Machine& machine, Thread& thread) {
     setcontext(&thread.context);
 }
 
-// Run a kernel's blocks, all at once, in an order that follows from `seed`.
+// Run a kernel's blocks, all at once, in an order that follows from `seed`; but for 0, some warps are slow.
 inline void run(const unsigned (&size)[3], int threads, unsigned seed, std::function<void()> kernel) {
     Machine& machine = here();
     machine.random.seed(seed);
+    machine.patience = 16u << machine.random() % 4 * 3;
     machine.grid = {size[0], size[1], size[2]};
     machine.copies.clear();
     machine.error = nullptr;
@@ -204,6 +216,7 @@ inline void run(const unsigned (&size)[3], int threads, unsigned seed, std::func
         Block& block = *grid.back();
         block.index = {b % size[0], b / size[0] % size[1], b / size[0] / size[1]}, block.threads = threads, block.warps.resize(threads / 32);
         std::fill(block.shared.begin(), block.shared.end(), 0xFF);  // NaN: what was never written
+        for (Warp& warp : block.warps) warp.pace = seed ? 1u << machine.random() % 5 : 1;
         for (int t = 0; t < threads; t++) {
             all.push_back(std::make_unique<Thread>());
             Thread& thread = *all.back();
@@ -222,9 +235,16 @@ inline void run(const unsigned (&size)[3], int threads, unsigned seed, std::func
         bool moved = false;
         std::shuffle(order.begin(), order.end(), machine.random);
         for (Thread* thread : order) {
-            if (machine.random() % 64 == 0) moved |= run_a_copy(machine);
-            if (thread->waits && !thread->waits()) continue;
-            thread->waits = nullptr;
+            if (machine.random() % machine.patience == 0) moved |= run_a_copy(machine);
+            if (thread->waits && !thread->waits()) {
+                moved |= thread->breathes;
+                continue;
+            }
+            if (machine.random() % thread->warp->pace) {
+                moved = true;
+                continue;
+            }
+            thread->waits = nullptr, thread->breathes = false;
             machine.now = thread;
             go_on(machine, *thread);
             if (machine.error) std::rethrow_exception(machine.error);

@@ -29,6 +29,7 @@ SM90 void arrive(uint32_t barrier) {
     auto& found = barrier_at(*self().block, barrier);
     if (found.pending-- == 0) throw std::runtime_error("a barrier at which too many arrive");
     found.settle();
+    machine::breathe();
 }
 SM90 void expect_bytes(uint32_t barrier, uint32_t bytes) {
     barrier_at(*self().block, barrier).bytes += bytes;
@@ -88,7 +89,6 @@ SM90 void fence_stores() {}
 // ---- products ---------------------------------------------------------------------------------------------------------------------
 
 SM90 void products_fence() {}
-SM90 void products_commit() { self().groups++; }
 
 SM90 uint64_t along_rows(uint32_t at) { return (uint64_t(64) << 32) | (uint64_t(1) << 16) | ((at & 0x3FFFF) >> 4); }
 SM90 uint64_t across_rows(uint32_t at, uint32_t next) {
@@ -144,6 +144,7 @@ SM90 void finish(const machine::Product& product, size_t number) {
     }
 }
 
+// Of the products that were begun those of all groups but the last `pending`.
 template <typename E>
 SM90 void finish_all(int pending) {
     auto& me = self();
@@ -153,6 +154,10 @@ SM90 void finish_all(int pending) {
     for (size_t i = 0; i < count; i++) finish<E>(me.products[i], i);
     machine::meet_warp();
     me.products.erase(me.products.begin(), me.products.begin() + count);
+}
+SM90 void products_commit() {
+    self().groups++;
+    if (machine::exchange(machine::here().random())[0] % 2) finish_all<T>(0);
 }
 template <int PENDING>
 SM90 void products_wait() { finish_all<T>(PENDING); }
