@@ -105,7 +105,7 @@ inline Machine& here() {
 }
 inline Thread& self() { return *here().now; }
 
-__attribute__((noipa)) inline void let_others(Thread& me) {
+__attribute__((noinline, noipa)) inline void let_others(Thread& me) {
     if (!_setjmp(me.place)) _longjmp(here().scheduler, 1);
 }
 template <typename F>
@@ -193,7 +193,7 @@ inline bool run_a_copy(Machine& machine) {
 }
 
 // Let a thread run until it waits.
-__attribute__((noipa)) inline void go_on(Machine& machine, Thread& thread) {
+__attribute__((noinline, noipa)) inline void go_on(Machine& machine, Thread& thread) {
     if (_setjmp(machine.scheduler)) return;
     if (thread.began) _longjmp(thread.place, 1);
     thread.began = true;
