@@ -33,8 +33,8 @@ def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` and the operators of its gradients their kernels for GPUs.
 
     Few queries are decoded, on Hopper those of latent attention by a kernel of their own, and those that are many rows together
-    by the kernel for Hopper; other calls are for that where it takes them, some of them for one in CUDA C++ where there is nvcc,
-    or for the portable one. So are gradients.
+    by the kernel for Hopper; other calls are for that where it takes them, or for the portable one. So are gradients. Those in
+    CUDA C++ are for calls that ask for them.
     """
     op.register_kernel(device(), forward, when=predicate(Call, takes), name=NAME, trusted=True)
     decoding.register(op)

@@ -251,9 +251,11 @@ class TestOnGpu:
         torch.cuda.synchronize()
         assert all(map(torch.equal, expected, found))
 
-    def test_calls_get_it(self):
+    def test_calls_get_it_where_they_ask_for_it(self):
         q, k, v = filled(1, (2, 1), 8192, 8192, 64, 64)
-        assert api.select(q, k, v, mask=Causal()).kernel == cuda.NAME
+        assert api.select(q, k, v, mask=Causal()).kernel == "hopper"
+        found = api.attention(q, k, v, mask=Causal(), kernel=cuda.NAME)
+        assert torch.equal(found, cuda.forward(*arguments(q, k, v, mask=CAUSAL))[0])
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
