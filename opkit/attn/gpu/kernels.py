@@ -34,7 +34,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
     Few queries are decoded, on Hopper those of latent attention by a kernel of their own, and those that are many rows together
     by the kernel for Hopper; other calls are for that where it takes them, or for the portable one. So are gradients. Those in
-    CUDA C++ are for calls that ask for them.
+    CUDA C++ come before these where there is nvcc.
     """
     op.register_kernel(device(), forward, when=predicate(Call, takes), name=NAME, trusted=True)
     decoding.register(op)

@@ -97,7 +97,7 @@ def bottom_right(queries, keys):
     return program.BAND, -FAR, keys - queries
 
 
-LONG = {"causal": CAUSAL, "bottom right": bottom_right(8192, 8192), "a wide window": (program.BAND, -8192, 0)}
+LONG = {"causal": CAUSAL, "bottom right": bottom_right(8192, 8192), "a window": (program.BAND, -1024, 0)}
 OTHERS = {
     "no mask": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64)),
     "short": lambda: arguments(*shaped((4, 2), 1024, 1024, 64, 64), mask=CAUSAL),
@@ -251,8 +251,14 @@ class TestOnGpu:
         torch.cuda.synchronize()
         assert all(map(torch.equal, expected, found))
 
-    def test_calls_get_it_where_they_ask_for_it(self):
+    def test_long_calls_get_it(self):
         q, k, v = filled(1, (2, 1), 8192, 8192, 64, 64)
+        assert api.select(q, k, v, mask=Causal()).kernel == cuda.NAME
+        found = api.attention(q, k, v, mask=Causal())
+        assert torch.equal(found, cuda.forward(*arguments(q, k, v, mask=CAUSAL))[0])
+
+    def test_others_get_it_where_they_ask_for_it(self):
+        q, k, v = filled(1, (2, 1), 300, 300, 64, 64)
         assert api.select(q, k, v, mask=Causal()).kernel == "hopper"
         found = api.attention(q, k, v, mask=Causal(), kernel=cuda.NAME)
         assert torch.equal(found, cuda.forward(*arguments(q, k, v, mask=CAUSAL))[0])
@@ -285,13 +291,14 @@ def with_results(q, k, v, mask=(), scale=None, softcap=0.0, dropout_p=0.0, heads
 LONG_GRADIENTS = {
     "128": lambda: gradient_call(2, (4, 2), 2048, 2048, 128, 128),
     "128, causal": lambda: gradient_call(2, (4, 2), 8192, 8192, 128, 128, mask=CAUSAL),
-    "64": lambda: gradient_call(2, (4, 2), 4096, 4096, 64, 64),
+    "128, a window": lambda: gradient_call(2, (4, 2), 8192, 8192, 128, 128, mask=(program.BAND, -1024, 0)),
+    "64": lambda: gradient_call(2, (4, 2), 2048, 2048, 64, 64),
     "64 and 128": lambda: gradient_call(2, (4, 2), 4096, 4096, 64, 128, mask=CAUSAL),
 }
 OTHER_GRADIENTS = {
-    "short": lambda: gradient_call(2, (4, 2), 1024, 1024, 128, 128, mask=CAUSAL),
-    "64, short": lambda: gradient_call(2, (4, 2), 2048, 2048, 64, 64, mask=CAUSAL),
-    "a window": lambda: gradient_call(2, (4, 2), 8192, 8192, 128, 128, mask=(program.BAND, -1024, 0)),
+    "short": lambda: gradient_call(2, (4, 2), 512, 512, 128, 128, mask=CAUSAL),
+    "64, short": lambda: gradient_call(2, (4, 2), 1024, 1024, 64, 64, mask=CAUSAL),
+    "a narrow window": lambda: gradient_call(2, (4, 2), 8192, 8192, 128, 128, mask=(program.BAND, -512, 0)),
 }
 REFUSED_GRADIENTS = {
     "256": lambda: gradient_call(2, (4, 2), 4096, 4096, 256, 256),

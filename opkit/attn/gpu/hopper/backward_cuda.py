@@ -2,8 +2,8 @@
 
 What Gluon cannot express there: that neither warpgroup waits for the other, since the product for the gradient of queries is
 made a step late; that numbers of rows come into products by one of their own, in TF32, in place of loads; that a warp frees a
-buffer by itself; and that sums go to memory from registers while others multiply. It is for those who ask for it, by
-``opkit.use_kernel``; calls get the kernel in Gluon, which is called under ``torch.use_deterministic_algorithms`` too.
+buffer by itself; and that sums go to memory from registers while others multiply. Long calls get it; the kernel in Gluon is
+called for others, and under ``torch.use_deterministic_algorithms``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from opkit.op.prepared import PreparedKernel
 
 NAME = "hopper_cuda"
 HEADS = (64, 128)  #: channels
-_PRIORITY = 0  # below the kernel in Gluon, until the tests marked `gpu` have run on this form of it
-_FROM = {64: 4096, 128: 2048}  #: queries, and keys that each sees, by the larger head
+_PRIORITY = 2  # above the kernel in Gluon
+_QUERIES, _SEEN = {64: 2048, 128: 1024}, 1024  #: from how many it is the faster one, by the larger head; keys that each sees
 _PART = 64 * 64  #: floats of a warpgroup's part of the gradient of a block of queries
 _CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those that shall stay in the L2 cache
 _MOST = 65535  #: heads of all batches
@@ -77,7 +77,7 @@ def fits(call: GradientCall) -> bool:
 def _long(call: GradientCall) -> bool:
     shape = plans.shape_of(tuple(call.mask), ())
     seen = min(call.k.shape[2], shape.upper - shape.lower)
-    return min(call.q.shape[2], seen) >= _FROM[_widest(call)]
+    return call.q.shape[2] >= _QUERIES[_widest(call)] and seen >= _SEEN
 
 
 def _widest(call: GradientCall) -> int:

@@ -2,8 +2,8 @@
 
 It is for heads of 64, whose exponentials take as long as their products. As in the kernel in Gluon three warpgroups have 64
 queries each; what Gluon cannot express is that a warp frees a buffer by itself, where Triton has all of a warpgroup meet before
-and after, and that a warpgroup passes over steps of keys of which it sees none. It is computed where it is asked
-for, with ``kernel="hopper_cuda"``; calls get the kernel in Gluon.
+and after, and that a warpgroup passes over steps of keys of which it sees none. Calls under a long band get it, and those that
+ask for ``kernel="hopper_cuda"``; the kernel in Gluon is faster without a mask and for short calls.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from opkit.op.prepared import PreparedKernel
 
 NAME = "hopper_cuda"
 HEAD = 64  #: channels
-_PRIORITY = 0  # below the kernel in Gluon, until the tests marked `gpu` have run on this form of it
-_FROM = 8192  #: queries, and keys that each sees
+_PRIORITY = 2  # above the kernel in Gluon
+_QUERIES, _SEEN = 2048, 1024  #: from how many it is the faster one: queries, and keys that each sees
 _ROWS = 64  #: queries of a warpgroup
 _GROUPS = 3  #: warpgroups of a block
 _INTS = (
@@ -70,7 +70,7 @@ def fits(call: Call) -> bool:
 def _long(call: Call) -> bool:
     shape = plans.shape_of(tuple(call.mask), ())
     seen = min(call.k.shape[2], shape.upper - shape.lower)
-    return shape.banded and min(call.q.shape[2], seen) >= _FROM
+    return shape.banded and call.q.shape[2] >= _QUERIES and seen >= _SEEN
 
 
 @PreparedKernel
