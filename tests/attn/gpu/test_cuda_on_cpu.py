@@ -11,6 +11,7 @@ from cuda_on_cpu import on_cpu
 from hopper_calls import BF16, CAUSAL, FAR, FP16, arguments, compared, shaped
 
 from opkit.attn import gradients, program, reference
+from opkit.attn.calls import GradientCall
 from opkit.attn.gpu.hopper import backward_cuda, forward_cuda
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.errors import KernelError
@@ -157,6 +158,16 @@ class TestBackward:
         rounding = torch.finfo(dtype).eps
         assert max(off(found, expected)) < 2 * rounding, off(found, expected)
 
+    @pytest.mark.parametrize("order", range(4))
+    @pytest.mark.parametrize(("head", "mask"), [(64, CAUSAL), (128, ()), (128, (program.BAND, -150, 20))])
+    def test_rows_that_helpers_prepare(self, machine, monkeypatch, head, mask, order):
+        monkeypatch.setattr(backward_cuda, "_CACHED", 0)  # of all heads but the first ones
+        monkeypatch.setattr(backward_cuda, "_AHEAD", 1)
+        call, expected = gradient_call((2, (6, 3), 200, 170, head, head), of_lse=True, mask=mask)
+        assert backward_cuda._problem(GradientCall(*call)).prepared < 12
+        machine[0] = order
+        assert max(off(backward_cuda.backward(*call), expected)) < 2 * torch.finfo(BF16).eps
+
     def test_a_gradient_of_the_log_sum_exp(self, machine):
         call, expected = gradient_call((1, (2, 1), 200, 150, 64, 64), of_lse=True, mask=CAUSAL)
         assert max(off(backward_cuda.backward(*call), expected)) < 2 * torch.finfo(BF16).eps
@@ -227,6 +238,14 @@ BACKWARD_DEFECTS = {
     ),
     "a buffer of these that is written too early": ("            wait(barriers + SLOPES_EMPTY + slot * 8, parity ^ 1);\n", ""),
 }  # fmt: skip
+HELPERS_DEFECTS = {
+    "rows that nobody waits for": ("        if (head >= problem.prepared) wait_count(", "        if (false) wait_count("),
+    "gradients that are rounded before all is added": (
+        "        wait_count(summed(problem, key_head), tiles_of_head(problem));\n", "",
+    ),
+    "rounded numbers that are overwritten": ("        stores_commit();\n        stores_read();\n", "        stores_commit();\n"),
+    "an item that is overwritten": ("        if (it >= STAGES) wait(place.done(), place.parity() ^ 1);\n", ""),
+}  # fmt: skip
 
 
 def survives(seed, run, check):
@@ -247,12 +266,18 @@ class TestDefects:
         with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, DEFECTS[case]) as seed:
             assert not survives(seed, lambda: forward_cuda.forward(*given), lambda found: compared(given, found))
 
-    @pytest.mark.parametrize("case", BACKWARD_DEFECTS)
-    def test_of_the_backward_are_found(self, case, tmp_path):
-        call, expected = gradient_call((1, (2, 1), 400, 300, 64, 64), mask=CAUSAL)
+    @pytest.mark.parametrize("case", [*BACKWARD_DEFECTS, *HELPERS_DEFECTS])
+    def test_of_the_backward_are_found(self, case, tmp_path, monkeypatch):
+        if case in HELPERS_DEFECTS:  # tiles are short: helpers have little time
+            call, expected = gradient_call((2, (8, 8), 128, 128, 64, 64))
+        else:
+            call, expected = gradient_call((1, (2, 1), 400, 300, 64, 64), mask=CAUSAL)
 
         def check(found):
             assert max(off(found, expected)) < 2 * torch.finfo(BF16).eps
 
-        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, BACKWARD_DEFECTS[case]) as seed:
+        monkeypatch.setattr(backward_cuda, "_CACHED", 0)  # so that helpers prepare rows of most heads
+        monkeypatch.setattr(backward_cuda, "_AHEAD", 0)
+        defect = (BACKWARD_DEFECTS | HELPERS_DEFECTS)[case]
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
             assert not survives(seed, lambda: backward_cuda.backward(*call), check)

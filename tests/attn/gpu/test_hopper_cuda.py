@@ -61,7 +61,7 @@ def test_the_backward_compiles_with_few_spills(dtype, tmp_path, record_property)
     record_property("resources", str(found))
     multiplying = [each for kernel, each in found.items() if "gradients" in kernel]
     assert [registers for registers, *_ in multiplying] == [168] * 4  # heads of 64 and 128, under a band, and without
-    assert max(max(stored, loaded) for _, stored, loaded in multiplying) <= 320  # none of them in a step
+    assert max(max(stored, loaded) for _, stored, loaded in multiplying) <= 300  # none of them in a step
     others = [each for kernel, each in found.items() if "gradients" not in kernel]
     assert all(stored == loaded == 0 for _, stored, loaded in others)
 
@@ -292,13 +292,14 @@ LONG_GRADIENTS = {
     "128": lambda: gradient_call(2, (4, 2), 2048, 2048, 128, 128),
     "128, causal": lambda: gradient_call(2, (4, 2), 8192, 8192, 128, 128, mask=CAUSAL),
     "128, a window": lambda: gradient_call(2, (4, 2), 8192, 8192, 128, 128, mask=(program.BAND, -1024, 0)),
-    "64": lambda: gradient_call(2, (4, 2), 2048, 2048, 64, 64),
+    "128, short": lambda: gradient_call(2, (4, 2), 512, 512, 128, 128, mask=CAUSAL),
+    "64": lambda: gradient_call(2, (4, 2), 1024, 1024, 64, 64),
     "64 and 128": lambda: gradient_call(2, (4, 2), 4096, 4096, 64, 128, mask=CAUSAL),
 }
 OTHER_GRADIENTS = {
-    "short": lambda: gradient_call(2, (4, 2), 512, 512, 128, 128, mask=CAUSAL),
-    "64, short": lambda: gradient_call(2, (4, 2), 1024, 1024, 64, 64, mask=CAUSAL),
-    "a narrow window": lambda: gradient_call(2, (4, 2), 8192, 8192, 128, 128, mask=(program.BAND, -512, 0)),
+    "short": lambda: gradient_call(2, (4, 2), 256, 256, 128, 128, mask=CAUSAL),
+    "64, short": lambda: gradient_call(2, (4, 2), 512, 512, 64, 64, mask=CAUSAL),
+    "a narrow window": lambda: gradient_call(2, (4, 2), 8192, 8192, 128, 128, mask=(program.BAND, -256, 0)),
 }
 REFUSED_GRADIENTS = {
     "256": lambda: gradient_call(2, (4, 2), 4096, 4096, 256, 256),
@@ -344,6 +345,8 @@ GRADIENTS = {  # (batch, heads of queries and of keys, queries, keys, head, colu
     "window": ((1, (4, 1), 1000, 1000, 128, 128), {"mask": (program.BAND, -100, 0)}),
     "many tiles": ((8, (16, 4), 640, 640, 64, 64), {"mask": CAUSAL}),
     "many tiles, 128": ((8, (16, 16), 640, 640, 128, 128), {"mask": CAUSAL}),
+    "rows that helpers prepare": ((4, (32, 16), 1536, 1024, 128, 128), {}),
+    "rows that helpers prepare, 64": ((4, (32, 16), 1024, 1100, 64, 64), {"mask": CAUSAL}),
     "heads inside": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "heads_inside": True}),
     "64 and 128": ((1, (2, 1), 500, 500, 64, 128), {"mask": CAUSAL}),
     "long": ((1, (2, 1), 4500, 4500, 64, 64), {"mask": CAUSAL}),

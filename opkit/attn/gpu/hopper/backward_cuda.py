@@ -2,8 +2,9 @@
 
 What Gluon cannot express there: that neither warpgroup waits for the other, since the product for the gradient of queries is
 made a step late; that numbers of rows come into products by one of their own, in TF32, in place of loads; that a warp frees a
-buffer by itself; and that sums go to memory from registers while others multiply. Long calls get it; the kernel in Gluon is
-called for others, and under ``torch.use_deterministic_algorithms``.
+buffer by itself; that sums go to memory from registers while others multiply; and that three warps which would have nothing to do
+prepare rows of later heads and round gradients of earlier ones beside the products, where other kernels did both before and
+after them. Long calls get it; the kernel in Gluon is called for others, and under ``torch.use_deterministic_algorithms``.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ from opkit.op.prepared import PreparedKernel
 NAME = "hopper_cuda"
 HEADS = (64, 128)  #: channels
 _PRIORITY = 2  # above the kernel in Gluon
-_QUERIES, _SEEN = {64: 2048, 128: 1024}, 1024  #: from how many it is the faster one, by the larger head; keys that each sees
+_FROM = {64: 1024, 128: 512}  #: queries from which on it is the faster one, and keys that each sees; by the larger head
 _PART = 64 * 64  #: floats of a warpgroup's part of the gradient of a block of queries
 _CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those that shall stay in the L2 cache
+_KEYS = 128  #: of a tile
+_AHEAD = 2  #: tiles of each multiprocessor, at least, whose queries' rows are prepared before the products begin
+_COUNTERS = 3  #: beside those of heads
 _MOST = 65535  #: heads of all batches
 _TENSORS = ("q", "k", "v", "out", "gradient", "of_q", "of_k", "of_v", "lse", "of_lse")
 _POINTERS = ("delta", "sums", "total", "counter")
 _INTS = (
-    "batch", "heads", "key_heads", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "section", "tiles",
-    "processors", "device",
+    "batch", "heads", "key_heads", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "section",
+    "prepared", "tiles", "processors", "device",
 )  # fmt: skip
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -77,7 +81,7 @@ def fits(call: GradientCall) -> bool:
 def _long(call: GradientCall) -> bool:
     shape = plans.shape_of(tuple(call.mask), ())
     seen = min(call.k.shape[2], shape.upper - shape.lower)
-    return call.q.shape[2] >= _QUERIES[_widest(call)] and seen >= _SEEN
+    return min(call.q.shape[2], seen) >= _FROM[_widest(call)]
 
 
 def _widest(call: GradientCall) -> int:
@@ -115,7 +119,7 @@ def _prepared(call: GradientCall) -> Callable[..., Results]:
     delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     new = [overwritten(each) for each in (*made, delta)]
     common, gpu = _problem(call), call.q.get_device()
-    sums, total = _room(call)
+    sums, total, counts = _room(call)
     ordered: list[Callable[..., Any]] = []  # the kernel in Gluon, made when it is first asked for
 
     def run(*given: Any) -> Results:
@@ -125,7 +129,7 @@ def _prepared(call: GradientCall) -> Callable[..., Results]:
             return ordered[0](*given)
         gradient, of_lse, q, k, v, out, lse = given[:7]
         results = [each() for each in new]
-        room = room_beside(q, sums + total + 1, torch.float32)
+        room = room_beside(q, sums + total + counts, torch.float32)
         inputs = [readable(each) for each in (q, k, v, out, gradient)]
         problem = Problem.from_buffer_copy(common)
         for name, tensor in zip(_TENSORS, (*inputs, *results[:3], lse, of_lse), strict=True):
@@ -145,23 +149,25 @@ def readable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _room(call: GradientCall) -> tuple[int, int]:
-    """How many floats the kernels pass one to another: numbers of rows, and the gradient of queries."""
+def _room(call: GradientCall) -> tuple[int, int, int]:
+    """How many floats the kernels pass one to another: numbers of rows, and the gradient of queries; and counts."""
     batch, heads, queries, _ = call.q.shape
     block = 2 * _PART // _widest(call)
     blocks = batch * heads * -(-queries // block)
-    return blocks * block * 8, blocks * 2 * _PART
+    return blocks * block * 8, blocks * 2 * _PART, _COUNTERS + batch * (heads + call.k.shape[1])
 
 
 def _problem(call: GradientCall) -> Problem:
     """What is the same for all calls like this one, but for tensors."""
     q, k, v = call[2:5]
     shape = plans.shape_of(tuple(call.mask), ())
-    of_head = q.shape[1] // k.shape[1] * q.shape[2] * _widest(call) * 8
+    group, processors = q.shape[1] // k.shape[1], forward.processors(q.device)
+    all_heads, tiles = k.shape[0] * k.shape[1], -(-k.shape[2] // _KEYS)
+    section = min(max(_CACHED // (group * q.shape[2] * _widest(call) * 8), 1), all_heads)
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "key_heads": k.shape[1], "queries": q.shape[2], "keys": k.shape[2],
         "head_size": q.shape[3], "value_size": v.shape[3], "lower": shape.lower, "upper": shape.upper, "banded": shape.banded,
-        "section": min(max(_CACHED // of_head, 1), k.shape[0] * k.shape[1]), "processors": forward.processors(q.device),
-        "device": q.get_device(), "scale": call.scale, "factor": call.scale * forward.LOG2E,
+        "section": section, "prepared": group * min(max(section, -(-_AHEAD * processors // tiles)), all_heads),
+        "processors": processors, "device": q.get_device(), "scale": call.scale, "factor": call.scale * forward.LOG2E,
     }  # fmt: skip
     return Problem(**numbers)

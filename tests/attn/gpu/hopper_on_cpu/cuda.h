@@ -86,6 +86,8 @@ static inline int atomicAdd(int* at, int x) {
 
 // ---- the host ------------------------------------------------------------------------------------------------------------------
 
+static inline float __int_as_float(int bits) { return __uint_as_float(bits); }
+
 struct dim3 {
     unsigned x, y, z;
     dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}

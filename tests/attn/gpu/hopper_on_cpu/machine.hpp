@@ -87,6 +87,8 @@ struct Thread {
     bool ended = false, breathes = false;  // breathes: it goes on by itself
     std::vector<Product> products;
     int groups = 0;  // of products, that were committed
+    std::map<int, int> stores;  // of the copy engine that are under way, by the group
+    int store_groups = 0;       // that were committed
 };
 
 struct Machine {

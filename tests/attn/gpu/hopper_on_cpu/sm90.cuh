@@ -39,6 +39,7 @@ SM90 void wait(uint32_t barrier, uint32_t parity) {
     auto& found = barrier_at(*self().block, barrier);
     machine::wait_until([&found, parity] { return found.phase != parity; });
 }
+SM90 bool elected() { return threadIdx.x % 32 == 0; }
 SM90 void named_sync(int number, int threads) { machine::meet_named(number, threads); }
 SM90 void named_arrive(int number, int threads) { machine::arrive_named(number, threads); }
 template <int COUNT>
@@ -84,6 +85,41 @@ SM90 void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t bar
         barrier_at(block, barrier).settle();
     });
 }
+
+// Stores are copies; a thread counts its own, by the times that it committed some.
+template <typename F>
+SM90 void store_later(F copy) {
+    auto& me = self();
+    const int group = me.store_groups;
+    me.stores[group]++;
+    machine::copy_later([copy, &me, group] {
+        copy();
+        if (--me.stores[group] == 0) me.stores.erase(group);
+    });
+}
+SM90 void store_bytes(void* to, uint32_t from, uint32_t bytes) {
+    machine::Block& block = *self().block;
+    store_later([=, &block] { std::memcpy(to, machine::at(block, from), bytes); });
+}
+SM90 void store_box(const CUtensorMap* map, uint32_t from, int row, int box, int head, int batch) {
+    machine::Block& block = *self().block;
+    store_later([=, &block, map = *map] {
+        for (int number = 0; number < map.box[0] * map.box[1]; number++) {
+            const int64_t at[] = {number % map.box[0], row + number / map.box[0], box, head, batch};
+            int64_t offset = 0;
+            bool inside = true;
+            for (int d = 0; d < 5; d++) inside &= at[d] >= 0 && at[d] < map.sizes[d], offset += at[d] * map.strides[d];
+            if (inside) std::memcpy(const_cast<unsigned char*>(map.data) + offset, machine::at(block, machine::swizzled(from + 2 * number)), 2);
+        }
+    });
+}
+SM90 void stores_commit() { self().store_groups++; }
+template <int LATER>
+SM90 void stores_done() {
+    auto& me = self();
+    machine::wait_until([&me] { return me.stores.empty() || me.stores.begin()->first >= me.store_groups - LATER; });
+}
+SM90 void stores_read() { stores_done<0>(); }
 SM90 void fence_stores() {}
 
 // ---- products ---------------------------------------------------------------------------------------------------------------------
@@ -204,7 +240,22 @@ SM90 int4 load_four(uint32_t at) {
     return x;
 }
 SM90 void store_four(uint32_t at, int4 x) { std::memcpy(machine::at(*self().block, at), &x, 16); }
+SM90 float load_one(uint32_t at) {
+    float x;
+    std::memcpy(&x, machine::at(*self().block, at), 4);
+    return x;
+}
+SM90 void store_one(uint32_t at, uint32_t x) { std::memcpy(machine::at(*self().block, at), &x, 4); }
+SM90 void store_one(uint32_t at, float x) { std::memcpy(machine::at(*self().block, at), &x, 4); }
 SM90 void add_four(float* to, float a, float b, float c, float d) { to[0] += a, to[1] += b, to[2] += c, to[3] += d; }
+
+SM90 void add_count(int* count, int x) {
+    *count += x;
+    machine::breathe();
+}
+SM90 void wait_count(const int* count, int so_many) {
+    machine::wait_until([=] { return *count >= so_many; });
+}
 
 // ---- numbers ----------------------------------------------------------------------------------------------------------------------
 

@@ -7,24 +7,26 @@ namespace {
 template <class S>
 cudaError_t launch(Problem problem, cudaStream_t stream) {
     const Problem& call = problem;
-    CUtensorMap q, k, v, g;
-    cudaError_t error = describe(&q, call.q, call.batch, call.heads, call.queries, call.head_size, S::ROWS, S::BOXES);
-    if (!error) error = describe(&k, call.k, call.batch, call.key_heads, call.keys, call.head_size, KEYS, S::BOXES);
-    if (!error) error = describe(&v, call.v, call.batch, call.key_heads, call.keys, call.value_size, KEYS, S::BOXES);
-    if (!error) error = describe(&g, call.gradient, call.batch, call.heads, call.queries, call.value_size, S::ROWS, S::BOXES);
+    Maps maps;
+    const auto described = [&](CUtensorMap* map, const Rows& x, int heads, int length, int columns, int rows, int boxes) {
+        return describe(map, x, call.batch, heads, length, columns, rows, boxes);
+    };
+    const int heads = call.heads, queries = call.queries, keys = call.keys;
+    cudaError_t error = described(&maps.q, call.q, heads, queries, call.head_size, S::ROWS, S::BOXES);
+    if (!error) error = described(&maps.k, call.k, call.key_heads, keys, call.head_size, KEYS, S::BOXES);
+    if (!error) error = described(&maps.v, call.v, call.key_heads, keys, call.value_size, KEYS, S::BOXES);
+    if (!error) error = described(&maps.gradient, call.gradient, heads, queries, call.value_size, S::ROWS, S::BOXES);
+    if (!error) error = described(&maps.half_of_out, call.out, heads, queries, call.value_size, S::ROWS / 2, S::BOXES);
+    if (!error) error = described(&maps.half_of_gradient, call.gradient, heads, queries, call.value_size, S::ROWS / 2, S::BOXES);
+    if (!error) error = described(&maps.part_of_q, call.of_q, heads, queries, call.head_size, HALF, 1);
     if (!error) error = cudaFuncSetAttribute(gradients<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::SHARED);
     if (error) return error;
-    problem.tiles = (call.keys + KEYS - 1) / KEYS * call.key_heads * call.batch;
-    const int heads = call.batch * call.heads;
-    const auto blocks = [&](int rows) { return dim3((call.queries + rows - 1) / rows, heads); };
-    cudaLaunchConfig_t config = configured(blocks(S::ROWS), ROW_THREADS, 0, stream);
+    problem.tiles = (keys + KEYS - 1) / KEYS * call.key_heads * call.batch;
+    cudaLaunchConfig_t config = configured(dim3((queries + S::ROWS - 1) / S::ROWS, call.prepared), ROW_THREADS, 0, stream);
     error = cudaLaunchKernelEx(&config, before<S>, problem);
     if (error) return error;
     config = configured(dim3(min(call.tiles, call.processors)), THREADS, S::SHARED, stream);
-    error = cudaLaunchKernelEx(&config, gradients<S>, problem, q, k, v, g);
-    if (error) return error;
-    config = configured(blocks(HALF), ROW_THREADS, 0, stream);
-    return cudaLaunchKernelEx(&config, after<S::D>, problem);
+    return cudaLaunchKernelEx(&config, gradients<S>, problem, maps);
 }
 
 template <int D>
@@ -34,7 +36,7 @@ cudaError_t launch_for(const Problem& call, cudaStream_t stream) {
 
 }  // namespace
 
-// Launch the three kernels; an error of CUDA's, or 0.
+// Launch the two kernels; an error of CUDA's, or 0.
 extern "C" __attribute__((visibility("default"))) int hopper_backward(const Problem* call, cudaStream_t stream) {
     const OnDevice device(call->device);
     if (device.error) return device.error;

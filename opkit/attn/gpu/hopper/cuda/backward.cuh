@@ -8,7 +8,7 @@
 // from registers. The method is that of FlashAttention-2 and -3 (Dao, 2023; Shah et al., 2024).
 #pragma once
 
-#include "backward_rows.cuh"
+#include "backward_helpers.cuh"
 
 namespace {
 
@@ -119,14 +119,22 @@ SM90 void narrow(const float (&x)[N], uint32_t (&y)[N / 2]) {
 
 // ---- multiplying ----------------------------------------------------------------------------------------------------------
 
-template <class S, int ME>
-SM90 void multiply(const Problem& problem, uint32_t base) {
+// A number that the compiler knows.
+template <int N>
+struct Known {
+    __device__ constexpr operator int() const { return N; }
+};
+
+// `me` is the number of the warpgroup: known to the compiler for heads of 128, where there are no registers for what depends on it;
+// for heads of 64 both have the same code, of which less is in the way of others'.
+template <class S, class Number>
+SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
     const uint32_t barriers = base + S::BARRIERS, keys = base + S::K;
     const int thread = threadIdx.x % WARPGROUP, warp = thread / LANES, lane = thread % LANES;
     const int group = problem.heads / problem.key_heads, blocks = blocks_of<S>(problem);
-    const uint32_t my_keys = keys + ME * HALF * ROW_BYTES, my_values = base + S::V + ME * HALF * ROW_BYTES;
+    const uint32_t my_keys = keys + me * HALF * ROW_BYTES, my_values = base + S::V + me * HALF * ROW_BYTES;
     // Where a lane's row of four matrices of slopes goes: queries are rows there, keys columns.
-    const uint32_t put = base + S::SLOPES + ME * S::ROW_BOX + (lane % 8 + lane / 16 * 8) * ROW_BYTES +
+    const uint32_t put = base + S::SLOPES + me * S::ROW_BOX + (lane % 8 + lane / 16 * 8) * ROW_BYTES +
                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
     const auto free = [&](int barrier) {  // by a warp, all of whose threads are done
         if (lane == 0) arrive(barriers + barrier);
@@ -136,7 +144,7 @@ SM90 void multiply(const Problem& problem, uint32_t base) {
         wait(barriers + K_FULL, n & 1);
         const Tile tile = told(base + S::TOLD + (n & 1) * 16);
         if (tile.steps < 0) break;
-        const int at = tile.at + ME * HALF, total = tile.steps * group;
+        const int at = tile.at + me * HALF, total = tile.steps * group;
         const int batch = tile.head / problem.key_heads, key_head = tile.head % problem.key_heads;
         float dk[S::D / 2], dv[S::D / 2], s[S::ROWS / 2];
 #pragma unroll
@@ -202,7 +210,7 @@ SM90 void multiply(const Problem& problem, uint32_t base) {
             gather<S>(dv, weights, base + S::G, slot);
             if constexpr (FOLLOWS) {
                 wait(barriers + SLOPES_FULL + (slot ^ 1) * 8, (it - 1) / STAGES & 1);
-                multiply_slopes<S>(dq, base + S::SLOPES, slot ^ 1, keys, ME);
+                multiply_slopes<S>(dq, base + S::SLOPES, slot ^ 1, keys, me);
             }
             gather<S>(dk, slopes, base + S::Q, slot);
             products_wait<1>();
@@ -216,7 +224,7 @@ SM90 void multiply(const Problem& problem, uint32_t base) {
             }
             if constexpr (FOLLOWS) {
                 free(SLOPES_EMPTY + (slot ^ 1) * 8);
-                add_part(problem, dq, ME, thread, before);
+                add_part(problem, dq, me, thread, before);
             }
             products_wait<0>();  // of the next logits too: ptxas lets no product go on from one round of a loop to the next
             if constexpr (S::AHEAD) hold(s);
@@ -240,16 +248,18 @@ SM90 void multiply(const Problem& problem, uint32_t base) {
             float dq[HALF / 2];
             free(V_EMPTY);
             wait(barriers + SLOPES_FULL + slot * 8, (it - 1) / STAGES & 1);
-            multiply_slopes<S>(dq, base + S::SLOPES, slot, keys, ME);
+            multiply_slopes<S>(dq, base + S::SLOPES, slot, keys, me);
             products_wait<0>();
             hold(dq), hold(s);
             free(SLOPES_EMPTY + slot * 8), free(K_EMPTY);
-            add_part(problem, dq, ME, thread, before);
+            add_part(problem, dq, me, thread, before);
         } else {
             wait(barriers + V_FULL, n & 1);
             __syncwarp();
             free(V_EMPTY), free(K_EMPTY);
         }
+        __syncwarp();
+        free(SUMMED + (n & 1) * 8);
         const float one[] = {1, 1}, scale[] = {problem.scale, problem.scale};
         const int key = at + 16 * warp + lane / 4;
         store(problem.of_v, batch, key_head, key, problem.keys, problem.value_size, dv, one);
@@ -259,15 +269,12 @@ SM90 void multiply(const Problem& problem, uint32_t base) {
 
 template <class S>
 __global__ void __launch_bounds__(THREADS, 1)
-    gradients(const __grid_constant__ Problem problem, const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
-              const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap g) {
+    gradients(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps) {
     const uint32_t bytes = shared(dynamic_shared()), base = bytes + (-bytes & 1023), barriers = base + S::BARRIERS;
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / LANES, 0);
     if (threadIdx.x == 0) {
-        prefetch_map(&q), prefetch_map(&k), prefetch_map(&v), prefetch_map(&g);
-        for (int one : {K_FULL, V_FULL, Q_FULL, Q_FULL + 8, G_FULL, G_FULL + 8}) barrier_init(barriers + one, 1);
-        for (int all : {K_EMPTY, V_EMPTY, Q_EMPTY, Q_EMPTY + 8, G_EMPTY, G_EMPTY + 8, SLOPES_FULL, SLOPES_FULL + 8, SLOPES_EMPTY, SLOPES_EMPTY + 8})
-            barrier_init(barriers + all, WARPS);
+        for (const CUtensorMap* map = &maps.q; map <= &maps.part_of_q; map++) prefetch_map(map);
+        for (int i = 0; i < BARRIER_BYTES; i += 8) barrier_init(barriers + i, i < K_EMPTY ? 1 : i < ITEM_DONE ? WARPS : WORKERS / LANES);
         barriers_ready();
     }
     for (int i = threadIdx.x * 16; i < 2 * STAGES * S::SUM_ROOM; i += THREADS * 16) store_four(base + S::POWERS + i, {0, 0, 0, 0});
@@ -275,11 +282,13 @@ __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     if (warp < WARPS) {
         more_registers<240>();
-        if (warp < WARPS / 2) multiply<S, 0>(problem, base);
-        else multiply<S, 1>(problem, base);
+        if constexpr (S::D == HALF) multiply<S>(problem, base, warp / (WARPS / 2));
+        else if (warp < WARPS / 2) multiply<S>(problem, base, Known<0>());
+        else multiply<S>(problem, base, Known<1>());
     } else {
         fewer_registers<24>();
-        if (threadIdx.x == WARPS * LANES) load<S>(problem, base, &q, &k, &v, &g);
+        if (warp == WARPS && elected()) Loader<S>{problem, maps, base}.load_tiles();
+        if (warp > WARPS) help<S>(problem, base, maps);
     }
 }
 

@@ -15,6 +15,7 @@ constexpr int PART = HALF * HALF;                      // floats
 constexpr int KEYS = 2 * HALF;                         // of a block of threads
 constexpr int STAGES = 2;                              // blocks of queries that are there at once
 constexpr int THREADS = 3 * WARPGROUP, ROW_THREADS = 256;
+constexpr int WORKERS = 2 * LANES, FIRST_WORKER = THREADS - WORKERS;  // threads that do what goes before products, and after
 
 // A call. Query i sees key j if lower <= j - i <= upper, where there is a band. opkit/attn/gpu/hopper/backward_cuda.py fills it.
 struct Problem {
@@ -22,13 +23,25 @@ struct Problem {
     float* delta;  // (batch, heads, queries), dense
     float* sums;   // of a block of rows: -lse / scale, then -delta, four floats each
     float* total;  // of a block of rows: two parts of the gradient of queries, in the order of threads
-    int* counter;
+    int* counter;  // of tiles, of halves of blocks that helpers prepare and finish, and counts of heads, as said below
     int batch, heads, key_heads, queries, keys, head_size, value_size, lower, upper, banded;
-    int section;  // heads of keys whose tiles are interleaved, so that their queries stay in the L2 cache
+    int section;   // heads of keys whose tiles are interleaved, so that their queries stay in the L2 cache
+    int prepared;  // heads of queries, the first ones, whose rows are prepared before the products
     int tiles, processors, device;
     float scale;
     float factor;  // of logits, whose exponentials' base is 2
 };
+
+// How TMA finds them: blocks of rows, keys and values; and for helpers halves of blocks, and parts of the gradient of queries.
+struct Maps {
+    CUtensorMap q, k, v, gradient, half_of_out, half_of_gradient, part_of_q;
+};
+
+// Barriers, as offsets from the first; those from Q_FULL to ITEM_FULL and from Q_EMPTY on have two stages. At the first ones one
+// thread arrives, from K_EMPTY on a thread of each warp that multiplies, at ITEM_DONE one of each that works on items.
+constexpr int K_FULL = 0, V_FULL = 8, Q_FULL = 16, G_FULL = 32, ITEM_FULL = 48;
+constexpr int K_EMPTY = 64, V_EMPTY = 72, Q_EMPTY = 80, G_EMPTY = 96, SLOPES_FULL = 112, SLOPES_EMPTY = 128, SUMMED = 144;
+constexpr int ITEM_DONE = 160, BARRIER_BYTES = 176;
 
 // How shared memory is laid out for heads of D channels: D / 64 boxes of keys, values, queries and gradients of results.
 template <int D_, bool BANDED_>
@@ -41,14 +54,20 @@ struct Shape {
     static constexpr int SUM_FLOATS = 4 * ROWS, SUM_BYTES = SUM_FLOATS * 4, SUM_ROOM = 2 * SUM_BYTES;
     // Offsets. Slopes are gradients of logits.
     static constexpr int K = 0, V = K + KEY_BYTES, Q = V + KEY_BYTES, G = Q + STAGES * BLOCK_BYTES, SLOPES = G + STAGES * BLOCK_BYTES;
-    static constexpr int POWERS = SLOPES + STAGES * SLOPE_BYTES, DELTAS = POWERS + STAGES * SUM_ROOM;
-    static constexpr int TOLD = DELTAS + STAGES * SUM_ROOM, BARRIERS = TOLD + 2 * 16, BYTES = BARRIERS + 16 * 8;
+    static constexpr int ITEMS = SLOPES + STAGES * SLOPE_BYTES;  // what helpers work on, for a half of a block each
+    static constexpr int ROUNDED = ITEMS + STAGES * BLOCK_BYTES;  // parts of the gradient of queries that helpers store
+    static constexpr int POWERS = ROUNDED + STAGES * PART * 2, DELTAS = POWERS + STAGES * SUM_ROOM;
+    static constexpr int ROW_SUMS = DELTAS + STAGES * SUM_ROOM, TOLD = ROW_SUMS + STAGES * ROWS / 2 * 4, ITEMS_TOLD = TOLD + 2 * 16;
+    static constexpr int BARRIERS = ITEMS_TOLD + STAGES * 16, BYTES = BARRIERS + BARRIER_BYTES;
     static constexpr int SHARED = BYTES + 1024;  // boxes begin at multiples of 1024
 };
 
-// Barriers, as offsets from the first; those with two stages are followed by the second's.
-constexpr int K_FULL = 0, V_FULL = 8, K_EMPTY = 16, V_EMPTY = 24, Q_FULL = 32, G_FULL = 48, Q_EMPTY = 64, G_EMPTY = 80;
-constexpr int SLOPES_FULL = 96, SLOPES_EMPTY = 112;
+// Counts behind those of Problem::counter: of each head of queries how many halves of blocks of rows helpers have prepared, of each
+// head of keys how many tiles have added all that they have to the gradient of queries.
+constexpr int COUNTERS = 3;
+SM90 int counts_of(const Problem& problem) { return COUNTERS + problem.batch * (problem.heads + problem.key_heads); }
+SM90 int* ready(const Problem& problem, int head) { return problem.counter + COUNTERS + head; }
+SM90 int* summed(const Problem& problem, int key_head) { return problem.counter + COUNTERS + problem.batch * problem.heads + key_head; }
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------------
 
@@ -61,9 +80,11 @@ struct Tile {
 template <class S>
 SM90 int blocks_of(const Problem& problem) { return (problem.queries + S::ROWS - 1) / S::ROWS; }
 
+SM90 int tiles_of_head(const Problem& problem) { return (problem.keys + KEYS - 1) / KEYS; }
+
 template <class S>
 SM90 Tile tile_of(const Problem& problem, int number) {
-    const int of_head = (problem.keys + KEYS - 1) / KEYS, size = problem.section * of_head;
+    const int of_head = tiles_of_head(problem), size = problem.section * of_head;
     const int first = number / size * problem.section, rest = number % size;
     const int width = min(problem.section, problem.tiles / of_head - first);
     Tile tile{blocks_of<S>(problem), 0, rest / width * KEYS, first + rest % width};
@@ -83,71 +104,102 @@ SM90 Tile told(uint32_t at) {
 
 // ---- loading --------------------------------------------------------------------------------------------------------------
 
-// A block of rows of a head, with numbers of these, once the buffer is free.
+// What products read of a block of rows, behind one another: -lse / scale, and -delta.
 template <class S>
-SM90 void load_block(uint32_t barriers, int full, int empty, int it, uint32_t to, const CUtensorMap* map, int row, int head,
-                     int batch, uint32_t numbers, const float* sums) {
-    const int slot = it % STAGES;
-    const uint32_t barrier = barriers + full + slot * 8;
-    wait(barriers + empty + slot * 8, (it / STAGES & 1) ^ 1);
-    expect_bytes(barrier, S::BLOCK_BYTES + S::SUM_BYTES);
-    load_boxes(to + slot * S::BLOCK_BYTES, map, barrier, row, head, batch);
-    load_bytes(numbers + slot * S::SUM_ROOM, sums, S::SUM_BYTES, barrier);
+SM90 float* sums_of(const Problem& problem, int head, int block) {
+    return problem.sums + int64_t(head * blocks_of<S>(problem) + block) * (2 * S::SUM_FLOATS);
 }
 
-// The keys or values of a tile, once those of the one before are not needed.
+// The one thread that loads. Heads are those of all batches. Few variables outlive a step, since its registers are few.
 template <class S>
-SM90 void load_keys(uint32_t barriers, int full, int empty, uint32_t parity, uint32_t to, const CUtensorMap* map, const Tile& tile,
-                    int head, int batch) {
-    wait(barriers + empty, parity);
-    expect_bytes(barriers + full, S::KEY_BYTES);
-    load_boxes(to, map, barriers + full, tile.at, head, batch);
-}
+struct Loader {
+    const Problem& problem;
+    const Maps& maps;
+    uint32_t base;
+    int it = 0;  // blocks so far
 
-template <class S>
-SM90 void load(const Problem& problem, uint32_t base, const CUtensorMap* q, const CUtensorMap* k, const CUtensorMap* v,
-               const CUtensorMap* g) {
-    const uint32_t barriers = base + S::BARRIERS;
-    const int group = problem.heads / problem.key_heads, blocks = blocks_of<S>(problem);
-    int number = blockIdx.x, it = 0;
-    for (int n = 0;; n++) {
-        const uint32_t parity = (n & 1) ^ 1, tell = base + S::TOLD + (n & 1) * 16;
-        if (number >= problem.tiles) {
-            wait(barriers + K_EMPTY, parity);
-            store_four(tell, {-1, 0, 0, 0});
-            arrive(barriers + K_FULL);
-            return;
-        }
-        const Tile tile = tile_of<S>(problem, number);
-        const int4 telling{tile.steps, tile.first, tile.at, tile.head};
-        const int batch = tile.head / problem.key_heads, key_head = tile.head % problem.key_heads;
-        for (int head = key_head * group; head < (key_head + 1) * group; head++) {
-            const int64_t of_all = int64_t(batch * problem.heads + head) * blocks;
-#pragma unroll 1
-            for (int block = tile.first; block < tile.first + tile.steps; block++, it++) {
-                const bool begins = head == key_head * group && block == tile.first;
-                const float* sums = problem.sums + (of_all + block) * (2 * S::SUM_FLOATS);
-                load_block<S>(barriers, Q_FULL, Q_EMPTY, it, base + S::Q, q, block * S::ROWS, head, batch, base + S::POWERS, sums);
-                if (begins) {
-                    wait(barriers + K_EMPTY, parity);
-                    store_four(tell, telling);
-                    load_keys<S>(barriers, K_FULL, K_EMPTY, parity, base + S::K, k, tile, key_head, batch);
-                }
-                load_block<S>(barriers, G_FULL, G_EMPTY, it, base + S::G, g, block * S::ROWS, head, batch, base + S::DELTAS,
-                              sums + S::SUM_FLOATS);
-                if (begins) load_keys<S>(barriers, V_FULL, V_EMPTY, parity, base + S::V, v, tile, key_head, batch);
-            }
-        }
-        if (tile.steps == 0) {
-            wait(barriers + K_EMPTY, parity);
-            store_four(tell, telling);
-            arrive(barriers + K_FULL);
-            wait(barriers + V_EMPTY, parity);
-            arrive(barriers + V_FULL);
-        }
-        // Not earlier: a tile that is taken while another one is far from its end would begin late.
-        number = atomicAdd(problem.counter, 1) + gridDim.x;
+    __device__ __forceinline__ uint32_t barrier(int which) const { return base + S::BARRIERS + which; }
+    __device__ __forceinline__ uint32_t place_of(int n) const { return base + S::TOLD + (n & 1) * 16; }
+
+    // A block of rows of a head, with numbers of these, once the buffer is free.
+    __device__ __forceinline__ void load_block(int full, int empty, int to, const CUtensorMap* map, int head, int block, int numbers,
+                                               const float* sums) const {
+        const int slot = it % STAGES;
+        wait(barrier(empty + slot * 8), (it / STAGES & 1) ^ 1);
+        expect_bytes(barrier(full + slot * 8), S::BLOCK_BYTES + S::SUM_BYTES);
+        load_boxes(base + to + slot * S::BLOCK_BYTES, map, barrier(full + slot * 8), block * S::ROWS, head % problem.heads, head / problem.heads);
+        load_bytes(base + numbers + slot * S::SUM_ROOM, sums, S::SUM_BYTES, barrier(full + slot * 8));
     }
-}
+    __device__ __forceinline__ void load_rows(int head, int block) const {
+        load_block(Q_FULL, Q_EMPTY, S::Q, &maps.q, head, block, S::POWERS, sums_of<S>(problem, head, block));
+    }
+    __device__ __forceinline__ void load_gradients(int head, int block) const {
+        load_block(G_FULL, G_EMPTY, S::G, &maps.gradient, head, block, S::DELTAS, sums_of<S>(problem, head, block) + S::SUM_FLOATS);
+    }
+    __device__ __forceinline__ void load_keys(int full, int to, const CUtensorMap* map, const Tile& tile) const {
+        expect_bytes(barrier(full), S::KEY_BYTES);
+        load_boxes(base + to, map, barrier(full), tile.at, tile.head % problem.key_heads, tile.head / problem.key_heads);
+    }
+
+    // Once nobody multiplies with the keys of the tile before, tile n.
+    __device__ __forceinline__ void tell(int n, const Tile& tile) const {
+        wait(barrier(K_EMPTY), (n & 1) ^ 1);
+        store_four(place_of(n), {tile.steps, tile.first, tile.at, tile.head});
+    }
+    // That tile n has added all that it has to the gradient of queries; when the next one is under way.
+    __device__ __forceinline__ void tell_summed(int n) const {
+        if (n < 0) return;
+        wait(barrier(SUMMED + (n & 1) * 8), n >> 1 & 1);
+        add_count(summed(problem, load_four(place_of(n)).w), 1);
+    }
+    // Until helpers have prepared the rows of a head.
+    __device__ __forceinline__ void wait_ready(int head) const {
+        if (head >= problem.prepared) wait_count(ready(problem, head), 2 * blocks_of<S>(problem));
+    }
+
+    // Tile n, which no query sees.
+    __device__ __forceinline__ void pass_over(int n, const Tile& tile) const {
+        tell(n, tile);
+        arrive(barrier(K_FULL));
+        wait(barrier(V_EMPTY), (n & 1) ^ 1);
+        arrive(barrier(V_FULL));
+        tell_summed(n - 1);
+    }
+    __device__ __forceinline__ void load_tile(int n, const Tile& tile) {
+        const int group = problem.heads / problem.key_heads, last = tile.first + tile.steps;
+        int head = tile.head * group, block = tile.first;
+        wait_ready(head);
+        load_rows(head, block);
+        tell(n, tile);
+        load_keys(K_FULL, S::K, &maps.k, tile);
+        load_gradients(head, block);
+        wait(barrier(V_EMPTY), (n & 1) ^ 1);
+        load_keys(V_FULL, S::V, &maps.v, tile);
+        tell_summed(n - 1);
+        for (int heads = head + group;;) {
+            it++;
+            if (++block == last) {
+                if (++head == heads) break;
+                block = load_four(place_of(n)).y;
+                wait_ready(head);
+            }
+            load_rows(head, block);
+            load_gradients(head, block);
+        }
+    }
+    __device__ __forceinline__ void load_tiles() {
+        // Not first the tile of one's own number: a block of threads that has not begun, for want of a multiprocessor, has nothing
+        // that others wait for. And one tile at a time: one that is taken far from the end of another would begin late.
+        int n = 0;
+        for (int number; (number = atomicAdd(problem.counter, 1)) < problem.tiles; n++) {
+            const Tile tile = tile_of<S>(problem, number);
+            if (tile.steps == 0) pass_over(n, tile);
+            else load_tile(n, tile);
+        }
+        tell(n, {-1, 0, 0, 0});
+        arrive(barrier(K_FULL));
+        tell_summed(n - 1);
+    }
+};
 
 }  // namespace

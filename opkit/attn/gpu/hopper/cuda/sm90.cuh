@@ -43,6 +43,13 @@ SM90 void wait(uint32_t barrier, uint32_t parity) {
         : "memory");
 }
 
+// Whether this is the one thread of a warp, all of whose threads ask. ptxas knows that it is one.
+SM90 bool elected() {
+    uint32_t found;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(found));
+    return found;
+}
+
 // ---- named barriers of a block's threads; 0 is __syncthreads' -------------------------------------------------------------
 
 SM90 void named_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
@@ -72,6 +79,21 @@ SM90 void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t bar
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
+
+// From shared memory: bytes that follow one another, and a box of 64 columns. A thread waits for those that it began: until all are
+// read, or until all are there for others but those of the last few times that it committed some.
+SM90 void store_bytes(void* to, uint32_t from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+SM90 void store_box(const CUtensorMap* map, uint32_t from, int row, int box, int head, int batch) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map), "r"(from),
+                 "r"(0), "r"(row), "r"(box), "r"(head), "r"(batch)
+                 : "memory");
+}
+SM90 void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+SM90 void stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+template <int LATER>
+SM90 void stores_done() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(LATER) : "memory"); }
 
 // Between ordinary stores to shared memory and the tensor cores or the copy engine, which read them by another way.
 SM90 void fence_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -193,9 +215,35 @@ SM90 int4 load_four(uint32_t at) {
 SM90 void store_four(uint32_t at, int4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
+SM90 float load_one(uint32_t at) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+    return x;
+}
+SM90 void store_one(uint32_t at, uint32_t x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
+SM90 void store_one(uint32_t at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
 // Add four floats to global memory, without waiting.
 SM90 void add_four(float* to, float a, float b, float c, float d) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+// ---- counts in global memory, by which blocks wait for one another -----------------------------------------------------------
+
+// Add, after what this thread has written and what is known to it of others' writing.
+SM90 void add_count(int* count, int x) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(count), "r"(x) : "memory");
+}
+
+// Wait until so many were added. What was written before is there then for who reads it by way of the L2 cache alone: for the copy
+// engine, and for sums that are added to. It is no acquire, which would empty the L1 cache, where all threads of the multiprocessor
+// have registers that they have put aside.
+SM90 void wait_count(const int* count, int so_many) {
+    for (int found;;) {
+        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(count) : "memory");
+        if (found >= so_many) break;
+        __nanosleep(100);
+    }
+    asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 // ---- numbers --------------------------------------------------------------------------------------------------------------
