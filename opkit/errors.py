@@ -158,7 +158,7 @@ class BuildCacheWarning(UserWarning):
 
 
 class NoCompilerWarning(UserWarning):
-    """A kernel could not be built because the machine has no compiler for it; the operator's reference runs instead."""
+    """A kernel could not be built because the machine has no compiler for it; another one runs, or the operator's reference."""
 
 
 class TuningWarning(UserWarning):

@@ -19,13 +19,20 @@ from opkit.attn.gpu.hopper import backward as gluon_backward
 from opkit.attn.gpu.hopper import backward_cuda, library
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda as cuda
-from opkit.errors import KernelError, ToolchainError
+from opkit.errors import CompileError, KernelError, NoCompilerWarning, ToolchainError
 from opkit.kernels import compilation, toolchain
 from opkit.masks import Causal
 
 with_nvcc = pytest.mark.skipif(not library.compiler_there(), reason="needs nvcc")
 
 ON_HOPPER = [*on_hopper, with_nvcc]
+
+
+@pytest.fixture
+def a_hopper(monkeypatch):
+    monkeypatch.setattr(gluon, "on_hopper", lambda x: True)
+    monkeypatch.setattr(library, "compiler_there", lambda: True)
+
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
@@ -90,6 +97,29 @@ def test_without_nvcc_there_is_none(monkeypatch):
     assert not library.compiler_there()
 
 
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_where_nvcc_refuses_it_calls_get_the_one_in_gluon(kernel, a_hopper, monkeypatch):
+    def refuse(request):
+        raise CompileError(f"nvcc refused {request.units[0].name}.\nMore of what it said.")
+
+    module, other = {"forward": (cuda, gluon), "backward": (backward_cuda, gluon_backward)}[kernel]
+    call = (
+        arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL) if kernel == "forward" else LONG_GRADIENTS["128"]()
+    )
+    monkeypatch.setattr(gluon_backward, "on_hopper", lambda x: True)
+    monkeypatch.setattr(library, "_refused", set())
+    monkeypatch.setattr(library, "build", refuse)
+    monkeypatch.setattr(other, kernel, SimpleNamespace(prepare=lambda *given: len(given)))
+    library.launcher.cache_clear()
+    read = Call if kernel == "forward" else GradientCall
+    assert module.takes(read(*call))
+    with pytest.warns(
+        NoCompilerWarning, match=rf"nvcc could not compile {kernel}\.cu.*nvcc refused {kernel}\.cu for .*\. It needs"
+    ):
+        assert getattr(module, kernel).prepare(*call) == len(read(*call))
+    assert not module.takes(read(*call))
+
+
 # ---- which calls it takes --------------------------------------------------------------------------------------------
 
 
@@ -117,12 +147,6 @@ REFUSED = {
     ),
     "dropout": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL, dropout_p=0.5),
 }
-
-
-@pytest.fixture
-def a_hopper(monkeypatch):
-    monkeypatch.setattr(gluon, "on_hopper", lambda x: True)
-    monkeypatch.setattr(library, "compiler_there", lambda: True)
 
 
 @pytest.mark.usefixtures("a_hopper")

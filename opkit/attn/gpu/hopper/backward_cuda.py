@@ -67,7 +67,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 def takes(call: GradientCall) -> bool:
     """Whether a call is for :func:`backward`: long, on a GPU of compute capability 9.0 beside an nvcc."""
-    return fits(call) and _long(call) and gluon.takes(call) and library.compiler_there()
+    return fits(call) and _long(call) and gluon.takes(call) and library.there("backward", call.q.dtype)
 
 
 def fits(call: GradientCall) -> bool:
@@ -99,8 +99,7 @@ def backward(*given: Any) -> Callable[..., Results]:
 
     Raises:
         KernelError: it does not take the call.
-        ToolchainError: there is no nvcc.
-        CompileError: nvcc refused the source.
+        ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Gluon is called.
     """
     call = GradientCall(*given)
     if not fits(call):
@@ -114,7 +113,9 @@ def backward(*given: Any) -> Callable[..., Results]:
 
 
 def _prepared(call: GradientCall) -> Callable[..., Results]:
-    launch = library.launcher("backward", call.q.dtype)
+    launch = library.launcher_or_none("backward", call.q.dtype)
+    if launch is None:
+        return gluon.backward.prepare(*call)
     made = [rows(each, each.shape[3], call.heads_inside) for each in call[2:5]]
     delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     new = [overwritten(each) for each in (*made, delta)]

@@ -57,7 +57,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 def takes(call: Call) -> bool:
     """Whether a call is for :func:`forward`: long, under a band, on a GPU of compute capability 9.0 beside an nvcc."""
-    return fits(call) and _long(call) and gluon.takes(call) and library.compiler_there()
+    return fits(call) and _long(call) and gluon.takes(call) and library.there("forward", call.q.dtype)
 
 
 def fits(call: Call) -> bool:
@@ -83,8 +83,7 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
     Raises:
         KernelError: it does not take the call.
-        ToolchainError: there is no nvcc.
-        CompileError: nvcc refused the source.
+        ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Gluon is called.
     """
     call = Call(*given)
     if not fits(call):
@@ -98,7 +97,9 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
-    launch = library.launcher("forward", call.q.dtype)
+    launch = library.launcher_or_none("forward", call.q.dtype)
+    if launch is None:
+        return gluon.forward.prepare(*call)
     described = all(gluon.describable(each) for each in call[:3])
     counter = gluon.counters(call.q.device, _marks(call))
     made = rows(call.q, call.v.shape[3], call.heads_inside)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from opkit.errors import KernelError, ToolchainError
+from opkit.errors import CompileError, KernelError, NoCompilerWarning, ToolchainError
 from opkit.kernels import toolchain
 from opkit.kernels.compilation import Request, Unit, build
 
+Launcher = Callable[[Any, int], None]
 SOURCES = Path(__file__).parent / "cuda"
 _FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
 _TYPES = {torch.bfloat16: ("cuda_bf16.h", "__nv_bfloat16"), torch.float16: ("cuda_fp16.h", "__half")}
@@ -44,6 +46,29 @@ def compiler_there() -> bool:
     return True
 
 
+_refused: set[tuple[str, torch.dtype]] = set()  # what this machine's nvcc could not compile
+
+
+def there(name: str, dtype: torch.dtype) -> bool:
+    """Whether this machine has an nvcc that has not refused ``name``.cu for a dtype."""
+    return (name, dtype) not in _refused and compiler_there()
+
+
+def launcher_or_none(name: str, dtype: torch.dtype) -> Launcher | None:
+    """The :func:`launcher`; None, and a warning, where nvcc refuses the source: calls get the kernel in Gluon then."""
+    try:
+        return launcher(name, dtype)
+    except CompileError as error:
+        _refused.add((name, dtype))
+        warnings.warn(
+            f"opkit::attention: nvcc could not compile {name}.cu, so that calls get kernel 'hopper' in place of 'hopper_cuda': "
+            f"{str(error).splitlines()[0]} It needs CUDA 12.5 or newer, with its headers; OPKIT_NVCC names another nvcc.",
+            NoCompilerWarning,
+            stacklevel=2,
+        )
+        return None
+
+
 def request(name: str, dtype: torch.dtype) -> Request:
     """What nvcc is asked for: ``name``.cu for elements of a dtype."""
     header, element = _TYPES[dtype]
@@ -54,7 +79,7 @@ def request(name: str, dtype: torch.dtype) -> Request:
 
 
 @functools.cache
-def launcher(name: str, dtype: torch.dtype) -> Callable[[Any, int], None]:
+def launcher(name: str, dtype: torch.dtype) -> Launcher:
     """The function that launches the kernels of ``name``.cu: it takes a call, a structure of ctypes, and a stream.
 
     Raises:

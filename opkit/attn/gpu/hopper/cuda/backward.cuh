@@ -5,7 +5,8 @@
 // feed the products for values and keys from registers. The gradients of logits of both meet in shared memory, two steps deep:
 // the product for the gradient of queries of a step is begun in the next one, when the other warpgroup's half of it is long
 // there, so that neither waits for the other and one reckons while the other's products run. That gradient is added to memory
-// from registers. The method is that of FlashAttention-2 and -3 (Dao, 2023; Shah et al., 2024).
+// from registers. Of the third warpgroup one thread loads, and the other warps help (backward_helpers.cuh). The method is that of
+// FlashAttention-2 and -3 (Dao, 2023; Shah et al., 2024).
 #pragma once
 
 #include "backward_helpers.cuh"
