@@ -55,7 +55,9 @@ def there(name: str, dtype: torch.dtype) -> bool:
 
 
 def launcher_or_none(name: str, dtype: torch.dtype) -> Launcher | None:
-    """The :func:`launcher`; None, and a warning, where nvcc refuses the source: calls get the kernel in Gluon then."""
+    """The :func:`launcher`; None, and one warning, where nvcc refuses the source: calls get the kernel in Gluon then."""
+    if (name, dtype) in _refused:
+        return None
     try:
         return launcher(name, dtype)
     except CompileError as error:
