@@ -5,6 +5,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit.attn import gradients
+from opkit.attn.gpu.hopper import backward, forward, library
 from opkit.attn.operator import attention_operator
 from opkit.op.operator import use_kernel
 from opkit.testing import Interpreter
@@ -55,3 +56,11 @@ def run(request):
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def a_hopper(monkeypatch):
+    """As if all tensors were on a GPU of compute capability 9.0, of a machine with nvcc."""
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "on_hopper", lambda x: True)
+    monkeypatch.setattr(library, "compiler_there", lambda: True)

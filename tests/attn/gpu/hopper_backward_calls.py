@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hopper_calls import CAUSAL, FAR
+from hopper_calls import CAUSAL, FAR, bottom_right
 from hopper_masks import blocks_of_bools, bools, documents, lengths, packed, shuffled
 
 from opkit.attn import gradients, program, reference
@@ -44,10 +44,6 @@ def arguments(q, k, v, out=None, lse=None, gradient=None, of_lse=None, mask=(), 
 
 def window(width):
     return program.BAND, -width, 0
-
-
-def bottom_right(queries, keys):
-    return program.BAND, -FAR, keys - queries
 
 
 SEGMENTS, LENGTH, DENSE, AND = (program.SEGMENTS, 0, 1), (program.LENGTH, 0), (program.DENSE, 0), program.AND

@@ -12,6 +12,7 @@ import triton
 
 from opkit.attn import program, reference
 from opkit.attn.gpu.hopper import forward as hopper
+from opkit.attn.gpu.hopper import library
 from opkit.kernels.triton import compiling
 from opkit.op.triton.examples import request_for
 from opkit.op.triton.launch import recording
@@ -29,6 +30,14 @@ on_hopper = [
         reason="needs a GPU of compute capability 9.0",
     ),
 ]
+
+with_nvcc = pytest.mark.skipif(not library.compiler_there(), reason="needs nvcc")
+on_hopper_with_nvcc = [*on_hopper, with_nvcc]
+
+
+def bottom_right(queries, keys):
+    """A causal mask under which the last query sees the last key."""
+    return program.BAND, -FAR, keys - queries
 
 
 def arguments(

@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cuda_on_cpu import on_cpu
-from hopper_calls import BF16, CAUSAL, FAR, FP16, arguments, compared, shaped
+from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, compared, shaped
 
 from opkit.attn import gradients, program, reference
 from opkit.attn.calls import GradientCall
@@ -28,10 +28,6 @@ def filled(batch, heads, queries, keys, head=64, columns=64, dtype=BF16, heads_i
     made = shaped(heads, queries, keys, head, columns, dtype, "cpu", batch)
     made = [x.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else x for x in made]
     return [x.normal_(generator=generator) for x in made]
-
-
-def bottom_right(queries, keys):
-    return program.BAND, -FAR, keys - queries
 
 
 CALLS = {  # (batch, heads of queries and of keys, queries, keys), and what else

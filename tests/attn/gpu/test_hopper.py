@@ -13,6 +13,7 @@ from hopper_calls import (
     FAR,
     FP16,
     arguments,
+    bottom_right,
     check_compiled,
     compared,
     filled,
@@ -147,10 +148,6 @@ def test_each_launch_sees_the_strides_of_its_first(monkeypatch):
 
 def window(width):
     return program.BAND, -width, 0
-
-
-def bottom_right(queries, keys):
-    return program.BAND, -FAR, keys - queries
 
 
 CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns), and what else

@@ -41,7 +41,6 @@ SM90 void wait(uint32_t barrier, uint32_t parity) {
 }
 SM90 bool elected() { return threadIdx.x % 32 == 0; }
 SM90 void named_sync(int number, int threads) { machine::meet_named(number, threads); }
-SM90 void named_arrive(int number, int threads) { machine::arrive_named(number, threads); }
 template <int COUNT>
 SM90 void more_registers() {}
 template <int COUNT>
@@ -50,31 +49,33 @@ SM90 void fewer_registers() {}
 // ---- copies -----------------------------------------------------------------------------------------------------------------------
 
 SM90 void prefetch_map(const CUtensorMap*) {}
-SM90 void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, std::array<int, 5> first) {
-    machine::Block& block = *self().block;
-    machine::copy_later([=, &block, map = *map] {  // which lives longer than the thread here, as it does there
-        const int* box = map.box;
-        const int count = box[0] * box[1] * box[2] * box[3] * box[4];
-        for (int number = 0; number < count; number++) {
-            int64_t offset = 0;
-            bool inside = true;
-            for (int d = 0, rest = number; d < 5; rest /= box[d++]) {
-                const int64_t place = first[d] + rest % box[d];
-                inside &= place >= 0 && place < map.sizes[d], offset += place * map.strides[d];
-            }
-            uint16_t element = 0;
-            if (inside) std::memcpy(&element, map.data + offset, 2);
-            std::memcpy(machine::at(block, machine::swizzled(to + 2 * number)), &element, 2);
+// Goes through the elements of a box: where each is in the tensor, null outside of it, and where in shared memory.
+template <typename F>
+void each_element(machine::Block& block, const CUtensorMap& map, std::array<int, 5> first, uint32_t shared, F copy) {
+    const int* box = map.box;
+    const int count = box[0] * box[1] * box[2] * box[3] * box[4];
+    for (int number = 0; number < count; number++) {
+        int64_t offset = 0;
+        bool inside = true;
+        for (int d = 0, rest = number; d < 5; rest /= box[d++]) {
+            const int64_t place = first[d] + rest % box[d];
+            inside &= place >= 0 && place < map.sizes[d], offset += place * map.strides[d];
         }
-        barrier_at(block, barrier).bytes -= 2 * count;
-        barrier_at(block, barrier).settle();
-    });
-}
-SM90 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {
-    copy_box(to, map, barrier, {c0, c1, c2, c3, 0});
+        copy(inside ? const_cast<unsigned char*>(map.data) + offset : nullptr,
+             machine::at(block, machine::swizzled(shared + 2 * number)));
+    }
 }
 SM90 void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int head, int batch) {
-    copy_box(to, map, barrier, {0, row, 0, head, batch});
+    machine::Block& block = *self().block;
+    machine::copy_later([=, &block, map = *map] {  // which lives longer than the thread here, as it does there
+        each_element(block, map, {0, row, 0, head, batch}, to, [](const unsigned char* from, unsigned char* at) {
+            if (from) std::memcpy(at, from, 2);
+            else std::memset(at, 0, 2);
+        });
+        const int* box = map.box;
+        barrier_at(block, barrier).bytes -= 2 * box[0] * box[1] * box[2] * box[3] * box[4];
+        barrier_at(block, barrier).settle();
+    });
 }
 
 SM90 void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
@@ -104,13 +105,9 @@ SM90 void store_bytes(void* to, uint32_t from, uint32_t bytes) {
 SM90 void store_box(const CUtensorMap* map, uint32_t from, int row, int box, int head, int batch) {
     machine::Block& block = *self().block;
     store_later([=, &block, map = *map] {
-        for (int number = 0; number < map.box[0] * map.box[1]; number++) {
-            const int64_t at[] = {number % map.box[0], row + number / map.box[0], box, head, batch};
-            int64_t offset = 0;
-            bool inside = true;
-            for (int d = 0; d < 5; d++) inside &= at[d] >= 0 && at[d] < map.sizes[d], offset += at[d] * map.strides[d];
-            if (inside) std::memcpy(const_cast<unsigned char*>(map.data) + offset, machine::at(block, machine::swizzled(from + 2 * number)), 2);
-        }
+        each_element(block, map, {0, row, box, head, batch}, from, [](unsigned char* to, const unsigned char* at) {
+            if (to) std::memcpy(to, at, 2);
+        });
     });
 }
 SM90 void stores_commit() { self().store_groups++; }
