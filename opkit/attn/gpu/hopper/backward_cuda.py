@@ -35,6 +35,7 @@ _PART = 64 * 64  #: floats of a warpgroup's part of the gradient of a block of q
 _CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those that shall stay in the L2 cache
 _KEYS = 128  #: of a tile
 _AHEAD = 2  #: tiles of each multiprocessor, at least, whose queries' rows are prepared before the products begin
+_ALL_AHEAD = 1024  #: queries, of fewer of which all rows are: so few products leave helpers no time
 _COUNTERS = 3  #: beside those of heads
 _MOST = 65535  #: heads of all batches
 _TENSORS = ("q", "k", "v", "out", "gradient", "of_q", "of_k", "of_v", "lse", "of_lse")
@@ -165,10 +166,11 @@ def _problem(call: GradientCall) -> Problem:
     group, processors = q.shape[1] // k.shape[1], forward.processors(q.device)
     all_heads, tiles = k.shape[0] * k.shape[1], -(-k.shape[2] // _KEYS)
     section = min(max(_CACHED // (group * q.shape[2] * _widest(call) * 8), 1), all_heads)
+    ahead = all_heads if q.shape[2] < _ALL_AHEAD else max(section, -(-_AHEAD * processors // tiles))
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "key_heads": k.shape[1], "queries": q.shape[2], "keys": k.shape[2],
         "head_size": q.shape[3], "value_size": v.shape[3], "lower": shape.lower, "upper": shape.upper, "banded": shape.banded,
-        "section": section, "prepared": group * min(max(section, -(-_AHEAD * processors // tiles)), all_heads),
-        "processors": processors, "device": q.get_device(), "scale": call.scale, "factor": call.scale * forward.LOG2E,
+        "section": section, "prepared": group * min(ahead, all_heads), "processors": processors, "device": q.get_device(),
+        "scale": call.scale, "factor": call.scale * forward.LOG2E,
     }  # fmt: skip
     return Problem(**numbers)

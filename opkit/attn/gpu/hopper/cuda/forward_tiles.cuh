@@ -44,7 +44,7 @@ struct Layout {
 };
 
 // The layout for heads of 64. Three warpgroups, since exponentials take most of the time there.
-using Narrow = Layout<64, 3, 128, 3, 160, 32>;
+using Narrow = Layout<64, 3, 128, 4, 160, 32>;
 
 // Buffers that one side fills and the other empties, in turn. `full` and `empty` are the addresses of the first barriers.
 template <int COUNT, int BYTES>
