@@ -142,6 +142,12 @@ def off(found, expected):
     ]
 
 
+def let_helpers_prepare(monkeypatch):
+    """Rows of all heads but the first ones, also in short calls."""
+    for name in ("_CACHED", "_AHEAD", "_ALL_AHEAD"):
+        monkeypatch.setattr(backward_cuda, name, 0)
+
+
 class TestBackward:
     @pytest.mark.parametrize("dtype", [BF16, FP16])
     @pytest.mark.parametrize("case", GRADIENTS)
@@ -157,8 +163,7 @@ class TestBackward:
     @pytest.mark.parametrize("order", range(4))
     @pytest.mark.parametrize(("head", "mask"), [(64, CAUSAL), (128, ()), (128, (program.BAND, -150, 20))])
     def test_rows_that_helpers_prepare(self, machine, monkeypatch, head, mask, order):
-        for name, small in {"_CACHED": 0, "_AHEAD": 1, "_ALL_AHEAD": 0}.items():  # of all heads but the first ones
-            monkeypatch.setattr(backward_cuda, name, small)
+        let_helpers_prepare(monkeypatch)
         call, expected = gradient_call((2, (6, 3), 200, 170, head, head), of_lse=True, mask=mask)
         assert backward_cuda._problem(GradientCall(*call)).prepared < 12
         machine[0] = order
@@ -167,7 +172,7 @@ class TestBackward:
     @pytest.mark.parametrize(("queries", "all_of_them"), [(512, True), (1023, True), (1024, False)])
     def test_all_rows_of_short_calls_are_prepared_before(self, machine, queries, all_of_them):
         q, k = (torch.empty(64, heads, queries, 128, dtype=BF16) for heads in (8, 4))
-        call = GradientCall(q, None, q, k, k, q, q[..., 0].float(), [], [], list(CAUSAL), [], 1.0, 0.0, False)
+        call = GradientCall(q, None, q, k, k, q, torch.empty(q.shape[:3]), [], [], list(CAUSAL), [], 1.0, 0.0, False)
         assert (backward_cuda._problem(call).prepared == 64 * 8) == all_of_them
 
     def test_a_gradient_of_the_log_sum_exp(self, machine):
@@ -278,8 +283,7 @@ class TestDefects:
         def check(found):
             assert max(off(found, expected)) < 2 * torch.finfo(BF16).eps
 
-        for name in ("_CACHED", "_AHEAD", "_ALL_AHEAD"):
-            monkeypatch.setattr(backward_cuda, name, 0)  # so that helpers prepare rows of most heads
+        let_helpers_prepare(monkeypatch)
         defect = (BACKWARD_DEFECTS | HELPERS_DEFECTS)[case]
         with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
             assert not survives(seed, lambda: backward_cuda.backward(*call), check)
