@@ -166,7 +166,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns)
     "many tiles": ((8, (16, 4), 640, 640, 128, 128), {"mask": CAUSAL}),
     "many tiles, 64": ((8, (16, 4), 640, 640, 64, 64), {"mask": CAUSAL}),
     "many tiles of one step, 64": ((8, (16, 4), 640, 100, 64, 64), {}),
-    "a last section that is smaller": ((1, (70, 1), 1024, 1024, 128, 128), {"mask": CAUSAL}),
+    "a last section that is smaller": ((1, (70, 70), 1024, 1024, 128, 128), {"mask": CAUSAL}),
     "heads inside": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "heads_inside": True}),
     "sinks": ((1, (4, 2), 300, 200, 128, 128), {"mask": bottom_right(300, 200), "sinks": True}),
     "capped": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "softcap": 3.0}),

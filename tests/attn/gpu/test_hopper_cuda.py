@@ -164,7 +164,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys), and what else
     "window far behind": ((1, (3, 3), 257, 777), {"mask": (program.BAND, -300, -200)}),
     "many tiles": ((8, (16, 4), 640, 640), {"mask": CAUSAL}),
     "many tiles of one step": ((8, (16, 4), 640, 100), {}),
-    "a last section that is smaller": ((1, (70, 1), 1024, 1024), {"mask": CAUSAL}),
+    "a last section that is smaller": ((1, (140, 140), 300, 2048), {"mask": bottom_right(300, 2048)}),
     "heads inside": ((2, (4, 2), 300, 300), {"mask": CAUSAL, "heads_inside": True}),
     "another scale": ((2, (4, 2), 300, 300), {"mask": CAUSAL, "scale": 0.7}),
     "long": ((1, (2, 1), 4500, 4500), {"mask": CAUSAL}),

@@ -30,7 +30,10 @@ from opkit.op.triton.series import PreparedSeries
 DTYPES = (torch.bfloat16, torch.float16)
 _FAR = 2**30  #: further than any two positions are apart
 LOG2E = 1.4426950408889634
-_CACHED = 32 << 20  #: bytes of keys and values that shall stay in the L2 cache
+_CACHED = {64: 32 << 20, 128: 32 << 20, 256: 64 << 20}
+"""Bytes of keys and values whose heads are interleaved, by the size of the larger head: the L2 cache has 50 MB."""
+_SHORT, _CACHED_SHORT = 1024, 16 << 20
+"""Up to so many keys it is fewer bytes: queries and results take as much of the cache, and all of it is read but once."""
 _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _MOST = 256  #: channels
 _ROWS = 64  #: queries of a warpgroup
@@ -316,10 +319,15 @@ def _block(rows: int, x: Any) -> tuple[int, int, int, int]:
 
 
 def section(q: Any, k: Any, v: Any) -> int:
-    """How many heads of queries to interleave: so many that their keys and values fit into the cache."""
-    group = q.shape[1] // k.shape[1]
+    """How many heads of queries to interleave: so many that their keys and values stay in the cache."""
+    size = _padded(max(q.shape[3], v.shape[3]))
+    return heads_of(q, k, v, _CACHED_SHORT if k.shape[2] <= _SHORT else _CACHED[size])
+
+
+def heads_of(q: Any, k: Any, v: Any, size: int) -> int:
+    """How many heads of queries have so many bytes of keys and values, at most; of one head of keys at least."""
     of_head = k.shape[2] * (_padded(k.shape[3]) + _padded(v.shape[3])) * 2
-    return min(group * max(_CACHED // of_head, 1), q.shape[0] * q.shape[1])
+    return min(q.shape[1] // k.shape[1] * max(size // of_head, 1), q.shape[0] * q.shape[1])
 
 
 _SIZES: dict[str, Any] = {

@@ -62,7 +62,7 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
     programs = gl.num_programs(0).to(gl.int32)
     begun, owed = tile < 0, (tile * 0, tile * 0, tile * 0)  # where the values of the last step's keys are
     while tile < problem.tiles:
-        following = gl.atomic_add(counter, 1, sem="relaxed") + programs
+        following = tile  # not known yet
         batch, head, row = problem.place(tile)
         if problem.LISTED:
             listed, whole, total = list_of(lists, batch, head, row // (problem.WARPGROUPS * ROWS))
@@ -99,6 +99,8 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
                 values = values.next()
             keys = keys.next()
             begun, owed = tile >= 0, (batch, head // problem.group, at)
+            if i == 0:  # while the first loads are on their way
+                following = gl.atomic_add(counter, 1, sem="relaxed") + programs
         tile = following
     if values.COUNT == keys.COUNT:
         keys.wait_empty()
