@@ -116,6 +116,27 @@ def misaligned(x):
     return room[start:].as_strided(x.shape, x.stride()).copy_(x)
 
 
+SECTIONS = {  # (batch, heads of queries and of keys, keys, head): heads that are interleaved
+    (16, 16, 16, 512, 128): 64,
+    (16, 16, 16, 1024, 128): 32,
+    (16, 16, 16, 1024, 64): 64,
+    (16, 16, 16, 512, 256): 32,
+    (8, 16, 16, 2048, 128): 32,
+    (2, 16, 16, 8192, 128): 8,
+    (2, 8, 8, 8192, 256): 8,
+    (1, 16, 16, 2**20, 128): 1,
+    (1, 16, 4, 2**20, 128): 4,
+    (2, 32, 4, 8192, 128): 64,
+    (1, 4, 4, 512, 128): 4,
+}
+
+
+@pytest.mark.parametrize("sizes", SECTIONS)
+def test_heads_whose_keys_and_values_the_cache_holds_are_interleaved(sizes):
+    batch, heads, key_heads, keys, head = sizes
+    assert hopper.section(*shaped((heads, key_heads), keys, keys, head, head, batch=batch)) == SECTIONS[sizes]
+
+
 def test_each_launch_sees_the_strides_of_its_first(monkeypatch):
     """A launch is prepared for one layout: tensors that are copied for TMA have another than those that are not."""
     seen = []
