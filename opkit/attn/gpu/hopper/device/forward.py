@@ -64,14 +64,9 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
     while tile < problem.tiles:
         following = tile  # not known yet
         batch, head, row = problem.place(tile)
+        listed, steps, last = _steps(problem, lists, batch, head, row)
         if problem.LISTED:
-            listed, whole, total = list_of(lists, batch, head, row // (problem.WARPGROUPS * ROWS))
-            others = (problem.keys + problem.KEYS - 1) // problem.KEYS
-            following_mark = visit(listed, whole, total, others, tile * 0)
-            steps, last = gl.maximum(total, 1), tile * 0
-        else:
-            first, steps = problem.reach(row)
-            last = first + steps - 1
+            following_mark = visit(*listed, tile * 0)
         of_all = batch * problem.heads + head
         place = of_all * (problem.blocks * problem.WARPGROUPS) + row // ROWS
         announce(turns, (steps, last, row, head, batch, of_all, place))
@@ -80,7 +75,7 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
             at = (last - i) * problem.KEYS
             if problem.LISTED:
                 mark = following_mark
-                following_mark = visit(listed, whole, total, others, i + 1)
+                following_mark = visit(*listed, i + 1)
                 at = mark // 2 * problem.KEYS
             keys.wait_empty()
             if values.COUNT == keys.COUNT and begun:
@@ -90,10 +85,7 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
                 announce_step(keys, marks, mark)
             keys.load(k_desc, batch, head // problem.group, at)
             if i == 0:
-                for ME in gl.static_range(problem.WARPGROUPS):
-                    _wait_for_rows(ME, problem, rows, keys)
-                    rows.load(q_desc, batch, head, row + ME * ROWS)
-                    rows = rows.next()
+                rows = _load_rows(problem, rows, keys, q_desc, batch, head, row)
             if values.COUNT > keys.COUNT:
                 values.load(v_desc, batch, head // problem.group, at)
                 values = values.next()
@@ -107,6 +99,28 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
         values.load(v_desc, owed[0], owed[1], owed[2])
     announce(turns, (tile * 0, tile, tile, tile, tile, tile, tile))
     put_back(counter, programs)
+
+
+@gluon.jit
+def _steps(problem, lists, batch, head, row):
+    """Of a tile its list, how many steps it has, and the last one of keys."""
+    if problem.LISTED:
+        tiles, whole, total = list_of(lists, batch, head, row // (problem.WARPGROUPS * ROWS))
+        others = (problem.keys + problem.KEYS - 1) // problem.KEYS
+        return (tiles, whole, total, others), gl.maximum(total, 1), row * 0
+    else:  # noqa: RET505 - of a return behind an `if` alone Triton takes both
+        first, steps = problem.reach(row)
+        return (row, row, row, row), steps, first + steps - 1  # no list
+
+
+@gluon.jit
+def _load_rows(problem, rows, keys, q_desc, batch, head, row):
+    """Load a tile's queries; the ring after that."""
+    for ME in gl.static_range(problem.WARPGROUPS):
+        _wait_for_rows(ME, problem, rows, keys)
+        rows.load(q_desc, batch, head, row + ME * ROWS)
+        rows = rows.next()
+    return rows
 
 
 @gluon.jit
