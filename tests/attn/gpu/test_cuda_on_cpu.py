@@ -94,6 +94,20 @@ class TestForward:
         assert len(kept) == 1
         assert not kept[0].any()
 
+    @pytest.mark.parametrize("mask", [(), CAUSAL])
+    def test_what_it_counts_and_marks_with_is_all_its_own(self, machine, monkeypatch, mask):
+        made = []
+
+        def guarded(device, size):
+            made.append(torch.cat([torch.zeros(size, dtype=torch.int32), torch.full((256,), 7, dtype=torch.int32)]))
+            return lambda: made[-1][:size]
+
+        monkeypatch.setattr(gluon, "counters", guarded)
+        q, k, v = filled(3, (5, 1), 333, 300)
+        v[:, :, ::7] = float("nan")  # all rows are marked
+        forward_cuda.forward(*arguments(q, k, v, mask=mask))
+        assert (made[0][-256:] == 7).all()
+
 
 # ---- backward --------------------------------------------------------------------------------------------------------
 
@@ -215,6 +229,21 @@ class TestBackward:
         same = expected[0][:, :, others], expected[1][:, :, row + 1 :], expected[2][:, :, row + 1 :]
         assert max(off(found, same)) < 2 * torch.finfo(BF16).eps
         assert of_v[:, :, : row + 1].isnan().any()
+
+    @pytest.mark.parametrize("head", [64, 128])
+    def test_its_room_is_as_large_as_what_it_puts_there(self, machine, monkeypatch, head):
+        let_helpers_prepare(monkeypatch)
+        made = []
+
+        def guarded(x, size, dtype):
+            made.append(torch.full((size + 256,), 7.0, dtype=dtype))
+            return made[-1][:size]
+
+        monkeypatch.setattr(backward_cuda, "room_beside", guarded)
+        call, _ = gradient_call((3, (6, 2), 133, 150, head, head))
+        backward_cuda.backward(*call)
+        assert (made[0][-256:] == 7).all()
+        assert made[0][-257] != 7  # the last count
 
     def test_strides_that_tma_cannot_follow_are_copied(self, machine):
         q, k, v = filled(1, (4, 2), 150, 150)
