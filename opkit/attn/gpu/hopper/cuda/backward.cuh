@@ -35,12 +35,28 @@ SM90 void clean(uint32_t at, int lane) {
     }
 }
 
+// A warp's keys, and a block of queries.
+template <class S>
+SM90 void clean_all(uint32_t rows, uint32_t keys, int warp, int lane) {
+    clean<S::BLOCK_BYTES>(rows, lane);
+#pragma unroll 1
+    for (int c = 0; c < S::BOXES; c++) clean<16 * ROW_BYTES>(keys + c * S::KEY_BOX + warp * 16 * ROW_BYTES, lane);
+}
+
 // Whether a query or a key is not finite, by its logits.
 template <int N>
 SM90 bool not_finite(const float (&s)[N]) {
     bool found = false;
 #pragma unroll
     for (int i = 0; i < N; i++) found |= !(fabsf(s[i]) < INFINITY);
+    return found;
+}
+
+// Whether some of the queries from `row` do not see some of 64 keys from `at`, or are not there.
+template <class S>
+SM90 bool partial(const Problem& problem, int row, int at) {
+    bool found = row + S::ROWS > problem.queries || at + HALF > problem.keys;
+    if (S::BANDED) found |= at + (HALF - 1) - row > problem.upper || at - row - (S::ROWS - 1) < problem.lower;
     return found;
 }
 
@@ -118,6 +134,24 @@ SM90 void narrow(const float (&x)[N], uint32_t (&y)[N / 2]) {
     hold(y);
 }
 
+// Probabilities times their gradients; whatever is not finite there, what is hidden has probability 0.
+template <int N>
+SM90 void multiply_weights(float (&dp)[N], const float (&p)[N], bool part) {
+#pragma unroll
+    for (int j = 0; j < N; j++) dp[j] *= p[j];
+    if (!part) return;
+#pragma unroll
+    for (int j = 0; j < N; j++) dp[j] = p[j] == 0 ? 0 : dp[j];
+}
+
+// Slopes to shared memory, each four matrices where `to` says for a lane.
+template <int N>
+SM90 void put(uint32_t to, const uint32_t (&slopes)[N]) {
+#pragma unroll
+    for (int j = 0; j < N / 4; j++)
+        store_across(to + j * 16 * ROW_BYTES, slopes[4 * j], slopes[4 * j + 1], slopes[4 * j + 2], slopes[4 * j + 3]);
+}
+
 // ---- multiplying ----------------------------------------------------------------------------------------------------------
 
 // A number that the compiler knows.
@@ -135,8 +169,8 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
     const int group = problem.heads / problem.key_heads, blocks = blocks_of<S>(problem);
     const uint32_t my_keys = keys + me * HALF * ROW_BYTES, my_values = base + S::V + me * HALF * ROW_BYTES;
     // Where a lane's row of four matrices of slopes goes: queries are rows there, keys columns.
-    const uint32_t put = base + S::SLOPES + me * S::ROW_BOX + (lane % 8 + lane / 16 * 8) * ROW_BYTES +
-                         (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
+    const uint32_t my_slopes = base + S::SLOPES + me * S::ROW_BOX + (lane % 8 + lane / 16 * 8) * ROW_BYTES +
+                               (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
     const auto free = [&](int barrier) {  // by a warp, all of whose threads are done
         if (lane == 0) arrive(barriers + barrier);
     };
@@ -160,8 +194,8 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             constexpr bool FOLLOWS = decltype(follows)::value;
             const int slot = it % STAGES, row = block * S::ROWS;
             const uint32_t parity = it / STAGES & 1;
-            bool part = row + S::ROWS > problem.queries || at + HALF > problem.keys, odd = false;
-            if (S::BANDED) part |= at + (HALF - 1) - row > problem.upper || at - row - (S::ROWS - 1) < problem.lower;
+            const bool part = partial<S>(problem, row, at);
+            bool odd = false;
             float dp[S::ROWS / 2], dq[HALF / 2];
             uint32_t weights[S::ROWS / 4], slopes[S::ROWS / 4];
             if constexpr (!S::AHEAD) {
@@ -185,25 +219,13 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             if (S::ROWS == HALF) narrow(s, weights);  // else there are no registers for it yet
             products_wait<0>();
             hold(dp);
-#pragma unroll
-            for (int j = 0; j < S::ROWS / 2; j++) dp[j] *= s[j];
-            if (part) {  // whatever is not finite there: what is hidden has probability 0
-#pragma unroll
-                for (int j = 0; j < S::ROWS / 2; j++) dp[j] = s[j] == 0 ? 0 : dp[j];
-            }
+            multiply_weights(dp, s, part);
             narrow(dp, slopes);
             if (S::ROWS > HALF) narrow(s, weights);
 
             wait(barriers + SLOPES_EMPTY + slot * 8, parity ^ 1);
-#pragma unroll
-            for (int j = 0; j < S::ROWS / 16; j++)
-                store_across(put + slot * S::SLOPE_BYTES + j * 16 * ROW_BYTES, slopes[4 * j], slopes[4 * j + 1], slopes[4 * j + 2],
-                             slopes[4 * j + 3]);
-            if (S::BANDED && odd) {  // times the zero of what is hidden it would be NaN
-                clean<S::BLOCK_BYTES>(base + S::Q + slot * S::BLOCK_BYTES, lane);
-#pragma unroll 1
-                for (int c = 0; c < S::BOXES; c++) clean<16 * ROW_BYTES>(my_keys + c * S::KEY_BOX + warp * 16 * ROW_BYTES, lane);
-            }
+            put(my_slopes + slot * S::SLOPE_BYTES, slopes);
+            if (S::BANDED && odd) clean_all<S>(base + S::Q + slot * S::BLOCK_BYTES, my_keys, warp, lane);
             fence_stores();
             __syncwarp();
             free(SLOPES_FULL + slot * 8);
