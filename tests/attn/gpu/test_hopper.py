@@ -132,7 +132,7 @@ SECTIONS = {  # (batch, heads of queries and of keys, keys, head): heads that ar
 
 
 @pytest.mark.parametrize("sizes", SECTIONS)
-def test_heads_whose_keys_and_values_the_cache_holds_are_interleaved(sizes):
+def test_so_many_heads_are_interleaved(sizes):
     batch, heads, key_heads, keys, head = sizes
     assert hopper.section(*shaped((heads, key_heads), keys, keys, head, head, batch=batch)) == SECTIONS[sizes]
 

@@ -30,10 +30,12 @@ from opkit.op.triton.series import PreparedSeries
 DTYPES = (torch.bfloat16, torch.float16)
 _FAR = 2**30  #: further than any two positions are apart
 LOG2E = 1.4426950408889634
-_CACHED = {64: 32 << 20, 128: 32 << 20, 256: 64 << 20}
-"""Bytes of keys and values whose heads are interleaved, by the size of the larger head: the L2 cache has 50 MB."""
-_SHORT, _CACHED_SHORT = 1024, 16 << 20
-"""Up to so many keys it is fewer bytes: queries and results take as much of the cache, and all of it is read but once."""
+_INTERLEAVED = {64: 32 << 20, 128: 32 << 20, 256: 64 << 20}
+"""Bytes of keys and values of the heads that are interleaved, by the size of the larger head, as measured: about what the L2
+cache holds, which has 50 MB. "Short calls" in docs/attention_gpu_figures.md has the measurements."""
+_SHORT, _INTERLEAVED_SHORT = 1024, 16 << 20
+"""Up to so many keys it is fewer bytes: queries and results take as much of the cache, and tiles of all lengths are to be
+under way at once, since those that come first read from memory."""
 _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _MOST = 256  #: channels
 _ROWS = 64  #: queries of a warpgroup
@@ -319,9 +321,9 @@ def _block(rows: int, x: Any) -> tuple[int, int, int, int]:
 
 
 def section(q: Any, k: Any, v: Any) -> int:
-    """How many heads of queries to interleave: so many that their keys and values stay in the cache."""
+    """How many heads of queries to interleave."""
     size = _padded(max(q.shape[3], v.shape[3]))
-    return heads_of(q, k, v, _CACHED_SHORT if k.shape[2] <= _SHORT else _CACHED[size])
+    return heads_of(q, k, v, _INTERLEAVED_SHORT if k.shape[2] <= _SHORT else _INTERLEAVED[size])
 
 
 def heads_of(q: Any, k: Any, v: Any, size: int) -> int:

@@ -30,7 +30,7 @@ NAME = "hopper_cuda"
 HEAD = 64  #: channels
 _PRIORITY = 2  # above the kernel in Gluon
 _QUERIES, _SEEN = 2048, 1024  #: from how many it is the faster one: queries, and keys that each sees
-_CACHED = 64 << 20  #: bytes of keys and values whose heads are interleaved
+_INTERLEAVED = 64 << 20  #: bytes of keys and values of the heads that are interleaved, as measured
 _ROWS = 64  #: queries of a warpgroup
 _GROUPS = 3  #: warpgroups of a block
 _INTS = (
@@ -129,7 +129,7 @@ def _problem(call: Call, out: Tensor) -> Problem:
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "group": q.shape[1] // k.shape[1], "queries": q.shape[2],
         "keys": k.shape[2], "head_size": q.shape[3], "value_size": v.shape[3], "lower": shape.lower, "upper": shape.upper,
-        "banded": shape.banded, "section": gluon.heads_of(q, k, v, _CACHED), "processors": gluon.processors(q.device),
+        "banded": shape.banded, "section": gluon.heads_of(q, k, v, _INTERLEAVED), "processors": gluon.processors(q.device),
         "device": q.get_device(), "factor": call.scale * gluon.LOG2E,
     }  # fmt: skip
     return Problem(*map(library.rows_of, (q, k, v, out)), **numbers)

@@ -18,7 +18,7 @@ struct Problem {
     float* lse;    // (batch, heads, queries), dense
     int* counter;  // of tiles, of blocks that have ended, marks of warpgroups, and marks of 64 rows each; zeros
     int batch, heads, group, queries, keys, head_size, value_size, lower, upper, banded;
-    int section;  // heads whose tiles are interleaved, so that their keys stay in the L2 cache
+    int section;  // heads whose tiles are interleaved, whose keys the L2 cache about holds
     int blocks;   // tiles of a head
     int tiles;
     int processors, device;

@@ -78,8 +78,8 @@ class Problem:
     def place(self, tile):
         """The batch and the head of a tile, and its first query.
 
-        A section's keys and values fit into the L2 cache. With a mask the last blocks of queries come first: of a causal one
-        they have the most to do.
+        A section's keys and values about fit into the L2 cache. With a mask the last blocks of queries come first: of a causal
+        one they have the most to do.
         """
         size = self.section * self.blocks
         first = tile // size * self.section
