@@ -323,13 +323,13 @@ def _block(rows: int, x: Any) -> tuple[int, int, int, int]:
 def section(q: Any, k: Any, v: Any) -> int:
     """How many heads of queries to interleave."""
     size = _padded(max(q.shape[3], v.shape[3]))
-    return heads_of(q, k, v, _INTERLEAVED_SHORT if k.shape[2] <= _SHORT else _INTERLEAVED[size])
+    return heads_within(_INTERLEAVED_SHORT if k.shape[2] <= _SHORT else _INTERLEAVED[size], q, k, v)
 
 
-def heads_of(q: Any, k: Any, v: Any, size: int) -> int:
-    """How many heads of queries have so many bytes of keys and values, at most; of one head of keys at least."""
+def heads_within(limit: int, q: Any, k: Any, v: Any) -> int:
+    """How many heads of queries have at most ``limit`` bytes of keys and values; those of one head of keys at least."""
     of_head = k.shape[2] * (_padded(k.shape[3]) + _padded(v.shape[3])) * 2
-    return min(q.shape[1] // k.shape[1] * max(size // of_head, 1), q.shape[0] * q.shape[1])
+    return min(q.shape[1] // k.shape[1] * max(limit // of_head, 1), q.shape[0] * q.shape[1])
 
 
 _SIZES: dict[str, Any] = {

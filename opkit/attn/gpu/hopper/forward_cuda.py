@@ -129,7 +129,7 @@ def _problem(call: Call, out: Tensor) -> Problem:
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "group": q.shape[1] // k.shape[1], "queries": q.shape[2],
         "keys": k.shape[2], "head_size": q.shape[3], "value_size": v.shape[3], "lower": shape.lower, "upper": shape.upper,
-        "banded": shape.banded, "section": gluon.heads_of(q, k, v, _INTERLEAVED), "processors": gluon.processors(q.device),
+        "banded": shape.banded, "section": gluon.heads_within(_INTERLEAVED, q, k, v), "processors": gluon.processors(q.device),
         "device": q.get_device(), "factor": call.scale * gluon.LOG2E,
     }  # fmt: skip
     return Problem(*map(library.rows_of, (q, k, v, out)), **numbers)

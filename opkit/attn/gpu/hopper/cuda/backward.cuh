@@ -35,7 +35,7 @@ SM90 void clean(uint32_t at, int lane) {
     }
 }
 
-// A warp's keys, and a block of queries.
+// Of a block of queries, and of a warp's keys.
 template <class S>
 SM90 void clean_all(uint32_t rows, uint32_t keys, int warp, int lane) {
     clean<S::BLOCK_BYTES>(rows, lane);
@@ -134,7 +134,7 @@ SM90 void narrow(const float (&x)[N], uint32_t (&y)[N / 2]) {
     hold(y);
 }
 
-// Probabilities times their gradients; whatever is not finite there, what is hidden has probability 0.
+// Gradients of probabilities times these: 0 where a key is hidden, whatever the gradient is there.
 template <int N>
 SM90 void multiply_weights(float (&dp)[N], const float (&p)[N], bool part) {
 #pragma unroll

@@ -64,9 +64,13 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
     while tile < problem.tiles:
         following = tile  # not known yet
         batch, head, row = problem.place(tile)
-        listed, steps, last = _steps(problem, lists, batch, head, row)
         if problem.LISTED:
+            listed = list_of(problem, lists, batch, head, row)
             following_mark = visit(*listed, tile * 0)
+            steps, last = gl.maximum(listed[2], 1), tile * 0
+        else:
+            first, steps = problem.reach(row)
+            last = first + steps - 1
         of_all = batch * problem.heads + head
         place = of_all * (problem.blocks * problem.WARPGROUPS) + row // ROWS
         announce(turns, (steps, last, row, head, batch, of_all, place))
@@ -99,18 +103,6 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
         values.load(v_desc, owed[0], owed[1], owed[2])
     announce(turns, (tile * 0, tile, tile, tile, tile, tile, tile))
     put_back(counter, programs)
-
-
-@gluon.jit
-def _steps(problem, lists, batch, head, row):
-    """Of a tile its list, how many steps it has, and the last one of keys."""
-    if problem.LISTED:
-        tiles, whole, total = list_of(lists, batch, head, row // (problem.WARPGROUPS * ROWS))
-        others = (problem.keys + problem.KEYS - 1) // problem.KEYS
-        return (tiles, whole, total, others), gl.maximum(total, 1), row * 0
-    else:  # noqa: RET505 - of a return behind an `if` alone Triton takes both
-        first, steps = problem.reach(row)
-        return (row, row, row, row), steps, first + steps - 1  # no list
 
 
 @gluon.jit

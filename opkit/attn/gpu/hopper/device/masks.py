@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from opkit.attn import program
 from opkit.attn.gpu.device import programs
 from opkit.attn.gpu.hopper.device.table import MASK, keep, kept
+from opkit.attn.gpu.hopper.device.work import ROWS
 
 _LENGTHS = gl.constexpr(MASK + 0)  #: place of the address of lengths, and of their stride
 _SLOTS = gl.constexpr(MASK + 2)
@@ -126,12 +127,16 @@ def _line(slot, b, h, stride, places, end):
 
 
 @gluon.jit
-def list_of(lists, batch, head, block):
-    """Where the list of a block of queries begins, how many tiles of it are whole, and how many there are."""
+def list_of(problem, lists, batch, head, row):
+    """Of a tile's queries, from ``row`` on: where their list begins, how many tiles of it are whole, how many there are; and how
+    many there are of all keys.
+    """
+    block = row // (problem.WARPGROUPS * ROWS)
     tiles, tile_strides, counts, count_strides = lists
     of_tiles = batch * tile_strides[0].to(gl.int64) + head * tile_strides[1] + block * tile_strides[2]
     of_counts = batch * count_strides[0].to(gl.int64) + head * count_strides[1] + block * count_strides[2]
-    return tiles + of_tiles, gl.load(counts + of_counts), gl.load(counts + of_counts + 1)
+    others = (problem.keys + problem.KEYS - 1) // problem.KEYS
+    return tiles + of_tiles, gl.load(counts + of_counts), gl.load(counts + of_counts + 1), others
 
 
 @gluon.jit
