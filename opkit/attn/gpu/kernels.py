@@ -11,7 +11,7 @@ from opkit.attn.calls import BiasCall, Call, GradientCall, predicate
 from opkit.attn.gpu import tuned
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as hopper_backward
-from opkit.attn.gpu.hopper import backward_cuda, forward_cuda, packed
+from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, forward_cuda, packed
 from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, fits, takes
 from opkit.attn.gpu.mla import decode as mla
@@ -38,6 +38,7 @@ def register(op: CustomOp[Any, Any]) -> None:
     """
     op.register_kernel(device(), forward, when=predicate(Call, takes), name=NAME, trusted=True)
     decoding.register(op)
+    decode_cuda.register(op)
     mla.register(op)
     packed.register(op)
     invariant.register(op)

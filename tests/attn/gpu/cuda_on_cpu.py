@@ -10,10 +10,14 @@ import contextlib
 import ctypes
 import functools
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hopper_calls import BF16, shaped
 
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import library
@@ -73,3 +77,21 @@ def on_cpu(monkeypatch, folder: Path, defect: tuple[str, str] = ("", ""), proces
     monkeypatch.setattr(library, "launcher", launcher)
     monkeypatch.setattr(gluon, "processors", lambda device: processors)
     yield seed
+
+
+def filled(batch, heads, queries, keys, head=64, columns=64, dtype=BF16, heads_inside=False):
+    generator = torch.Generator().manual_seed(0)
+    made = shaped(heads, queries, keys, head, columns, dtype, "cpu", batch)
+    made = [x.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else x for x in made]
+    return [x.normal_(generator=generator) for x in made]
+
+
+def survives(seed, run, check):
+    """Whether no order of events shows a defect."""
+    for order in range(6):
+        seed[0] = order
+        try:
+            check(run())
+        except (AssertionError, KernelError):
+            return False
+    return True

@@ -7,27 +7,19 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cuda_on_cpu import on_cpu
-from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, compared, shaped
+from cuda_on_cpu import filled, on_cpu, survives
+from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, compared
 
 from opkit.attn import gradients, program, reference
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu.hopper import backward_cuda, forward_cuda
 from opkit.attn.gpu.hopper import forward as gluon
-from opkit.errors import KernelError
 
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path_factory.mktemp("machine")) as seed:
         yield seed
-
-
-def filled(batch, heads, queries, keys, head=64, columns=64, dtype=BF16, heads_inside=False):
-    generator = torch.Generator().manual_seed(0)
-    made = shaped(heads, queries, keys, head, columns, dtype, "cpu", batch)
-    made = [x.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else x for x in made]
-    return [x.normal_(generator=generator) for x in made]
 
 
 CALLS = {  # (batch, heads of queries and of keys, queries, keys), and what else
@@ -281,17 +273,6 @@ HELPERS_DEFECTS = {
     "rounded numbers that are overwritten": ("        stores_commit();\n        stores_read();\n", "        stores_commit();\n"),
     "an item that is overwritten": ("        if (it >= STAGES) wait(place.done(), place.parity() ^ 1);\n", ""),
 }  # fmt: skip
-
-
-def survives(seed, run, check):
-    """Whether no order of events shows a defect."""
-    for order in range(6):
-        seed[0] = order
-        try:
-            check(run())
-        except (AssertionError, KernelError):
-            return False
-    return True
 
 
 class TestDefects:

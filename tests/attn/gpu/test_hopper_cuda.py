@@ -27,7 +27,7 @@ from hopper_calls import (
 
 from opkit.attn import api, program, reference
 from opkit.attn.calls import Call
-from opkit.attn.gpu.hopper import backward_cuda, library
+from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, library
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda as cuda
 from opkit.errors import KernelError, ToolchainError
@@ -75,7 +75,19 @@ def test_the_backward_compiles_with_few_spills(dtype, tmp_path, record_property)
 
 @with_nvcc
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(("name", "problem"), [("forward", cuda.Problem), ("backward", backward_cuda.Problem)])
+def test_decoding_compiles_without_spills(dtype, tmp_path, record_property):
+    found = resources("decode", dtype, tmp_path)
+    record_property("resources", str(found))
+    assert len(found) == 9  # for heads of 64, 128 and 256; and two that merge, for each
+    assert all(stored == loaded == 0 for _, stored, loaded in found.values())
+
+
+@with_nvcc
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("forward", cuda.Problem), ("backward", backward_cuda.Problem), ("decode", decode_cuda.Problem)],
+)
 def test_a_call_is_laid_out_as_in_the_source(name, problem, dtype):
     built = ctypes.CDLL(str(compilation.build(library.request(name, dtype))))
     assert built[f"hopper_{name}_call_bytes"]() == ctypes.sizeof(problem)

@@ -12,8 +12,9 @@ from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, on_hopper_
 
 from opkit.attn import gradients, program, reference
 from opkit.attn.calls import Call, GradientCall
+from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as gluon_backward
-from opkit.attn.gpu.hopper import backward_cuda, library
+from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, library
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda as cuda
 from opkit.errors import CompileError, KernelError, NoCompilerWarning
@@ -87,20 +88,21 @@ def test_refuses_gradients(case):
 
 
 @pytest.mark.usefixtures("a_hopper")
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_where_nvcc_refuses_it_calls_get_the_one_in_gluon(kernel, monkeypatch):
+@pytest.mark.parametrize("kernel", ["forward", "backward", "decode"])
+def test_where_nvcc_refuses_it_calls_get_another_one(kernel, monkeypatch):
     def refuse(request):
         raise CompileError(f"nvcc refused {request.units[0].name}.\nMore of what it said.")
 
-    module, other = {"forward": (cuda, gluon), "backward": (backward_cuda, gluon_backward)}[kernel]
-    call = (
-        arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL) if kernel == "forward" else LONG_GRADIENTS["128"]()
-    )
+    module, other, call = {
+        "forward": (cuda, gluon, arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)),
+        "backward": (backward_cuda, gluon_backward, LONG_GRADIENTS["128"]()),
+        "decode": (decode_cuda, decoding, arguments(*shaped((4, 2), 1, 8192, 64, 64))),
+    }[kernel]
     monkeypatch.setattr(library, "_refused", set())
     monkeypatch.setattr(library, "build", refuse)
     monkeypatch.setattr(other, kernel, SimpleNamespace(prepare=lambda *given: len(given)))
     library.launcher.cache_clear()
-    read = Call if kernel == "forward" else GradientCall
+    read = GradientCall if kernel == "backward" else Call
     assert module.takes(read(*call))
     with pytest.warns(
         NoCompilerWarning, match=rf"nvcc could not compile {kernel}\.cu.*nvcc refused {kernel}\.cu for .*\. It needs"

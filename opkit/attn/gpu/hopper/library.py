@@ -23,6 +23,8 @@ from opkit.kernels.compilation import Request, Unit, build
 Launcher = Callable[[Any, int], None]
 SOURCES = Path(__file__).parent / "cuda"
 _FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
+_INSTEAD = dict.fromkeys(("forward", "backward"), ("hopper_cuda", "hopper")) | {"decode": ("split_cuda", "split")}
+"""By the source, the kernel of the operator's that it is, and the one that calls get without it."""
 _TYPES = {torch.bfloat16: ("cuda_bf16.h", "__nv_bfloat16"), torch.float16: ("cuda_fp16.h", "__half")}
 
 
@@ -55,15 +57,16 @@ def there(name: str, dtype: torch.dtype) -> bool:
 
 
 def launcher_or_none(name: str, dtype: torch.dtype) -> Launcher | None:
-    """The :func:`launcher`; None, and one warning, where nvcc refuses the source: calls get the kernel in Gluon then."""
+    """The :func:`launcher`; None, and one warning, where nvcc refuses the source: calls get another kernel then."""
     if (name, dtype) in _refused:
         return None
     try:
         return launcher(name, dtype)
     except CompileError as error:
         _refused.add((name, dtype))
+        kernel, instead = _INSTEAD[name]
         warnings.warn(
-            f"opkit::attention: nvcc could not compile {name}.cu, so that calls get kernel 'hopper' in place of 'hopper_cuda': "
+            f"opkit::attention: nvcc could not compile {name}.cu, so that calls get kernel {instead!r} in place of {kernel!r}: "
             f"{str(error).splitlines()[0]} It needs CUDA 12.5 or newer, with its headers; OPKIT_NVCC names another nvcc.",
             NoCompilerWarning,
             stacklevel=2,
@@ -96,8 +99,8 @@ def launcher(name: str, dtype: torch.dtype) -> Launcher:
         error = function(ctypes.addressof(call), stream)
         if error:
             raise KernelError(
-                f"opkit::attention: the kernel hopper_{name} was not launched: CUDA's error {error}. Force kernel='hopper', "
-                "which is in Gluon, to go on without it."
+                f"opkit::attention: the kernel hopper_{name} was not launched: CUDA's error {error}. Force "
+                f"kernel={_INSTEAD[name][1]!r} to go on without it."
             )
 
     return launch

@@ -4,6 +4,7 @@
 #include "machine.hpp"
 
 #define __device__
+#define __host__
 #define __forceinline__ inline
 #define __global__ static
 #define __launch_bounds__(...)
@@ -28,9 +29,17 @@ struct uint4 {
 struct int4 {
     int x, y, z, w;
 };
+struct uint2 {
+    uint32_t x, y;
+};
+struct float2 {
+    float x, y;
+};
 struct float4 {
     float x, y, z, w;
 };
+static inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
@@ -142,10 +151,19 @@ static inline cudaError_t cudaFuncSetAttribute(K, cudaFuncAttribute, int bytes) 
     return bytes <= int(machine::SHARED) ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    struct {
+        int programmaticStreamSerializationAllowed;
+    } val;
+};
 struct cudaLaunchConfig_t {
     dim3 gridDim, blockDim;
     size_t dynamicSmemBytes = 0;
     cudaStream_t stream = 0;
+    cudaLaunchAttribute* attrs = nullptr;
+    unsigned numAttrs = 0;
 };
 template <typename... P, typename... A>
 static inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), A&&... arguments) {

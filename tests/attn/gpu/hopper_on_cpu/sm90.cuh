@@ -218,6 +218,38 @@ SM90 void broadcast(float (&d)[N], uint64_t numbers) {
     self().products.push_back({d, 2 * N, self().groups, false, false, false, false, {}, 0, numbers, true});
 }
 
+// ---- products of a warp -------------------------------------------------------------------------------------------------------------
+
+template <bool ACROSS>
+SM90 void load_matrices(uint32_t (&x)[4], uint32_t at) {
+    const int lane = threadIdx.x % 32;
+    const auto places = machine::exchange(at);
+    for (int matrix = 0; matrix < 4; matrix++)
+        for (int i = 0; i < 2; i++) {
+            const int row = ACROSS ? 2 * (lane % 4) + i : lane / 4, column = ACROSS ? lane / 4 : 2 * (lane % 4) + i;
+            uint16_t element;
+            std::memcpy(&element, machine::at(*self().block, places[8 * matrix + row] + column * 2), 2);
+            x[matrix] = i ? x[matrix] | uint32_t(element) << 16 : element;
+        }
+    machine::meet_warp();
+}
+template <typename E>
+SM90 void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    const int lane = threadIdx.x % 32;
+    std::vector<uint32_t> left[4], right[2] = {machine::exchange(b0), machine::exchange(b1)};
+    for (int i = 0; i < 4; i++) left[i] = machine::exchange(a[i]);
+    for (int i = 0; i < 4; i++) {
+        double sum = d[i];
+        for (int k = 0; k < 16; k++)
+            sum += double(half_of<E>(left[k / 8 * 2 + i / 2][lane / 4 * 4 + k % 8 / 2], k % 2)) *
+                   half_of<E>(right[k / 8][(lane % 4 * 2 + i % 2) * 4 + k % 8 / 2], k % 2);
+        d[i] = float(sum);
+    }
+}
+
+SM90 void launches_before_done() {}
+SM90 void next_launch_may_begin() {}
+
 // ---- memory -------------------------------------------------------------------------------------------------------------------------
 
 SM90 void store_across(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

@@ -198,6 +198,45 @@ SM90 uint64_t numbers_of_columns(uint32_t at, uint32_t zeros) {
 SM90_BROADCAST(64, 32, 32, 33, 34)
 SM90_BROADCAST(128, 64, 64, 65, 66)
 
+// ---- products of a warp (mma) ----------------------------------------------------------------------------------------------
+
+// Four matrices of 8 x 8 elements of 16 bits, whose rows lie at the addresses of lanes 0-7, 8-15, 16-23 and 24-31. A thread gets of
+// each elements 2 (lane % 4) and the next of row lane / 4; ACROSS: of column lane / 4.
+template <bool ACROSS>
+SM90 void load_matrices(uint32_t (&x)[4], uint32_t at) {
+    if constexpr (ACROSS)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                     : "r"(at)
+                     : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                     : "r"(at)
+                     : "memory");
+}
+
+// d += a b, 16 x 8 in float of 16 x 16 and 16 x 8. A thread's d[2 h + i] is of row lane / 4 + 8 h and column 2 (lane % 4) + i; its a[h]
+// of row lane / 4 + 8 h and columns 2 (lane % 4) and the next, a[2 + h] of 8 columns further; b0 and b1 are as a[0] and a[2], of what
+// b has as columns.
+#define SM90_MULTIPLY_ADD(TYPE, NAME)                                                                                       \
+    SM90 void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, TYPE) {                         \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME                                                \
+                     ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                 \
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                       \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                       \
+    }
+SM90_MULTIPLY_ADD(__nv_bfloat16, "bf16")
+SM90_MULTIPLY_ADD(__half, "f16")
+template <typename T>
+SM90 void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { multiply_add(d, a, b0, b1, T()); }
+
+// ---- launches that begin before those that they depend on have ended --------------------------------------------------------
+
+// Wait until the launches before this one have ended and what they wrote is there; let the next one begin, and wait in turn.
+SM90 void launches_before_done() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+SM90 void next_launch_may_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- memory ---------------------------------------------------------------------------------------------------------------
 
 // Four matrices of 8 x 8 elements of 16 bits to shared memory, across: a thread has elements 2 (lane % 4) and the next of column

@@ -1,0 +1,243 @@
+// Attention of few queries for sm_90a in CUDA C++, of elements T, which who includes this file names: __nv_bfloat16 or __half.
+//
+// A tile is all rows of a head of keys, a row being one query of one of the heads that share it. Its keys are divided among blocks,
+// its *splits*, and those of a split among warps, which go on by themselves: each loads by TMA, into a buffer of its own, the keys and
+// values that it reads next, so that no warp waits for another before the end. A second kernel merges the splits, in their order
+// (Dao et al., "Flash-Decoding for long-context inference", 2023). Softmax is online and in base 2.
+#pragma once
+
+#include "decode_parts.cuh"
+
+namespace {
+
+// How a block is laid out, for heads of D: a warp's buffers have KEYS keys and as many values, 8 KB each.
+template <int D_>
+struct Layout {
+    static constexpr int D = D_, KEYS = 4096 / D, BYTES = KEYS * D * 2, BOXES = D / COLUMNS, PARTS = D / 16;
+    static constexpr int QUERY_BYTES = D * 2 + 16;  // of a row of queries: 8 of them lie in different banks
+    static constexpr int BUFFERS = WARPS * 2 * BYTES, QUERIES = ROWS * QUERY_BYTES, FOUND = WARPS * ROWS * sizeof(float2);
+    static constexpr int SHARED = BUFFERS + QUERIES + FOUND + WARPS * 2 * 8 + 1024;  // boxes begin at multiples of 1024
+};
+
+// What a block has of shared memory, and a warp of it.
+template <typename L>
+struct Shared {
+    float* sums;    // (warps, rows, D), each warp's in its own buffers, once it has read them
+    float2* found;  // (rows, warps): maxima and sums
+    uint32_t queries, keys, values, filled;
+};
+
+template <typename L>
+SM90 Shared<L> shared_of(unsigned char* bytes, int warp) {
+    const uint32_t first = shared(bytes), keys = first + warp * 2 * L::BYTES;
+    const uint32_t queries = first + L::BUFFERS, barriers = queries + L::QUERIES + L::FOUND;
+    auto* found = reinterpret_cast<float2*>(bytes + L::BUFFERS + L::QUERIES);
+    return {reinterpret_cast<float*>(bytes), found, queries, keys, keys + L::BYTES, barriers + warp * 2 * 8};
+}
+
+// Where a row's number of a column lies in `sums`, so that what a warp stores at once lies in different banks.
+template <typename L>
+SM90 int place_of(int warp, int row, int column) {
+    return warp * (2 * L::BYTES / 4) + row * L::D + (column ^ (row % 8 * 8));
+}
+
+// ---- loading --------------------------------------------------------------------------------------------------------------
+
+// The steps of a warp: `first` and every WARPS further, `count` of them, KEYS keys each.
+struct Steps {
+    int batch, head, first, count;
+
+    __device__ __forceinline__ int key(int number, int keys) const { return (first + number * WARPS) * keys; }
+};
+
+template <typename L>
+SM90 Steps steps_of(const Problem& problem, const Tile& tile, int split, int warp) {
+    const unsigned all = (problem.seen + L::KEYS - 1) / L::KEYS, splits = problem.splits;
+    const int each = all / splits, more = all % splits, first = split * each + min(split, more);
+    return {tile.batch, tile.head, first + warp, (each + (split < more) - warp + WARPS - 1) / WARPS};
+}
+
+// Keys or values of a step, if there is one, to a warp's buffer.
+template <typename L>
+SM90 void load(const Problem& problem, const CUtensorMap* map, const Steps& steps, int number, uint32_t to, uint32_t filled) {
+    if (threadIdx.x % LANES != 0 || number >= steps.count) return;
+    expect_bytes(filled, L::BYTES);
+    load_boxes(to, map, filled, problem.first + steps.key(number, L::KEYS), steps.head, steps.batch);
+}
+
+// A tile's queries to shared memory, zeros for the rows that there are none of.
+template <typename L>
+SM90 void load_queries(const Problem& problem, const Tile& tile, uint32_t to) {
+    for (int i = threadIdx.x; i < ROWS * L::D / 8; i += THREADS) {
+        const int row = i / (L::D / 8), column = i % (L::D / 8) * 8;
+        int4 x = {0, 0, 0, 0};
+        if (row < problem.height()) {
+            const Row of = row_of(problem, tile, row);
+            x = *reinterpret_cast<const int4*>(first_of<const T>(problem.q, of.batch, of.head) + of.query * problem.q.row + column);
+        }
+        store_four(to + row * L::QUERY_BYTES + column * 2, x);
+    }
+}
+
+// ---- a step of a warp -----------------------------------------------------------------------------------------------------
+
+// Where a lane's row of 16 bytes of a buffer's 16 rows from `row` lies: of the matrices that one load brings, two are beside one
+// another, and two below one another, in this order for keys and the other one for values.
+template <typename L, bool OF_VALUES>
+SM90 uint32_t matrices_at(uint32_t buffer, int row, int part) {
+    const int lane = threadIdx.x % LANES, beside = OF_VALUES ? lane / 16 : lane / 8 % 2, below = OF_VALUES ? lane / 8 % 2 : lane / 16;
+    const int of = row + below * 8 + lane % 8, chunk = part % 4 * 2 + beside;
+    return buffer + part / 4 * (L::KEYS * ROW_BYTES) + of * ROW_BYTES + ((chunk ^ lane % 8) << 4);
+}
+
+template <typename L>
+SM90 void multiply_keys(float (&s)[L::KEYS / 8][4], const uint32_t (&q)[L::PARTS][4], uint32_t keys) {
+#pragma unroll
+    for (auto& each : s) each[0] = each[1] = each[2] = each[3] = 0;
+#pragma unroll
+    for (int part = 0; part < L::PARTS; part++)
+#pragma unroll
+        for (int j = 0; j < L::KEYS / 16; j++) {
+            uint32_t k[4];
+            load_matrices<false>(k, matrices_at<L, false>(keys, 16 * j, part));
+            multiply_add<T>(s[2 * j], q[part], k[0], k[1]);
+            multiply_add<T>(s[2 * j + 1], q[part], k[2], k[3]);
+        }
+}
+
+template <typename L>
+SM90 void multiply_values(float (&acc)[L::D / 8][4], const uint32_t (&p)[L::KEYS / 16][4], uint32_t values) {
+#pragma unroll
+    for (int j = 0; j < L::KEYS / 16; j++)
+#pragma unroll
+        for (int part = 0; part < L::PARTS; part++) {
+            uint32_t v[4];
+            load_matrices<true>(v, matrices_at<L, true>(values, 16 * j, part));
+            multiply_add<T>(acc[2 * part], p[j], v[0], v[1]);
+            multiply_add<T>(acc[2 * part + 1], p[j], v[2], v[3]);
+        }
+}
+
+// Hide what is after the last key.
+template <typename L>
+SM90 void hide(float (&s)[L::KEYS / 8][4], int key, int seen) {
+#pragma unroll
+    for (int j = 0; j < L::KEYS / 8; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (key + 8 * j + threadIdx.x % 4 * 2 + i % 2 >= seen) s[j][i] = -INFINITY;
+}
+
+// Of two rows, for h 0 and 1: their maxima so far, and this thread's part of their sums.
+struct Softmax {
+    float top[2] = {-INFINITY, -INFINITY}, total[2] = {0, 0};
+};
+
+// Weights of logits, rounded, and what was summed up made to fit the new maxima.
+template <typename L>
+SM90 void weigh(float (&s)[L::KEYS / 8][4], float factor, Softmax& of, uint32_t (&p)[L::KEYS / 16][4], float (&acc)[L::D / 8][4]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float most = -INFINITY, sum = 0;
+#pragma unroll
+        for (const auto& each : s) most = fmaxf(most, fmaxf(each[2 * h], each[2 * h + 1]));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        const float top = fmaxf(of.top[h], most * factor), base = base_of(top), fade = exp2_approx(of.top[h] - base);
+#pragma unroll
+        for (int j = 0; j < L::KEYS / 8; j++) {
+            const float a = exp2_approx(fmaf(s[j][2 * h], factor, -base)), b = exp2_approx(fmaf(s[j][2 * h + 1], factor, -base));
+            sum += a + b;
+            p[j / 2][j % 2 * 2 + h] = pack<T>(a, b);
+        }
+        of.top[h] = top, of.total[h] = of.total[h] * fade + sum;
+        if (!__any_sync(~0u, fade != 1)) continue;
+#pragma unroll
+        for (auto& each : acc) each[2 * h] *= fade, each[2 * h + 1] *= fade;
+    }
+}
+
+// What a warp has found to shared memory.
+template <typename L>
+SM90 void hand_over(const Shared<L>& shared, int warp, int height, const float (&acc)[L::D / 8][4], const Softmax& of) {
+    const int lane = threadIdx.x % LANES;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int row = lane / 4 + 8 * h;
+        float total = of.total[h];
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        if (row >= height) continue;
+        if (lane % 4 == 0) shared.found[row * WARPS + warp] = make_float2(of.top[h], total);
+#pragma unroll
+        for (int j = 0; j < L::D / 8; j++)
+            *reinterpret_cast<float2*>(shared.sums + place_of<L>(warp, row, 8 * j + lane % 4 * 2)) = make_float2(acc[j][2 * h], acc[j][2 * h + 1]);
+    }
+}
+
+// ---- the kernel -----------------------------------------------------------------------------------------------------------
+
+// What warps have found, as one, for the second kernel; or as results, where there is one split.
+template <typename L>
+SM90 void merge_warps(const Problem& problem, const Shared<L>& shared, const Tile& tile, int split) {
+    for (int i = threadIdx.x; i < problem.height() * L::D / 4; i += THREADS) {
+        const int row = i / (L::D / 4), column = i % (L::D / 4) * 4;
+        Part of[WARPS];
+#pragma unroll
+        for (int warp = 0; warp < WARPS; warp++) {
+            const float2 found = shared.found[row * WARPS + warp];
+            of[warp] = {*reinterpret_cast<const float4*>(shared.sums + place_of<L>(warp, row, column)), found.x, found.y};
+        }
+        const Part all = merged(of);
+        if (problem.splits == 1) finish(problem, tile, row, column, all);
+        else put(problem, L::D, tile, split, row, column, all);
+    }
+}
+
+template <typename L>
+__global__ void __launch_bounds__(THREADS, 1)
+    decode(const __grid_constant__ Problem problem, const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {
+    const Tile tile = {int(blockIdx.z), int(blockIdx.x)};
+    const int split = blockIdx.y;
+    const int warp = __shfl_sync(~0u, threadIdx.x / LANES, 0), lane = threadIdx.x % LANES;
+    unsigned char* bytes = dynamic_shared();
+    const Shared<L> shared = shared_of<L>(bytes + (-sm90::shared(bytes) & 1023), warp);
+    const Steps steps = steps_of<L>(problem, tile, split, warp);
+    const auto load_keys = [&](int number) { load<L>(problem, &k, steps, number, shared.keys, shared.filled); };
+    const auto load_values = [&](int number) { load<L>(problem, &v, steps, number, shared.values, shared.filled + 8); };
+    if (lane == 0) {
+        barrier_init(shared.filled, 1), barrier_init(shared.filled + 8, 1);
+        barriers_ready();
+    }
+    __syncwarp();
+    launches_before_done();
+    load_keys(0), load_values(0);
+    next_launch_may_begin();
+    load_queries<L>(problem, tile, shared.queries);
+    __syncthreads();
+    uint32_t q[L::PARTS][4], p[L::KEYS / 16][4];
+#pragma unroll
+    for (int part = 0; part < L::PARTS; part++)
+        load_matrices<false>(q[part], shared.queries + lane % 16 * L::QUERY_BYTES + lane / 16 * 16 + part * 32);
+    float s[L::KEYS / 8][4], acc[L::D / 8][4] = {};
+    Softmax softmax;
+#pragma unroll 1
+    for (int number = 0; number < steps.count; number++) {
+        wait(shared.filled, number % 2);
+        multiply_keys<L>(s, q, shared.keys);
+        __syncwarp();
+        load_keys(number + 1);
+        const int key = steps.key(number, L::KEYS);
+        if (key + L::KEYS > problem.seen) hide<L>(s, key, problem.seen);
+        weigh<L>(s, problem.factor, softmax, p, acc);
+        wait(shared.filled + 8, number % 2);
+        multiply_values<L>(acc, p, shared.values);
+        __syncwarp();
+        load_values(number + 1);
+    }
+    hand_over(shared, warp, problem.height(), acc, softmax);
+    __syncthreads();
+    merge_warps(problem, shared, tile, split);
+}
+
+}  // namespace

@@ -1,0 +1,172 @@
+"""Decoding for sm_90a in CUDA C++ (``cuda/decode.cuh``): which calls are for it, and a call of it.
+
+It is for up to 16 rows of a head of keys. In the kernel in Triton all warps of a block take part in each product, and wait for
+one another. Here each warp has keys of its own, which it loads itself, by TMA, and meets the others when all is summed up:
+neither Triton nor Gluon can express that. Calls that are short for the GPU's memory gain the most.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkit.attn.allocation import overwritten, room_beside, rows
+from opkit.attn.calls import Call, predicate
+from opkit.attn.gpu import plans
+from opkit.attn.gpu.decode import decoding
+from opkit.attn.gpu.hopper import forward as hopper
+from opkit.attn.gpu.hopper import library
+from opkit.attn.gpu.hopper.library import Rows
+from opkit.errors import KernelError
+from opkit.op import torch_private as private
+from opkit.op.operator import CustomOp
+from opkit.op.prepared import PreparedKernel
+
+NAME = "split_cuda"
+HEADS = (64, 128, 256)  #: channels
+MOST_ROWS = 16  #: of a head of keys: its queries' heads times their queries
+MOST_SPLITS = 128
+_PRIORITY = 3  # above the kernel in Triton
+_MOST = 65535  #: heads of keys, and sequences
+_WARPS = 8  #: of a block
+_STEP = 4096  #: elements of the keys that a warp reads at once
+_INTS = ("batch", "heads", "key_heads", "group", "queries", "head_size", "first", "seen", "splits", "device")
+
+
+class Problem(ctypes.Structure):
+    """A call, as ``cuda/decode_parts.cuh`` says."""
+
+    _fields_ = (
+        *((name, Rows) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_void_p) for name in ("lse", "sinks", "partial")),
+        *((name, ctypes.c_int) for name in _INTS),
+        ("factor", ctypes.c_float),
+    )
+
+
+def register(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::attention`` the kernel."""
+    op.register_kernel("cuda", decode, when=predicate(Call, takes), name=NAME, priority=_PRIORITY, trusted=True)
+
+
+def takes(call: Call) -> bool:
+    """Whether a call is for :func:`decode`, on a GPU of compute capability 9.0 beside an nvcc.
+
+    It is where there are few rows, and about as many blocks as the GPU has multiprocessors.
+    """
+    if not fits(call) or not hopper.takes(call) or call.k.shape[2] < decoding.MANY:
+        return False
+    enough = filled(call.k.shape[0] * call.k.shape[1], hopper.processors(call.q.device))
+    return enough and all(hopper.describable(each) for each in call[:3]) and library.there("decode", call.q.dtype)
+
+
+def fits(call: Call) -> bool:
+    """Whether :func:`decode` can compute a call."""
+    if not hopper.fits(call) or call.q.shape[3] != call.v.shape[3] or call.q.shape[3] not in HEADS:
+        return False
+    height = call.q.shape[2] * (call.q.shape[1] // call.k.shape[1])
+    shape = plans.shape_of(tuple(call.mask), ())
+    few = height <= MOST_ROWS and max(call.k.shape[:2]) <= _MOST
+    return few and call.softcap == 0 and not shape.mask and not shape.lengths and _seen(call) is not None
+
+
+def _seen(call: Call) -> tuple[int, int] | None:
+    """The keys that all queries see: the first, and how many; None where queries see different ones."""
+    queries, keys, shape = call.q.shape[2], call.k.shape[2], plans.shape_of(tuple(call.mask), ())
+    if not shape.banded or (shape.lower <= 1 - queries and shape.upper >= keys - 1):
+        return 0, keys
+    first = max(shape.lower, 0)
+    return None if queries > 1 else (min(first, keys), max(min(shape.upper + 1, keys) - first, 0))
+
+
+@PreparedKernel
+def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The operator's result and log-sum-exp, of its own arguments.
+
+    It takes bfloat16 and float16; heads of 64, 128 and 256; up to 16 queries of heads that share keys, all of which see the
+    same keys, in one piece; a positive scale; sinks. Probabilities are rounded to q's dtype before they are multiplied with
+    the values. Keys and values that are hidden are not read. The number of splits follows from shapes and the GPU alone, and
+    splits are merged in order: equal calls give equal bits. Nothing waits for the GPU.
+
+    Raises:
+        KernelError: it does not take the call.
+        ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Triton is called.
+    """
+    call = Call(*given)
+    decoding.refuse_batch_invariance("opkit::attention")
+    if not fits(call):
+        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
+        raise KernelError(
+            f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
+            f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of {HEADS}, up to "
+            f"{MOST_ROWS} rows of a head of keys, and queries that see the same keys. Leave the choice to opkit, or force "
+            "kernel='split'."
+        )
+    return _prepared(call)
+
+
+def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
+    launch = library.launcher_or_none("decode", call.q.dtype)
+    if launch is None:
+        return decoding.decode.prepare(*call)
+    described = all(hopper.describable(each) for each in call[:3])
+    made = rows(call.q, call.v.shape[3], call.heads_inside)
+    new_out, new_lse = overwritten(made), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
+    common, gpu = _problem(call, made), call.q.get_device()
+    room = 0 if common.splits == 1 else common.splits * made.numel() // made.shape[3] * (made.shape[3] + 2)
+
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, sinks, problem = *given[:3], given[5], Problem.from_buffer_copy(common)
+        at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if not described or (at[0] | at[1] | at[2]) % 16:
+            q, k, v = (each.clone(memory_format=torch.contiguous_format) for each in (q, k, v))
+            at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            problem.q, problem.k, problem.v = map(library.rows_of, (q, k, v))
+        out, lse = new_out(), new_lse()
+        problem.q.data, problem.k.data, problem.v.data = at
+        problem.out.data, problem.lse = out.data_ptr(), lse.data_ptr()
+        if sinks is not None:
+            sinks = sinks.to(torch.float32).contiguous()
+            problem.sinks = sinks.data_ptr()
+        if room:
+            partial = room_beside(lse, room)
+            problem.partial = partial.data_ptr()
+        launch(problem, private.current_stream(gpu))
+        return out, lse
+
+    return run
+
+
+def _problem(call: Call, out: Tensor) -> Problem:
+    """What is the same for all calls like this one."""
+    q, k, v = call[:3]
+    first, seen = _seen(call) or (0, 0)
+    numbers = {
+        "batch": q.shape[0], "heads": q.shape[1], "key_heads": k.shape[1], "group": q.shape[1] // k.shape[1],
+        "queries": q.shape[2], "head_size": q.shape[3], "first": first, "seen": seen, "device": q.get_device(),
+        "factor": call.scale * hopper.LOG2E,
+        "splits": splits_of(k.shape[0] * k.shape[1], seen, q.shape[3], hopper.processors(q.device)),
+    }  # fmt: skip
+    return Problem(*map(library.rows_of, (q, k, v, out)), **numbers)
+
+
+def splits_of(tiles: int, seen: int, channels: int, processors: int) -> int:
+    """Splits of a tile: as many as the GPU has multiprocessors for, but no more than all warps of them have keys for.
+
+    >>> splits_of(8, 8192, 128, 132), splits_of(8, 1024, 128, 132), splits_of(1, 256, 128, 132)
+    (16, 4, 1)
+    """
+    return max(1, min(processors // tiles, seen * channels // (_WARPS * _STEP), MOST_SPLITS))
+
+
+def filled(tiles: int, processors: int) -> bool:
+    """Whether so many tiles, divided, keep three of four multiprocessors busy, each with one block.
+
+    >>> [tiles for tiles in (8, 48, 64, 72, 128, 136) if filled(tiles, 132)]
+    [8, 64, 128]
+    """
+    return 4 * tiles * (processors // tiles) >= 3 * processors

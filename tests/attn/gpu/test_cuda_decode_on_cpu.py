@@ -1,0 +1,113 @@
+"""Decoding for sm_90a in CUDA C++, run on a processor in random orders of events: its numbers beside the reference's."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cuda_on_cpu import filled, on_cpu, survives
+from hopper_calls import BF16, FP16, arguments, compared
+
+from opkit.attn import program
+from opkit.attn.gpu.hopper import decode_cuda
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path_factory.mktemp("machine")) as seed:
+        yield seed
+
+
+DECODED = {  # (batch, heads of queries and of keys, queries, keys), and what else
+    "some keys": ((1, (4, 1), 1, 300), {}),
+    "tails": ((2, (6, 2), 2, 77), {}),
+    "one key": ((1, (2, 1), 1, 1), {}),
+    "all rows": ((1, (16, 1), 1, 513), {}),
+    "a window": ((1, (2, 1), 1, 1000), {"mask": (program.BAND, 101, 700)}),
+    "queries that see all": ((1, (8, 2), 4, 50), {"mask": (program.BAND, -10, 60)}),
+    "nothing to see": ((1, (2, 1), 1, 100), {"mask": (program.BAND, 300, 400)}),
+    "sinks": ((1, (4, 2), 1, 200), {"sinks": torch.linspace(-1, 3, 4)}),
+    "nothing to see but sinks": ((1, (4, 2), 1, 20), {"sinks": torch.ones(4), "mask": (program.BAND, 30, 40)}),
+    "heads inside": ((2, (4, 2), 2, 100), {"heads_inside": True, "scale": 0.3}),
+}
+
+
+def divided(monkeypatch, splits):
+    """Calls have so many splits, also where there are none of keys."""
+    monkeypatch.setattr(decode_cuda, "splits_of", lambda *sizes: splits)
+
+
+class TestDecoding:
+    @pytest.mark.parametrize("splits", [1, 3])
+    @pytest.mark.parametrize(("head", "dtype"), [(64, BF16), (128, FP16), (256, BF16)])
+    @pytest.mark.parametrize("case", DECODED)
+    def test_numbers_are_the_references(self, machine, monkeypatch, case, head, dtype, splits):
+        divided(monkeypatch, splits)
+        sizes, what = DECODED[case]
+        given = arguments(*filled(*sizes, head, head, dtype, what.get("heads_inside", False)), **what)
+        compared(given, decode_cuda.decode(*given))
+
+    @pytest.mark.parametrize("splits", [32, 70])
+    def test_many_splits(self, machine, monkeypatch, splits):
+        divided(monkeypatch, splits)
+        given = arguments(*filled(1, (2, 1), 1, 4000))
+        compared(given, decode_cuda.decode(*given))
+
+    @pytest.mark.parametrize("order", range(1, 6))
+    def test_any_order_of_events_gives_the_same(self, machine, monkeypatch, order):
+        divided(monkeypatch, 2)
+        given = arguments(*filled(1, (6, 2), 2, 1500))
+        machine[0] = order
+        found = decode_cuda.decode(*given)
+        machine[0] = 0
+        assert all(map(torch.equal, found, decode_cuda.decode(*given)))
+
+    def test_hidden_keys_and_values_do_not_leak(self, machine, monkeypatch):
+        divided(monkeypatch, 2)
+        q, k, v = filled(1, (4, 2), 1, 400, 128, 128)
+        for at in (slice(None, 50), slice(333, None)):
+            k[:, :, at], v[:, :, at] = float("nan"), float("inf")
+        given = arguments(q, k, v, mask=(program.BAND, 50, 332))
+        compared(given, decode_cuda.decode(*given))
+
+    def test_its_room_is_as_large_as_what_it_puts_there(self, machine, monkeypatch):
+        divided(monkeypatch, 3)
+        made = []
+
+        def guarded(x, size):
+            made.append(torch.full((size + 256,), 7.0))
+            return made[-1][:size]
+
+        monkeypatch.setattr(decode_cuda, "room_beside", guarded)
+        decode_cuda.decode(*arguments(*filled(2, (6, 2), 3, 500)))
+        assert (made[0][-256:] == 7).all()
+        assert made[0][-257] != 7  # the last sum
+
+    def test_strides_that_tma_cannot_follow_are_copied(self, machine):
+        q, k, v = filled(1, (4, 2), 1, 150)
+        given = arguments(q, k.mT.contiguous().mT, torch.nn.functional.pad(v, (3, 0))[..., 3:])
+        compared(given, decode_cuda.decode(*given))
+
+
+DEFECTS = {
+    "values that are not waited for": ("        wait(shared.filled + 8, number % 2);\n", ""),
+    "keys that are overwritten": (
+        "        multiply_keys<L>(s, q, shared.keys);\n        __syncwarp();\n        load_keys(number + 1);\n",
+        "        load_keys(number + 1);\n        multiply_keys<L>(s, q, shared.keys);\n",
+    ),
+    "warps that are not waited for": (
+        "    __syncthreads();\n    merge_warps(", "    merge_warps("
+    ),
+    "a key too many": ("i % 2 >= seen) s[j]", "i % 2 > seen) s[j]"),
+    "a split too few": ("split < problem.splits ? found.x", "split < problem.splits - 1 ? found.x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DEFECTS)
+def test_defects_are_found(case, tmp_path, monkeypatch):
+    divided(monkeypatch, 2)
+    given = arguments(*filled(1, (3, 1), 1, 2049))
+    with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, DEFECTS[case]) as seed:
+        assert not survives(seed, lambda: decode_cuda.decode(*given), lambda found: compared(given, found))

@@ -1,0 +1,204 @@
+"""Decoding for sm_90a in CUDA C++: which calls it takes, how it divides them, and on such a GPU its numbers."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hopper_calls import BF16, CAUSAL, FAR, FP16, arguments, bottom_right, compared, filled, on_hopper_with_nvcc, shaped
+
+from opkit.attn import api, program
+from opkit.attn.calls import Call
+from opkit.attn.gpu.hopper import decode_cuda as decoding
+from opkit.attn.gpu.hopper import forward as gluon
+from opkit.attn.gpu.hopper import library
+from opkit.errors import KernelError
+from opkit.masks import Causal
+
+SINKS = torch.linspace(-1, 3, 32)
+
+
+def given(heads=(32, 8), queries=1, keys=4096, head=128, columns=None, dtype=BF16, batch=1, **what):
+    return arguments(*shaped(heads, queries, keys, head, columns or head, dtype, batch=batch), **what)
+
+
+TAKEN = {
+    "no mask": lambda: given(),
+    "fp16, 64": lambda: given(head=64, dtype=FP16),
+    "256": lambda: given(head=256),
+    "a query that sees all before it": lambda: given(mask=bottom_right(1, 4096)),
+    "a window": lambda: given(mask=(program.BAND, 3000, 4095)),
+    "some queries without a mask": lambda: given((8, 2), 4),
+    "some queries that see all": lambda: given((8, 2), 4, mask=(program.BAND, -3, 4095)),
+    "a head to each": lambda: given((8, 8)),
+    "as many tiles as the GPU has multiprocessors": lambda: given(batch=16),
+    "sinks": lambda: given(sinks=SINKS),
+}
+OTHERS = {
+    "few keys": lambda: given(keys=200),
+    "tiles for half of the GPU": lambda: given(batch=9),
+    "more tiles than the GPU has room for": lambda: given(batch=17),
+    "heads that TMA cannot follow": lambda: (*given()[:1], given()[1].mT.contiguous().mT, *given()[2:]),
+}
+REFUSED = {
+    "many rows": lambda: given((136, 8)),
+    "queries that see different keys": lambda: given((8, 2), 4, mask=CAUSAL),
+    "queries under a window": lambda: given((8, 2), 4, mask=(program.BAND, -3, 4094)),
+    "another head": lambda: given(head=96),
+    "other values": lambda: given(columns=64),
+    "float32": lambda: given(dtype=torch.float32),
+    "a soft cap": lambda: given(softcap=3.0),
+    "dropout": lambda: given(dropout_p=0.5),
+    "a negative scale": lambda: given(scale=-1.0),
+    "lengths": lambda: given(mask=(program.LENGTH, 0), masks=[torch.empty(1, device="meta", dtype=torch.int32)]),
+}
+
+
+@pytest.mark.usefixtures("a_hopper")
+class TestTakes:
+    @pytest.mark.parametrize("case", TAKEN)
+    def test_few_rows(self, case):
+        assert decoding.takes(Call(*TAKEN[case]()))
+
+    @pytest.mark.parametrize("case", [*OTHERS, *REFUSED])
+    def test_no_others(self, case):
+        assert not decoding.takes(Call(*(OTHERS | REFUSED)[case]()))
+
+    def test_none_where_batch_invariance_is_asked_for(self, monkeypatch):
+        monkeypatch.setattr(gluon.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+        assert not decoding.takes(Call(*given()))
+
+    def test_none_without_nvcc(self, monkeypatch):
+        monkeypatch.setattr(library, "compiler_there", lambda: False)
+        assert not decoding.takes(Call(*given()))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case):
+    with pytest.raises(KernelError, match=r"kernel 'split_cuda' does not take q, k, v of .* force kernel='split'"):
+        decoding.decode(*REFUSED[case]())
+
+
+def test_batch_invariance_is_refused(monkeypatch):
+    monkeypatch.setattr(gluon.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+    with pytest.raises(KernelError, match="OPKIT_BATCH_INVARIANT is set"):
+        decoding.decode(*given())
+
+
+@pytest.mark.parametrize(
+    ("mask", "queries", "seen"),
+    [
+        ((), 3, (0, 100)),
+        (bottom_right(1, 100), 1, (0, 100)),
+        (CAUSAL, 1, (0, 1)),
+        ((program.BAND, 90, 95), 1, (90, 6)),
+        ((program.BAND, 90, 1000), 1, (90, 10)),
+        ((program.BAND, 100, 200), 1, (100, 0)),
+        ((program.BAND, -20, -10), 1, (0, 0)),
+        ((program.BAND, -2, 99), 3, (0, 100)),
+        ((program.BAND, -1, 99), 3, None),
+    ],
+)
+def test_the_keys_that_all_queries_see(mask, queries, seen):
+    assert decoding._seen(Call(*given(queries=queries, keys=100, mask=mask))) == seen
+
+
+CALLS = {  # (batch, heads of queries and of keys, queries, keys, channels), and what else
+    "one split": ((1, (4, 1), 1, 300, 128), {}),
+    "splits": ((1, (32, 8), 1, 8192, 128), {}),
+    "64": ((2, (16, 4), 1, 5000, 64), {}),
+    "256": ((1, (4, 2), 1, 3001, 256), {}),
+    "as many splits as there may be": ((1, (8, 1), 1, 65536, 128), {}),
+    "a head to each": ((1, (3, 3), 1, 2049, 128), {}),
+    "some queries": ((1, (8, 2), 3, 4097, 128), {}),
+    "sixteen rows": ((2, (32, 2), 1, 4000, 64), {}),
+    "a window": ((1, (4, 1), 1, 9000, 128), {"mask": (program.BAND, 3001, 7777)}),
+    "the first keys": ((1, (4, 1), 1, 9000, 128), {"mask": (program.BAND, -FAR, 4321)}),
+    "nothing to see": ((1, (4, 2), 1, 500, 128), {"mask": (program.BAND, 500, 900)}),
+    "few keys": ((2, (4, 2), 1, 5, 128), {}),
+    "many tiles": ((40, (8, 4), 1, 1000, 64), {}),
+    "sinks": ((1, (32, 8), 1, 4096, 64), {"sinks": SINKS}),
+    "nothing to see but sinks": ((1, (32, 8), 1, 400, 64), {"sinks": SINKS, "mask": (program.BAND, 500, 900)}),
+    "heads inside": ((2, (8, 2), 2, 3000, 128), {"heads_inside": True}),
+    "another scale": ((1, (8, 2), 1, 3000, 128), {"scale": 0.7}),
+}
+
+
+def on_gpu(case, dtype=BF16):
+    (batch, heads, queries, keys, head), what = CALLS[case]
+    what = what | ({"sinks": what["sinks"].cuda()} if "sinks" in what else {})
+    return arguments(*filled(batch, heads, queries, keys, head, head, dtype, what.get("heads_inside", False)), **what)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("case", CALLS)
+class TestNumbers:
+    pytestmark = on_hopper_with_nvcc
+
+    def test_are_the_references(self, case, dtype):
+        call = on_gpu(case, dtype)
+        found = compared(call, decoding.decode(*call))
+        assert all(map(torch.equal, found, decoding.decode(*call)))
+
+
+class TestOnGpu:
+    pytestmark = on_hopper_with_nvcc
+
+    def test_what_is_hidden_does_not_leak(self):
+        q, k, v = filled(1, (8, 2), 1, 5000, 128, 128)
+        k[:, :, :1000], v[:, :, :1000] = float("nan"), float("inf")
+        k[:, :, 4000:], v[:, :, 4000:] = float("inf"), float("nan")
+        call = arguments(q, k, v, mask=(program.BAND, 1000, 3999))
+        compared(call, decoding.decode(*call))
+        seen = arguments(q, k[:, :, 1000:4000], v[:, :, 1000:4000])
+        assert all(map(torch.equal, decoding.decode(*call), decoding.decode(*seen)))
+
+    def test_strides_that_tma_cannot_follow_are_copied(self):
+        q, k, v = filled(2, (8, 2), 1, 3000, 64, 64)
+        call = arguments(q, k.mT.contiguous().mT, torch.nn.functional.pad(v, (3, 0))[..., 3:])
+        compared(call, decoding.decode(*call))
+
+    def test_streams_do_not_share_what_is_merged(self):
+        calls = [on_gpu("splits"), on_gpu("splits")]
+        alone = [decoding.decode(*each) for each in calls]
+        torch.cuda.synchronize()
+        streams, found = [torch.cuda.Stream() for _ in calls], []
+        for _ in range(20):
+            for stream, each in zip(streams, calls, strict=True):
+                with torch.cuda.stream(stream):
+                    found.append(decoding.decode(*each))
+        torch.cuda.synchronize()
+        for number, each in enumerate(found):
+            assert all(map(torch.equal, alone[number % 2], each))
+
+    def test_it_waits_for_what_came_before(self):
+        """Launches begin early: what they read was written by those before them."""
+        q, k, v = filled(1, (32, 8), 1, 8192, 128, 128)
+        for _ in range(50):
+            q, _ = decoding.decode(*arguments(q, k, v))
+            k = k + 1 - q.mean(2, keepdim=True)[:, ::4]
+        last = arguments(q, k, v)
+        found = decoding.decode(*last)
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, found, decoding.decode(*last)))
+        compared(last, found)
+
+    def test_a_graph_holds_a_call(self):
+        call = on_gpu("splits")
+        decoding.decode(*call)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = decoding.decode(*call)
+        for _ in range(3):
+            call[0].normal_()
+            graph.replay()
+            assert all(map(torch.equal, found, decoding.decode(*call)))
+
+    def test_calls_get_it(self):
+        q, k, v = filled(1, (32, 8), 1, 8192, 128, 128)
+        for mask in (None, Causal(align="bottom-right")):
+            assert api.select(q, k, v, mask=mask).kernel == decoding.NAME
+            assert torch.equal(api.attention(q, k, v, mask=mask), decoding.decode(*arguments(q, k, v))[0])
