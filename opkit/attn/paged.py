@@ -15,6 +15,7 @@ from torch import Tensor
 from opkit.attn import batch_invariant, paged_cpu, paged_reference
 from opkit.attn.gpu.decode.append import register_append
 from opkit.attn.gpu.decode.paged import register_paged
+from opkit.attn.gpu.hopper import decode_pages_cuda
 from opkit.attn.gpu.mla import paged as mla_paged
 from opkit.attn.gpu.portable import invariant
 from opkit.errors import ArgumentError, DtypeError, ShapeError
@@ -30,6 +31,7 @@ def paged_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     op.register_kernel("cpu", paged_cpu.paged, when=paged_cpu.takes_pages, name="decode", trusted=True)
     batch_invariant.register_paged(op)
     register_paged(op)
+    decode_pages_cuda.register_paged(op)
     mla_paged.register_paged(op)
     invariant.register_paged(op)
     return op

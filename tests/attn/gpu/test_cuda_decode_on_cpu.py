@@ -9,9 +9,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from cuda_on_cpu import filled, on_cpu, survives
 from hopper_calls import BF16, FP16, arguments, compared
+from paged_calls import UNLIMITED, Cache, of_pages
 
 from opkit.attn import program
-from opkit.attn.gpu.hopper import decode_cuda
+from opkit.attn.gpu.hopper import decode_cuda, decode_pages_cuda
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,8 @@ DECODED = {  # (batch, heads of queries and of keys, queries, keys), and what el
 
 def divided(monkeypatch, splits):
     """Calls have so many splits, also where there are none of keys."""
-    monkeypatch.setattr(decode_cuda, "splits_of", lambda *sizes: splits)
+    for module in (decode_cuda, decode_pages_cuda):
+        monkeypatch.setattr(module, "splits_of", lambda *sizes: splits)
 
 
 class TestDecoding:
@@ -91,6 +93,80 @@ class TestDecoding:
         compared(given, decode_cuda.decode(*given))
 
 
+RAGGED = [130, 5, 0, 77, 300]
+PAGED = {  # starts, the size of pages, and what else
+    "a query to each": ([0, 1, 2, 2, 3, 4], 16, {}),
+    "larger pages": ([0, 1, 2, 2, 3, 4], 48, {}),
+    "pages of 64": ([0, 1, 2, 2, 3, 4], 64, {}),
+    "ragged queries": ([0, 3, 4, 4, 4, 7], 32, {}),
+    "a window": ([0, 1, 2, 3, 4, 5], 16, {"lower": -70}),
+    "keys far behind": ([0, 1, 2, 3, 4, 5], 16, {"lower": -70, "upper": -40}),
+    "nothing to see": ([0, 1, 2, 3, 4, 5], 16, {"lower": 3, "upper": 9}),
+    "sinks": ([0, 1, 2, 3, 4, 5], 16, {"sinks": torch.linspace(-1, 2, 6)}),
+    "keys ahead": ([0, 2, 3, 3, 4, 6], 16, {"upper": UNLIMITED}),
+}
+
+
+class TestPages:
+    @pytest.mark.parametrize("splits", [1, 3])
+    @pytest.mark.parametrize(("head", "dtype"), [(64, BF16), (128, FP16), (256, BF16)])
+    @pytest.mark.parametrize("case", PAGED)
+    def test_numbers_are_those_of_float64(self, machine, monkeypatch, case, head, dtype, splits):
+        divided(monkeypatch, splits)
+        starts, page, what = PAGED[case]
+        cache = Cache(RAGGED, page, 2, head, dtype=dtype)
+        q, what = cache.queries(starts[-1], 6, dtype), what | {"scale": head**-0.5}
+        of_pages(decode_pages_cuda.paged(*cache.call(q, starts, **what)), cache, q, starts, **what)
+
+    @pytest.mark.parametrize("order", range(1, 5))
+    def test_any_order_of_events_gives_the_same(self, machine, monkeypatch, order):
+        divided(monkeypatch, 2)
+        cache = Cache([900, 40, 333], 16, 1, 64, dtype=BF16)
+        given = cache.call(cache.queries(3, 4, BF16), [0, 1, 2, 3])
+        machine[0] = order
+        found = decode_pages_cuda.paged(*given)
+        machine[0] = 0
+        assert all(map(torch.equal, found, decode_pages_cuda.paged(*given)))
+
+    def test_many_sequences(self, machine, monkeypatch):
+        divided(monkeypatch, 1)
+        cache = Cache([n % 7 * 9 for n in range(70)], 16, 1, 64, dtype=BF16)
+        starts = [0] * 30 + [1] * 20 + [2] * 20 + [3]  # sequences 29, 49 and 69
+        q = cache.queries(3, 2, BF16)
+        of_pages(decode_pages_cuda.paged(*cache.call(q, starts)), cache, q, starts)
+
+    def test_numbers_of_32_bits_and_tables_with_strides(self, machine, monkeypatch):
+        divided(monkeypatch, 2)
+        cache = Cache([130, 77], 16, 2, 64, dtype=BF16)
+        q = cache.queries(2, 4, BF16)
+        given = list(cache.call(q, [0, 1, 2]))
+        given[3] = torch.cat([given[3].long(), given[3].long() + 5], 1)[:, : given[3].shape[1]]
+        given[4], given[5] = given[4].int(), given[5].int()
+        of_pages(decode_pages_cuda.paged(*given), cache, q, [0, 1, 2])
+
+    def test_what_is_out_of_range_is_taken_as_the_nearest(self, machine, monkeypatch):
+        """Lengths and starts that are too large, and numbers of pages that there are none of."""
+        divided(monkeypatch, 2)
+        cache = Cache([100, 50], 16, 1, 64, dtype=BF16)
+        q, pages = cache.queries(2, 2, BF16), cache.k.shape[0]
+        cache.k.nan_to_num_(), cache.v.nan_to_num_()
+        given = list(cache.call(q, [0, 1, 2]))
+        given[3], given[4] = given[3].clone(), torch.tensor([2**40, -3])
+        given[3][0, 1], given[3][0, 2], given[5] = 10**6, -5, torch.tensor([-(2**40), 1, 2**40])
+        found = decode_pages_cuda.paged(*given)
+        given[3] = given[3].clamp(0, pages - 1)
+        given[4], given[5] = torch.tensor([given[3].shape[1] * 16, 0]), torch.tensor([0, 1, 2])
+        assert all(map(torch.equal, found, decode_pages_cuda.paged(*given)))
+
+    def test_queries_and_pages_with_strides(self, machine, monkeypatch):
+        divided(monkeypatch, 2)
+        cache = Cache([130, 77], 16, 2, 64, dtype=BF16)
+        q = cache.queries(2, 4, BF16)
+        given = list(cache.call(torch.nn.functional.pad(q, (3, 0))[..., 3:], [0, 1, 2]))
+        given[1], given[2] = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in given[1:3])
+        of_pages(decode_pages_cuda.paged(*given), cache, q, [0, 1, 2])
+
+
 DEFECTS = {
     "values that are not waited for": ("        wait(shared.filled + 8, number % 2);\n", ""),
     "keys that are overwritten": (
@@ -100,7 +176,7 @@ DEFECTS = {
     "warps that are not waited for": (
         "    __syncthreads();\n    merge_warps(", "    merge_warps("
     ),
-    "a key too many": ("i % 2 >= seen) s[j]", "i % 2 > seen) s[j]"),
+    "a key too many": ("at >= reach.end) s[j]", "at > reach.end) s[j]"),
     "a split too few": ("split < problem.splits ? found.x", "split < problem.splits - 1 ? found.x"),
 }  # fmt: skip
 
@@ -111,3 +187,20 @@ def test_defects_are_found(case, tmp_path, monkeypatch):
     given = arguments(*filled(1, (3, 1), 1, 2049))
     with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, DEFECTS[case]) as seed:
         assert not survives(seed, lambda: decode_cuda.decode(*given), lambda found: compared(given, found))
+
+
+PAGED_DEFECTS = {
+    "values after the last key": ("if (L::PAGED && some) multiply_values", "if (false) multiply_values"),
+    "a key before the first": ("at < reach.begin ||", "at + 1 < reach.begin ||"),
+    "a page that another has": ("reach.row + number,", "number,"),
+}
+
+
+@pytest.mark.parametrize("case", PAGED_DEFECTS)
+def test_defects_of_pages_are_found(case, tmp_path, monkeypatch):
+    divided(monkeypatch, 2)
+    cache = Cache([333, 290], 16, 1, 64, dtype=BF16)
+    q, starts, what = cache.queries(2, 2, BF16), [0, 1, 2], {"lower": -200}
+    with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, PAGED_DEFECTS[case]) as seed:
+        run = lambda: decode_pages_cuda.paged(*cache.call(q, starts, **what))  # noqa: E731
+        assert not survives(seed, run, lambda found: of_pages(found, cache, q, starts, **what))

@@ -37,6 +37,22 @@ _STEP = 4096  #: elements of the keys that a warp reads at once
 _INTS = ("batch", "heads", "key_heads", "group", "queries", "head_size", "first", "seen", "splits", "device")
 
 
+class Numbers(ctypes.Structure):
+    """Whole numbers, and whether they have 64 bits."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("wide", ctypes.c_int))
+
+
+class Pages(ctypes.Structure):
+    """The pages of a call; none without."""
+
+    _fields_ = (
+        *((name, Numbers) for name in ("table", "lengths", "starts")),
+        ("row", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("sequences", "count", "size", "keys", "lower", "upper")),
+    )
+
+
 class Problem(ctypes.Structure):
     """A call, as ``cuda/decode_parts.cuh`` says."""
 
@@ -45,6 +61,7 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("lse", "sinks", "partial")),
         *((name, ctypes.c_int) for name in _INTS),
         ("factor", ctypes.c_float),
+        ("pages", Pages),
     )
 
 

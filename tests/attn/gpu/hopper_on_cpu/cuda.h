@@ -69,6 +69,13 @@ template <typename V>
 static inline V __shfl_xor_sync(unsigned, V value, int bits) { return machine::exchange(value)[(threadIdx.x % 32) ^ bits]; }
 template <typename V>
 static inline V __shfl_sync(unsigned, V value, int lane) { return machine::exchange(value)[lane]; }
+static inline unsigned __ballot_sync(unsigned, bool value) {
+    const auto all = machine::exchange(int(value));
+    unsigned bits = 0;
+    for (int i = 0; i < 32; i++) bits |= unsigned(all[i]) << i;
+    return bits;
+}
+static inline int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
 static inline bool __all_sync(unsigned, bool value) {
     const auto all = machine::exchange(int(value));
     return std::all_of(all.begin(), all.end(), [](int each) { return each; });

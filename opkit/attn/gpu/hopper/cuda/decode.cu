@@ -22,19 +22,34 @@ cudaError_t launch_merge(const Problem& call, cudaStream_t stream) {
     return launch_early(configured(rows, M::THREADS, M::SHARED, stream), merge<D, GROUPS>, call);
 }
 
-template <int D>
+// Keys and values as TMA finds them: boxes of some keys of a head, of a batch or of a page.
+template <typename L>
+cudaError_t described(const Problem& call, CUtensorMap* k, CUtensorMap* v) {
+    const int batch = L::PAGED ? call.pages.count : call.batch, keys = L::PAGED ? call.pages.size : max(call.first + call.seen, 1);
+    const cudaError_t error = describe(k, call.k, batch, call.key_heads, keys, L::D, L::BOX_ROWS, L::BOXES);
+    return error ? error : describe(v, call.v, batch, call.key_heads, keys, L::D, L::BOX_ROWS, L::BOXES);
+}
+
+template <typename L>
 cudaError_t launch(const Problem& call, cudaStream_t stream) {
-    using L = Layout<D>;
     CUtensorMap k, v;
-    const int end = max(call.first + call.seen, 1);
-    cudaError_t error = describe(&k, call.k, call.batch, call.key_heads, end, D, L::KEYS, L::BOXES);
-    if (!error) error = describe(&v, call.v, call.batch, call.key_heads, end, D, L::KEYS, L::BOXES);
+    cudaError_t error = described<L>(call, &k, &v);
     if (!error) error = cudaFuncSetAttribute(decode<L>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::SHARED);
     if (error) return error;
     const dim3 splits(call.key_heads, call.splits, call.batch);
     error = launch_early(configured(splits, THREADS, L::SHARED, stream), decode<L>, call, k, v);
     if (error || call.splits == 1) return error;
-    return call.splits <= 8 * AT_ONCE ? launch_merge<D, 8>(call, stream) : launch_merge<D, 16>(call, stream);
+    return call.splits <= 8 * AT_ONCE ? launch_merge<L::D, 8>(call, stream) : launch_merge<L::D, 16>(call, stream);
+}
+
+template <bool PAGED>
+cudaError_t launch_for(const Problem& call, cudaStream_t stream) {
+    switch (call.head_size) {
+        case 64: return launch<Layout<64, PAGED>>(call, stream);
+        case 128: return launch<Layout<128, PAGED>>(call, stream);
+        case 256: return launch<Layout<256, PAGED>>(call, stream);
+    }
+    return cudaErrorInvalidValue;
 }
 
 }  // namespace
@@ -43,14 +58,9 @@ cudaError_t launch(const Problem& call, cudaStream_t stream) {
 extern "C" __attribute__((visibility("default"))) int hopper_decode(const Problem* call, cudaStream_t stream) {
     const OnDevice device(call->device);
     if (device.error) return device.error;
-    switch (call->head_size) {
-        case 64: return launch<64>(*call, stream);
-        case 128: return launch<128>(*call, stream);
-        case 256: return launch<256>(*call, stream);
-    }
-    return cudaErrorInvalidValue;
+    return call->pages.count ? launch_for<true>(*call, stream) : launch_for<false>(*call, stream);
 }
 
 // What opkit's tests hold its own description of a call against, and what a block asks for of shared memory.
 extern "C" __attribute__((visibility("default"))) int hopper_decode_call_bytes() { return sizeof(Problem); }
-extern "C" __attribute__((visibility("default"))) int hopper_decode_shared_bytes() { return max(Layout<64>::SHARED, Layout<256>::SHARED); }
+extern "C" __attribute__((visibility("default"))) int hopper_decode_shared_bytes() { return max(Layout<64, true>::SHARED, Layout<256, true>::SHARED); }

@@ -6,18 +6,9 @@
 // (Dao et al., "Flash-Decoding for long-context inference", 2023). Softmax is online and in base 2.
 #pragma once
 
-#include "decode_parts.cuh"
+#include "decode_keys.cuh"
 
 namespace {
-
-// How a block is laid out, for heads of D: a warp's buffers have KEYS keys and as many values, 8 KB each.
-template <int D_>
-struct Layout {
-    static constexpr int D = D_, KEYS = 4096 / D, BYTES = KEYS * D * 2, BOXES = D / COLUMNS, PARTS = D / 16;
-    static constexpr int QUERY_BYTES = D * 2 + 16;  // of a row of queries: 8 of them lie in different banks
-    static constexpr int BUFFERS = WARPS * 2 * BYTES, QUERIES = ROWS * QUERY_BYTES, FOUND = WARPS * ROWS * sizeof(float2);
-    static constexpr int SHARED = BUFFERS + QUERIES + FOUND + WARPS * 2 * 8 + 1024;  // boxes begin at multiples of 1024
-};
 
 // What a block has of shared memory, and a warp of it.
 template <typename L>
@@ -37,33 +28,11 @@ SM90 Shared<L> shared_of(unsigned char* bytes, int warp) {
 
 // Where a row's number of a column lies in `sums`, so that what a warp stores at once lies in different banks.
 template <typename L>
-SM90 int place_of(int warp, int row, int column) {
+SM90 int sum_at(int warp, int row, int column) {
     return warp * (2 * L::BYTES / 4) + row * L::D + (column ^ (row % 8 * 8));
 }
 
-// ---- loading --------------------------------------------------------------------------------------------------------------
-
-// The steps of a warp: `first` and every WARPS further, `count` of them, KEYS keys each.
-struct Steps {
-    int batch, head, first, count;
-
-    __device__ __forceinline__ int key(int number, int keys) const { return (first + number * WARPS) * keys; }
-};
-
-template <typename L>
-SM90 Steps steps_of(const Problem& problem, const Tile& tile, int split, int warp) {
-    const unsigned all = (problem.seen + L::KEYS - 1) / L::KEYS, splits = problem.splits;
-    const int each = all / splits, more = all % splits, first = split * each + min(split, more);
-    return {tile.batch, tile.head, first + warp, (each + (split < more) - warp + WARPS - 1) / WARPS};
-}
-
-// Keys or values of a step, if there is one, to a warp's buffer.
-template <typename L>
-SM90 void load(const Problem& problem, const CUtensorMap* map, const Steps& steps, int number, uint32_t to, uint32_t filled) {
-    if (threadIdx.x % LANES != 0 || number >= steps.count) return;
-    expect_bytes(filled, L::BYTES);
-    load_boxes(to, map, filled, problem.first + steps.key(number, L::KEYS), steps.head, steps.batch);
-}
+// ---- queries --------------------------------------------------------------------------------------------------------------
 
 // A tile's queries to shared memory, zeros for the rows that there are none of.
 template <typename L>
@@ -86,8 +55,9 @@ SM90 void load_queries(const Problem& problem, const Tile& tile, uint32_t to) {
 template <typename L, bool OF_VALUES>
 SM90 uint32_t matrices_at(uint32_t buffer, int row, int part) {
     const int lane = threadIdx.x % LANES, beside = OF_VALUES ? lane / 16 : lane / 8 % 2, below = OF_VALUES ? lane / 8 % 2 : lane / 16;
-    const int of = row + below * 8 + lane % 8, chunk = part % 4 * 2 + beside;
-    return buffer + part / 4 * (L::KEYS * ROW_BYTES) + of * ROW_BYTES + ((chunk ^ lane % 8) << 4);
+    const int within = row % L::BOX_ROWS + below * 8 + lane % 8, chunk = part % 4 * 2 + beside;
+    const uint32_t box = buffer + row / L::BOX_ROWS * L::BOX_BYTES + part / 4 * (L::BOX_ROWS * ROW_BYTES);
+    return box + within * ROW_BYTES + ((chunk ^ lane % 8) << 4);
 }
 
 template <typename L>
@@ -105,27 +75,43 @@ SM90 void multiply_keys(float (&s)[L::KEYS / 8][4], const uint32_t (&q)[L::PARTS
         }
 }
 
-template <typename L>
-SM90 void multiply_values(float (&acc)[L::D / 8][4], const uint32_t (&p)[L::KEYS / 16][4], uint32_t values) {
+// Bits of two elements, those of `key` and the next: of each, all where it is seen.
+SM90 uint32_t seen_bits(const Reach& reach, int key) {
+    const auto seen = [&](int at) { return reach.begin <= at && at < reach.end; };
+    return (seen(key) ? 0xFFFFu : 0) | (seen(key + 1) ? 0xFFFF0000u : 0);
+}
+
+// Add values times their weights. SOME: of the keys from `key` on not all are seen, and what memory has for the others may be anything.
+template <typename L, bool SOME>
+SM90 void multiply_values(float (&acc)[L::D / 8][4], const uint32_t (&p)[L::KEYS / 16][4], uint32_t values, const Reach& reach, int key) {
 #pragma unroll
-    for (int j = 0; j < L::KEYS / 16; j++)
+    for (int j = 0; j < L::KEYS / 16; j++) {
+        uint32_t bits[2];
+        if constexpr (SOME) {
+            const int first = key + 16 * j + threadIdx.x % 4 * 2;
+            bits[0] = seen_bits(reach, first), bits[1] = seen_bits(reach, first + 8);
+        }
 #pragma unroll
         for (int part = 0; part < L::PARTS; part++) {
             uint32_t v[4];
             load_matrices<true>(v, matrices_at<L, true>(values, 16 * j, part));
+            if constexpr (SOME) v[0] &= bits[0], v[1] &= bits[1], v[2] &= bits[0], v[3] &= bits[1];
             multiply_add<T>(acc[2 * part], p[j], v[0], v[1]);
             multiply_add<T>(acc[2 * part + 1], p[j], v[2], v[3]);
         }
+    }
 }
 
-// Hide what is after the last key.
+// Hide the keys that are not seen.
 template <typename L>
-SM90 void hide(float (&s)[L::KEYS / 8][4], int key, int seen) {
+SM90 void hide(float (&s)[L::KEYS / 8][4], const Reach& reach, int key) {
 #pragma unroll
     for (int j = 0; j < L::KEYS / 8; j++)
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (key + 8 * j + threadIdx.x % 4 * 2 + i % 2 >= seen) s[j][i] = -INFINITY;
+        for (int i = 0; i < 4; i++) {
+            const int at = key + 8 * j + threadIdx.x % 4 * 2 + i % 2;
+            if (at < reach.begin || at >= reach.end) s[j][i] = -INFINITY;
+        }
 }
 
 // Of two rows, for h 0 and 1: their maxima so far, and this thread's part of their sums.
@@ -171,7 +157,7 @@ SM90 void hand_over(const Shared<L>& shared, int warp, int height, const float (
         if (lane % 4 == 0) shared.found[row * WARPS + warp] = make_float2(of.top[h], total);
 #pragma unroll
         for (int j = 0; j < L::D / 8; j++)
-            *reinterpret_cast<float2*>(shared.sums + place_of<L>(warp, row, 8 * j + lane % 4 * 2)) = make_float2(acc[j][2 * h], acc[j][2 * h + 1]);
+            *reinterpret_cast<float2*>(shared.sums + sum_at<L>(warp, row, 8 * j + lane % 4 * 2)) = make_float2(acc[j][2 * h], acc[j][2 * h + 1]);
     }
 }
 
@@ -186,7 +172,7 @@ SM90 void merge_warps(const Problem& problem, const Shared<L>& shared, const Til
 #pragma unroll
         for (int warp = 0; warp < WARPS; warp++) {
             const float2 found = shared.found[row * WARPS + warp];
-            of[warp] = {*reinterpret_cast<const float4*>(shared.sums + place_of<L>(warp, row, column)), found.x, found.y};
+            of[warp] = {*reinterpret_cast<const float4*>(shared.sums + sum_at<L>(warp, row, column)), found.x, found.y};
         }
         const Part all = merged(of);
         if (problem.splits == 1) finish(problem, tile, row, column, all);
@@ -202,15 +188,21 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int warp = __shfl_sync(~0u, threadIdx.x / LANES, 0), lane = threadIdx.x % LANES;
     unsigned char* bytes = dynamic_shared();
     const Shared<L> shared = shared_of<L>(bytes + (-sm90::shared(bytes) & 1023), warp);
-    const Steps steps = steps_of<L>(problem, tile, split, warp);
-    const auto load_keys = [&](int number) { load<L>(problem, &k, steps, number, shared.keys, shared.filled); };
-    const auto load_values = [&](int number) { load<L>(problem, &v, steps, number, shared.values, shared.filled + 8); };
     if (lane == 0) {
         barrier_init(shared.filled, 1), barrier_init(shared.filled + 8, 1);
         barriers_ready();
     }
     __syncwarp();
     launches_before_done();
+    const Steps steps = steps_of<L>(reach_of<L>(problem, tile), problem.splits, split, warp);
+    const Reach& reach = steps.reach;
+    const auto key_of = [&](int number) { return steps.first + number * (WARPS * L::KEYS); };
+    const auto load_keys = [&](int number) {
+        if (number < steps.count) load<L>(problem, &k, tile, reach, key_of(number), shared.keys, shared.filled);
+    };
+    const auto load_values = [&](int number) {
+        if (number < steps.count) load<L>(problem, &v, tile, reach, key_of(number), shared.values, shared.filled + 8);
+    };
     load_keys(0), load_values(0);
     next_launch_may_begin();
     load_queries<L>(problem, tile, shared.queries);
@@ -227,11 +219,13 @@ __global__ void __launch_bounds__(THREADS, 1)
         multiply_keys<L>(s, q, shared.keys);
         __syncwarp();
         load_keys(number + 1);
-        const int key = steps.key(number, L::KEYS);
-        if (key + L::KEYS > problem.seen) hide<L>(s, key, problem.seen);
+        const int key = key_of(number);
+        const bool some = key + L::KEYS > reach.end || (L::PAGED && key < reach.begin);
+        if (some) hide<L>(s, reach, key);
         weigh<L>(s, problem.factor, softmax, p, acc);
         wait(shared.filled + 8, number % 2);
-        multiply_values<L>(acc, p, shared.values);
+        if (L::PAGED && some) multiply_values<L, true>(acc, p, shared.values, reach, key);
+        else multiply_values<L, false>(acc, p, shared.values, reach, key);
         __syncwarp();
         load_values(number + 1);
     }

@@ -12,16 +12,37 @@ constexpr int ROWS = 16;            // of a tile, at most
 constexpr int AT_ONCE = 4;          // splits that a thread which merges reads at once
 constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
 
-// A call; every query sees the same keys. opkit/attn/gpu/hopper/decode_cuda.py fills it.
+// Whole numbers of 32 or 64 bits, of which the nearest that `most` allows counts.
+struct Numbers {
+    const void* data;
+    int wide;
+
+    __device__ __forceinline__ int at(int64_t i, int most) const {
+        const int64_t x = wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int*>(data)[i];
+        return int(min(max(x, int64_t(0)), int64_t(most)));
+    }
+};
+
+// Keys in pages: of sequence b, of lengths[b] keys, page n is table[b * row + n]. It has the queries from starts[b] to starts[b + 1],
+// which are its last positions; one at position i sees key j if lower <= j - i <= upper.
+struct Pages {
+    Numbers table, lengths, starts;
+    int64_t row;
+    int sequences, count, size, keys, lower, upper;  // `count` pages of `size` keys; `keys` that a table has room for
+};
+
+// A call; every query of a tile sees the same keys. opkit/attn/gpu/hopper/decode_cuda.py and decode_pages_cuda.py fill it; with pages
+// each query is a batch of its own.
 struct Problem {
     Rows q, k, v, out;
     float* lse;          // (batch, heads, queries), dense
     const float* sinks;  // of heads, or null
     float* partial;      // (tiles, splits, rows, D), and maxima and sums, (tiles, splits, rows, 2); unused with one split
     int batch, heads, key_heads, group, queries, head_size;
-    int first, seen;  // keys that are seen: the first of them, and how many
+    int first, seen;  // keys that are seen, without pages: the first of them, and how many
     int splits, device;
     float factor;  // of logits, whose exponentials' base is 2
+    Pages pages;
 
     __host__ __device__ int height() const { return group * queries; }  // rows of a tile
 };

@@ -1,0 +1,141 @@
+"""Decoding from pages for sm_90a in CUDA C++: which calls it takes, and on such a GPU its numbers."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hopper_calls import BF16, FP16, on_hopper_with_nvcc
+from paged_calls import UNLIMITED, Cache, of_pages
+
+from opkit.attn.gpu.hopper import decode_pages_cuda as decoding
+from opkit.attn.gpu.hopper import forward as gluon
+from opkit.attn.gpu.hopper import library
+from opkit.attn.paged import paged_attention_operator
+from opkit.errors import KernelError
+
+
+def given(
+    tokens=4, heads=32, kv_heads=8, head=128, columns=None, page=16, width=256, sequences=4, dtype=BF16, of_pages=None, **what
+):  # fmt: skip
+    """A call's arguments without numbers."""
+
+    def empty(*sizes, dtype=dtype):
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    pages = [empty(300, page, kv_heads, size, dtype=of_pages or dtype) for size in (head, columns or head)]
+    table, lengths, starts = (
+        empty(*sizes, dtype=torch.int32) for sizes in ((sequences, width), (sequences,), (sequences + 1,))
+    )
+    named = {"lower": -UNLIMITED, "upper": 0, "scale": 0.1, "softcap": 0.0, "sinks": None, "k": None, "v": None} | what
+    return (empty(tokens, heads, head), *pages, table, lengths, starts, *named.values())
+
+
+TAKEN = {
+    "pages of 16": lambda: given(),
+    "pages of 48": lambda: given(page=48),
+    "fp16, 64": lambda: given(head=64, dtype=FP16),
+    "256, a window": lambda: given(head=256, lower=-1000),
+    "one sequence": lambda: given(tokens=1, sequences=1),
+    "fewer queries than sequences": lambda: given(tokens=3),
+    "sinks": lambda: given(sinks=torch.empty(32, device="meta")),
+}
+OTHERS = {
+    "more queries than sequences": lambda: given(tokens=5),
+    "few keys": lambda: given(width=15),
+    "more tiles than the GPU has room for": lambda: given(tokens=17, sequences=17),
+}
+REFUSED = {
+    "pages of 8": lambda: given(page=8),
+    "another head": lambda: given(head=96),
+    "other values": lambda: given(columns=64),
+    "many heads to one of keys": lambda: given(heads=136),
+    "float32": lambda: given(dtype=torch.float32),
+    "int8": lambda: given(of_pages=torch.int8),
+    "a soft cap": lambda: given(softcap=3.0),
+    "a negative scale": lambda: given(scale=-1.0),
+    "scales": lambda: given(k=torch.empty(300, 16, 8, device="meta")),
+    "many sequences": lambda: given(sequences=1025),
+}
+
+
+@pytest.mark.usefixtures("a_hopper")
+class TestTakes:
+    @pytest.mark.parametrize("case", TAKEN)
+    def test_few_queries(self, case):
+        assert decoding.takes_pages(*TAKEN[case]())
+
+    @pytest.mark.parametrize("case", [*OTHERS, *REFUSED])
+    def test_no_others(self, case):
+        assert not decoding.takes_pages(*(OTHERS | REFUSED)[case]())
+
+    def test_none_where_batch_invariance_is_asked_for(self, monkeypatch):
+        monkeypatch.setattr(gluon.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+        assert not decoding.takes_pages(*given())
+
+    def test_none_without_nvcc(self, monkeypatch):
+        monkeypatch.setattr(library, "compiler_there", lambda: False)
+        assert not decoding.takes_pages(*given())
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case):
+    with pytest.raises(
+        KernelError, match=r"kernel 'split_cuda' does not take q, k_pages, v_pages of .* kernel='split'"
+    ):
+        decoding.paged(*REFUSED[case]())
+
+
+CALLS = {  # lengths, starts, the size of pages, heads of queries and of keys, and what else
+    "one": ([5000], [0, 1], 16, (32, 8), {}),
+    "ragged": ([5000, 1, 0, 333, 9000], [0, 1, 2, 2, 3, 4], 16, (16, 4), {}),
+    "pages of 64": ([5000, 777], [0, 1, 2], 64, (4, 1), {}),
+    "pages of 48": ([5000, 777], [0, 1, 2], 48, (4, 1), {}),
+    "ragged queries": ([3000, 40], [0, 3, 4], 16, (8, 2), {}),
+    "a window": ([3000, 4000], [0, 1, 2], 16, (8, 2), {"lower": -1023}),
+    "sinks": ([3000, 0, 400], [0, 1, 2, 3], 16, (8, 2), {"sinks": torch.linspace(-1, 2, 8)}),
+    "as many tiles as the GPU has multiprocessors": ([300] * 16, list(range(17)), 16, (32, 8), {}),
+}
+
+
+@pytest.mark.parametrize(("dtype", "head"), [(BF16, 128), (FP16, 64), (BF16, 256)])
+@pytest.mark.parametrize("case", CALLS)
+class TestNumbers:
+    pytestmark = on_hopper_with_nvcc
+
+    def test_are_those_of_float64(self, case, dtype, head):
+        lengths, starts, page, heads, what = CALLS[case]
+        cache = Cache(lengths, page, heads[1], head, dtype=dtype)
+        q, what = cache.queries(starts[-1], heads[0], dtype), what | {"scale": head**-0.5}
+        call = [x.cuda() if isinstance(x, torch.Tensor) else x for x in cache.call(q, starts, **what)]
+        found, again = decoding.paged(*call), decoding.paged(*call)
+        assert all(map(torch.equal, found, again))
+        of_pages([x.cpu() for x in found], cache, q, starts, **what)
+
+
+class TestOnGpu:
+    pytestmark = on_hopper_with_nvcc
+
+    def test_a_graph_serves_other_lengths(self):
+        cache = Cache([5000, 3000], 16, 8, 128, dtype=BF16)
+        q = cache.queries(2, 32, BF16)
+        call = [x.cuda() if isinstance(x, torch.Tensor) else x for x in cache.call(q, [0, 1, 2])]
+        decoding.paged(*call)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = decoding.paged(*call)
+        for lengths in ([17, 2999], [4000, 0], [1, 1]):
+            call[4].copy_(torch.tensor(lengths))
+            graph.replay()
+            assert all(map(torch.equal, found, decoding.paged(*call)))
+
+    def test_calls_get_it(self):
+        cache = Cache([5000, 3000], 16, 8, 128, dtype=BF16)
+        q = cache.queries(2, 32, BF16)
+        call = [x.cuda() if isinstance(x, torch.Tensor) else x for x in cache.call(q, [0, 1, 2])]
+        operator = paged_attention_operator()
+        assert operator.select(*call).kernel == decoding.NAME
+        assert all(map(torch.equal, operator(*call), decoding.paged(*call)))
