@@ -34,13 +34,11 @@ TAKEN = {
     "some queries without a mask": lambda: given((8, 2), 4),
     "some queries that see all": lambda: given((8, 2), 4, mask=(program.BAND, -3, 4095)),
     "a head to each": lambda: given((8, 8)),
-    "as many tiles as the GPU has multiprocessors": lambda: given(batch=16),
+    "many tiles": lambda: given(batch=100),
     "sinks": lambda: given(sinks=SINKS),
 }
 OTHERS = {
     "few keys": lambda: given(keys=200),
-    "tiles for half of the GPU": lambda: given(batch=9),
-    "more tiles than the GPU has room for": lambda: given(batch=17),
     "heads that TMA cannot follow": lambda: (*given()[:1], given()[1].mT.contiguous().mT, *given()[2:]),
 }
 REFUSED = {
@@ -104,6 +102,15 @@ def test_batch_invariance_is_refused(monkeypatch):
 )
 def test_the_keys_that_all_queries_see(mask, queries, seen):
     assert decoding._seen(Call(*given(queries=queries, keys=100, mask=mask))) == seen
+
+
+@pytest.mark.parametrize(
+    ("tiles", "splits"),
+    [(1, 128), (8, 16), (44, 3), (66, 2), (67, 2), (109, 2), (110, 1), (132, 1), (133, 1), (999, 1)],
+)
+def test_how_many_splits_a_tile_has(tiles, splits):
+    assert decoding.splits_of(tiles, 65536, 128, 132) == splits
+    assert decoding.splits_of(tiles, 256, 128, 132) == 1
 
 
 CALLS = {  # (batch, heads of queries and of keys, queries, keys, channels), and what else

@@ -31,7 +31,7 @@ HEADS = (64, 128, 256)  #: channels
 MOST_ROWS = 16  #: of a head of keys: its queries' heads times their queries
 MOST_SPLITS = 128
 _PRIORITY = 3  # above the kernel in Triton
-_MOST = 65535  #: heads of keys, and sequences
+MOST = 65535  #: heads of keys, and sequences
 _WARPS = 8  #: of a block
 _STEP = 4096  #: elements of the keys that a warp reads at once
 _INTS = ("batch", "heads", "key_heads", "group", "queries", "head_size", "first", "seen", "splits", "device")
@@ -71,14 +71,10 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: Call) -> bool:
-    """Whether a call is for :func:`decode`, on a GPU of compute capability 9.0 beside an nvcc.
-
-    It is where there are few rows, and about as many blocks as the GPU has multiprocessors.
-    """
+    """Whether a call is for :func:`decode`: few rows and some keys, on a GPU of compute capability 9.0 beside an nvcc."""
     if not fits(call) or not hopper.takes(call) or call.k.shape[2] < decoding.MANY:
         return False
-    enough = filled(call.k.shape[0] * call.k.shape[1], hopper.processors(call.q.device))
-    return enough and all(hopper.describable(each) for each in call[:3]) and library.there("decode", call.q.dtype)
+    return all(hopper.describable(each) for each in call[:3]) and library.there("decode", call.q.dtype)
 
 
 def fits(call: Call) -> bool:
@@ -87,7 +83,7 @@ def fits(call: Call) -> bool:
         return False
     height = call.q.shape[2] * (call.q.shape[1] // call.k.shape[1])
     shape = plans.shape_of(tuple(call.mask), ())
-    few = height <= MOST_ROWS and max(call.k.shape[:2]) <= _MOST
+    few = height <= MOST_ROWS and max(call.k.shape[:2]) <= MOST
     return few and call.softcap == 0 and not shape.mask and not shape.lengths and _seen(call) is not None
 
 
@@ -174,16 +170,13 @@ def _problem(call: Call, out: Tensor) -> Problem:
 def splits_of(tiles: int, seen: int, channels: int, processors: int) -> int:
     """Splits of a tile: as many as the GPU has multiprocessors for, but no more than all warps of them have keys for.
 
+    Two where one each would leave more than a sixth of the multiprocessors without a tile; one of more tiles than there are
+    multiprocessors.
+
     >>> splits_of(8, 8192, 128, 132), splits_of(8, 1024, 128, 132), splits_of(1, 256, 128, 132)
     (16, 4, 1)
+    >>> splits_of(72, 8192, 128, 132), splits_of(128, 8192, 128, 132)
+    (2, 1)
     """
-    return max(1, min(processors // tiles, seen * channels // (_WARPS * _STEP), MOST_SPLITS))
-
-
-def filled(tiles: int, processors: int) -> bool:
-    """Whether so many tiles, divided, keep three of four multiprocessors busy, each with one block.
-
-    >>> [tiles for tiles in (8, 48, 64, 72, 128, 136) if filled(tiles, 132)]
-    [8, 64, 128]
-    """
-    return 4 * tiles * (processors // tiles) >= 3 * processors
+    room = max(processors // tiles, 2 if 6 * tiles < 5 * processors else 1)
+    return max(1, min(room, seen * channels // (_WARPS * _STEP), MOST_SPLITS))

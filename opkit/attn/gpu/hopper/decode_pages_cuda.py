@@ -13,11 +13,12 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn.allocation import dense_rows, like, room_beside
+from opkit.attn.calls import predicate
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.paged import paged as split_paged
 from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.hopper import library
-from opkit.attn.gpu.hopper.decode_cuda import HEADS, MOST_ROWS, NAME, Pages, Problem, filled, splits_of
+from opkit.attn.gpu.hopper.decode_cuda import HEADS, MOST, MOST_ROWS, NAME, Pages, Problem, splits_of
 from opkit.attn.gpu.hopper.library import Rows
 from opkit.attn.paged_cpu import PagedCall
 from opkit.errors import KernelError
@@ -33,47 +34,30 @@ _WHOLE = (torch.int32, torch.int64)
 
 def register_paged(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::paged_attention`` the kernel."""
-    op.register_kernel("cuda", paged, when=takes_pages, name=NAME, priority=_PRIORITY, trusted=True)
+    when = predicate(PagedCall, takes_pages)
+    op.register_kernel("cuda", paged, when=when, name=NAME, priority=_PRIORITY, trusted=True)
 
 
-def takes_pages(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    lower: int,
-    upper: int,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> bool:
-    """Whether a call is for :func:`paged`, on a GPU of compute capability 9.0 beside an nvcc: as for keys that are contiguous."""
-    given = (
-        q, k_pages, v_pages, page_table, lengths, starts, lower, upper, scale, softcap, sinks, k_scale, v_scale,
-    )  # fmt: skip
-    if not fits(PagedCall(*given)) or not hopper.on_hopper(q) or config.get().batch_invariant:
+def takes_pages(call: PagedCall) -> bool:
+    """Whether a call is for :func:`paged`: few queries and some keys, on a GPU of compute capability 9.0 beside an nvcc."""
+    if not fits(call) or not hopper.on_hopper(call.q) or config.get().batch_invariant:
         return False
-    few = page_table.shape[1] * k_pages.shape[1] >= decoding.MANY and q.shape[0] <= lengths.shape[0]
-    enough = filled(q.shape[0] * k_pages.shape[2], hopper.processors(q.device))
-    return few and enough and _described(k_pages, v_pages) and library.there("decode", q.dtype)
+    some = call.page_table.shape[1] * call.k_pages.shape[1] >= decoding.MANY
+    few = call.q.shape[0] <= call.lengths.shape[0]
+    return some and few and _described(call.k_pages, call.v_pages) and library.there("decode", call.q.dtype)
 
 
 def fits(call: PagedCall) -> bool:
-    """Whether :func:`paged` can compute a call."""
-    (tokens, heads, size), (count, page, kv_heads, columns) = call.q.shape, call.v_pages.shape
-    if call.q.dtype not in hopper.DTYPES or not call.q.dtype == call.k_pages.dtype == call.v_pages.dtype:
+    """Whether :func:`paged` can compute a call, but for the strides of pages."""
+    q, k, v, table, lengths, starts = call[:6]
+    (tokens, heads, size), (count, page, kv_heads, _) = q.shape, k.shape
+    if q.dtype not in hopper.DTYPES or not q.dtype == k.dtype == v.dtype or 0 in (*q.shape, *k.shape, *table.shape):
         return False
-    heads_fit = size == call.k_pages.shape[3] == columns and size in HEADS and kv_heads and heads % kv_heads == 0
-    some = 0 not in (tokens, heads, count, page, call.lengths.shape[0], call.page_table.shape[1])
-    few = heads // max(kv_heads, 1) <= MOST_ROWS and call.lengths.shape[0] <= MOST_SEQUENCES and tokens <= 65535
+    same = size == k.shape[3] == v.shape[3] and size in HEADS and heads % kv_heads == 0 and page % _BOX == 0
+    few = heads // kv_heads <= MOST_ROWS and max(tokens, kv_heads) <= MOST and 0 < lengths.shape[0] <= MOST_SEQUENCES
     plain = call.softcap == 0 and call.scale > 0 and call.k_scale is None and call.v_scale is None
-    whole = all(each.dtype in _WHOLE for each in (call.page_table, call.lengths, call.starts))
-    short = call.page_table.shape[1] * page < decoding.FAR
-    return bool(heads_fit and some and few and plain and whole and short and page % _BOX == 0)
+    whole = all(each.dtype in _WHOLE for each in (table, lengths, starts))
+    return same and few and plain and whole and table.shape[1] * page < decoding.FAR and count < decoding.FAR
 
 
 def _described(*pages: Tensor) -> bool:
