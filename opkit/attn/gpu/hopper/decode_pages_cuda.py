@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from opkit import config
-from opkit.attn.allocation import dense_rows, like, room_beside
+from opkit.attn.allocation import dense_rows, overwritten, room_beside
 from opkit.attn.calls import predicate
+from opkit.attn.gpu import plans
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.paged import paged as split_paged
 from opkit.attn.gpu.hopper import forward as hopper
@@ -94,8 +95,8 @@ def _prepared(call: PagedCall) -> Callable[..., tuple[Tensor, Tensor]]:
     launch = library.launcher_or_none("decode", call.q.dtype)
     if launch is None:
         return split_paged.prepare(*call)
-    new_out = like(call.q.new_empty(call.q.shape))
-    new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
+    new_out = overwritten(call.q.new_empty(call.q.shape))
+    new_lse = overwritten(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
     common, gpu = _problem(call), call.q.get_device()
     dense = call.q.stride(2) == 1 and all(stride % 8 == 0 for stride in call.q.stride()[:2])
     room = 0 if common.splits == 1 else common.splits * call.q.shape[0] * call.q.shape[1] * (call.q.shape[2] + 2)
@@ -108,21 +109,12 @@ def _prepared(call: PagedCall) -> Callable[..., tuple[Tensor, Tensor]]:
         if (k.data_ptr() | v.data_ptr()) % 16:
             k, v = (each.clone(memory_format=torch.contiguous_format) for each in (k, v))
             problem.k, problem.v = map(_pages_of, (k, v))
-        table, lengths, starts, out, lse = (
-            dense_rows(table),
-            lengths.contiguous(),
-            starts.contiguous(),
-            new_out(),
-            new_lse(),
-        )
+        out, lse = new_out(), new_lse()
         problem.q, problem.k.data, problem.v.data = Rows(q.data_ptr(), *q.stride()[:2]), k.data_ptr(), v.data_ptr()
-        pages, problem.out.data, problem.lse = problem.pages, out.data_ptr(), lse.data_ptr()
-        pages.table.data, pages.lengths.data, pages.starts.data = (
-            table.data_ptr(),
-            lengths.data_ptr(),
-            starts.data_ptr(),
-        )
-        pages.row = table.stride(0)
+        problem.out.data, problem.lse, pages = out.data_ptr(), lse.data_ptr(), problem.pages
+        table, lengths, starts = dense_rows(table), lengths.contiguous(), starts.contiguous()
+        pages.table.data, pages.lengths.data = table.data_ptr(), lengths.data_ptr()
+        pages.starts.data, pages.row = starts.data_ptr(), table.stride(0)
         if sinks is not None:
             sinks = sinks.to(torch.float32).contiguous()
             problem.sinks = sinks.data_ptr()
@@ -139,10 +131,7 @@ def _problem(call: PagedCall) -> Problem:
     """What is the same for all calls like this one."""
     (tokens, heads, size), (count, page, kv_heads, _) = call.q.shape, call.k_pages.shape
     keys = call.page_table.shape[1] * page
-    ends = {
-        name: max(-decoding.FAR, min(int(end), decoding.FAR))
-        for name, end in (("lower", call.lower), ("upper", call.upper))
-    }
+    ends = {"lower": plans.narrow(call.lower), "upper": plans.narrow(call.upper)}
     pages = Pages(sequences=call.lengths.shape[0], count=count, size=page, keys=keys, **ends)
     for name, numbers in (("table", call.page_table), ("lengths", call.lengths), ("starts", call.starts)):
         getattr(pages, name).wide = numbers.dtype == torch.int64

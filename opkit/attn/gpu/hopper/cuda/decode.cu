@@ -63,4 +63,6 @@ extern "C" __attribute__((visibility("default"))) int hopper_decode(const Proble
 
 // What opkit's tests hold its own description of a call against, and what a block asks for of shared memory.
 extern "C" __attribute__((visibility("default"))) int hopper_decode_call_bytes() { return sizeof(Problem); }
-extern "C" __attribute__((visibility("default"))) int hopper_decode_shared_bytes() { return max(Layout<64, true>::SHARED, Layout<256, true>::SHARED); }
+extern "C" __attribute__((visibility("default"))) int hopper_decode_shared_bytes() {
+    return max(Layout<64, true>::SHARED, Layout<256, true>::SHARED);
+}

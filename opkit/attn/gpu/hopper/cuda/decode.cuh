@@ -81,9 +81,10 @@ SM90 uint32_t seen_bits(const Reach& reach, int key) {
     return (seen(key) ? 0xFFFFu : 0) | (seen(key + 1) ? 0xFFFF0000u : 0);
 }
 
-// Add values times their weights. SOME: of the keys from `key` on not all are seen, and what memory has for the others may be anything.
+// Add values times their weights. SOME: of the keys from `key` on not all are seen, and what memory has for others may be anything.
 template <typename L, bool SOME>
-SM90 void multiply_values(float (&acc)[L::D / 8][4], const uint32_t (&p)[L::KEYS / 16][4], uint32_t values, const Reach& reach, int key) {
+SM90 void multiply_values(float (&acc)[L::D / 8][4], const uint32_t (&p)[L::KEYS / 16][4], uint32_t values, const Reach& reach,
+                          int key) {
 #pragma unroll
     for (int j = 0; j < L::KEYS / 16; j++) {
         uint32_t bits[2];
@@ -156,8 +157,10 @@ SM90 void hand_over(const Shared<L>& shared, int warp, int height, const float (
         if (row >= height) continue;
         if (lane % 4 == 0) shared.found[row * WARPS + warp] = make_float2(of.top[h], total);
 #pragma unroll
-        for (int j = 0; j < L::D / 8; j++)
-            *reinterpret_cast<float2*>(shared.sums + sum_at<L>(warp, row, 8 * j + lane % 4 * 2)) = make_float2(acc[j][2 * h], acc[j][2 * h + 1]);
+        for (int j = 0; j < L::D / 8; j++) {
+            float* to = shared.sums + sum_at<L>(warp, row, 8 * j + lane % 4 * 2);
+            *reinterpret_cast<float2*>(to) = make_float2(acc[j][2 * h], acc[j][2 * h + 1]);
+        }
     }
 }
 

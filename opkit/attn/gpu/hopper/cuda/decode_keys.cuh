@@ -5,12 +5,14 @@
 
 namespace {
 
-// How a block is laid out, for heads of D: a warp's buffers have KEYS keys and as many values, 8 KB each, which come in boxes of BOX_ROWS
-// of them: of pages 16 at once.
+// How a block is laid out, for heads of D: a warp's buffers have KEYS keys and as many values, 8 KB each, which come in boxes of
+// BOX_ROWS of them: of pages 16 at once.
 template <int D_, bool PAGED_>
 struct Layout {
     static constexpr bool PAGED = PAGED_;
-    static constexpr int D = D_, KEYS = 4096 / D, BOX_ROWS = PAGED ? 16 : KEYS, BOX_BYTES = BOX_ROWS * D * 2, BYTES = KEYS * D * 2, BOXES = D / COLUMNS, PARTS = D / 16;
+    static constexpr int D = D_, PARTS = D / 16, BOXES = D / COLUMNS;  // BOXES of 64 columns beside one another are one of rows
+    static constexpr int KEYS = 4096 / D, BYTES = KEYS * D * 2;
+    static constexpr int BOX_ROWS = PAGED ? 16 : KEYS, BOX_BYTES = BOX_ROWS * D * 2;
     static constexpr int QUERY_BYTES = D * 2 + 16;  // of a row of queries: 8 of them lie in different banks
     static constexpr int BUFFERS = WARPS * 2 * BYTES, QUERIES = ROWS * QUERY_BYTES, FOUND = WARPS * ROWS * sizeof(float2);
     static constexpr int SHARED = BUFFERS + QUERIES + FOUND + WARPS * 2 * 8 + 1024;  // boxes begin at multiples of 1024
@@ -25,7 +27,7 @@ struct Reach {
     int64_t row;
 };
 
-// Those of a query that no sequence has.
+// Those where there are none.
 SM90 Reach nothing() { return {0, 0, 0, 0}; }
 
 // Those of a query, whose sequence each warp finds: a lane looks at every LANES-th.
@@ -79,7 +81,8 @@ SM90 Place place_of(const Pages& pages, const Reach& reach, int key) {
 
 // The keys from `key` on, or their values, to a warp's buffer; of pages a lane loads a box, if some of it is seen.
 template <typename L>
-SM90 void load(const Problem& problem, const CUtensorMap* map, const Tile& tile, const Reach& reach, int key, uint32_t to, uint32_t filled) {
+SM90 void load(const Problem& problem, const CUtensorMap* map, const Tile& tile, const Reach& reach, int key, uint32_t to,
+               uint32_t filled) {
     const int lane = threadIdx.x % LANES;
     if constexpr (L::PAGED) {
         const int boxes = min((reach.end - key + L::BOX_ROWS - 1) / L::BOX_ROWS, L::KEYS / L::BOX_ROWS);
