@@ -2,10 +2,11 @@
 
 Bfloat16, batch x heads/heads of keys x keys x head size. Kernel times are those of CUDA graphs of several calls, so that no
 host time is in them, each on other keys and values where these would fit the cache (60 MB on an H200): keys come from memory.
-"warm" are calls on the same keys. Host times are those of calls on 256 keys, which wait for nothing. Peers run in the same
-process, in turn: torch's SDPA by cuDNN and by FlashAttention; and FlashAttention-4 where its package is installed, on keys that
-lie as it has them, (batch, keys, heads of keys, head), or in pages. On Hopper it cannot divide keys among programs. Figures are
-medians over rounds, the ratio to the fastest peer that of the rounds' own.
+"warm" are calls on the same keys. "split" are calls by the kernel in Triton, of up to 16 rows of a head of keys: on Hopper calls
+get the one in CUDA C++ then, where there is nvcc. Host times are those of calls on 256 keys, which wait for nothing. Peers run
+in the same process, in turn: torch's SDPA by cuDNN and by FlashAttention; and FlashAttention-4 where its package is installed, on
+keys that lie as it has them, (batch, keys, heads of keys, head), or in pages. On Hopper it cannot divide keys among programs.
+Figures are medians over rounds, the ratio to the fastest peer that of the rounds' own.
 ``python benchmarks/attention_gpu_decode.py`` takes a minute, and some more with FlashAttention-4, which compiles; ``--only A,P``
 some cases; ``--quick`` small ones, which run without a GPU too, in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
@@ -29,12 +30,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opkit.attn.gpu.decode import decoding
+from opkit.attn.gpu.hopper.decode_cuda import MOST_ROWS
 from opkit.attn.operator import attention_operator
 from opkit.attn.paged import paged_attention_operator
-from opkit.op.operator import CustomOp
+from opkit.op.operator import CustomOp, use_kernel
 
 CACHE = 512 << 20  # bytes of keys and values that calls take in turn
 PEERS = ("cuDNN", "flash", "FA4")
+TRITON = decoding.NAME
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,10 @@ CASES = [
     Case("F 256 queries 1x8/1x131072x128", 1, 8, 1, 256, 131072),
     Case("G latent 64x128/1x8192x576/512", 64, 128, 1, 1, 8192, 576, 512),
     Case("H the same, pages of 64", 64, 128, 1, 1, 8192, 576, 512, paged=True, page=64),
+    Case("I 1x32/8x2048x128", 1, 32, 8, 1, 2048),
+    Case("J 8x32/8x2048x128, pages of 16", 8, 32, 8, 1, 2048, paged=True),
+    Case("K 32x32/8x2048x128", 32, 32, 8, 1, 2048),
+    Case("L 2x64/8x4096x64", 2, 64, 8, 1, 4096, 64, 64),
 ]
 Call = Callable[[Tensor, Tensor], object]
 
@@ -98,6 +105,16 @@ def ours(case: Case) -> Call:
     op, q = attention_operator(), normal(case.batch, case.heads, case.queries, case.d)
     rest = ([], [], None, None, [], [], case.d**-0.5, 0.0, 0.0, False)
     return lambda k, v: op(q, k, v, *rest)
+
+
+def by_triton(case: Case) -> Call:
+    op, call = paged_attention_operator() if case.paged else attention_operator(), ours(case)
+
+    def forced(k: Tensor, v: Tensor) -> object:
+        with use_kernel(op, TRITON):
+            return call(k, v)
+
+    return forced
 
 
 def paged(case: Case) -> Call:
@@ -143,7 +160,9 @@ def torchs(case: Case, backend: SDPBackend) -> Call:
 
 
 def calls(case: Case) -> Iterator[tuple[str, Call]]:
-    yield "opkit", ours(case)
+    yield OWN, ours(case)
+    if case.d == case.dv and case.heads // case.kv_heads * case.queries <= MOST_ROWS:
+        yield TRITON, by_triton(case)
     if not case.paged and case.d == case.dv:
         yield "cuDNN", torchs(case, SDPBackend.CUDNN_ATTENTION)
         yield "flash", torchs(case, SDPBackend.FLASH_ATTENTION)
@@ -221,7 +240,7 @@ def able(case: Case, pairs: list[tuple[Tensor, Tensor]]) -> dict[str, Callable[[
 
 def line(case: Case, times: dict[str, list[float]]) -> str:
     found = {name: statistics.median(each) for name, each in times.items()}
-    us, columns = found[OWN], (f"{OWN}_warm", *PEERS)
+    us, columns = found[OWN], (f"{OWN}_warm", TRITON, *PEERS)
     others = "".join(f"{found[name]:9.1f}" if name in found else f"{'-':>9s}" for name in columns)
     peers = [name for name in PEERS if name in found]
     best = min(peers, key=lambda name: found[name]) if peers else ""
@@ -247,7 +266,10 @@ def main() -> None:
     torch.manual_seed(0)
     registered()
     print(f"{gpu.named()}, torch {torch.__version__}; microseconds a call, keys from memory")
-    print(f"{'case':34s}{'opkit':>9s}{'TB/s':>7s}{'TF/s':>7s}{'warm':>9s}" + "".join(f"{name:>9s}" for name in PEERS))
+    print(
+        f"{'case':34s}{'opkit':>9s}{'TB/s':>7s}{'TF/s':>7s}{'warm':>9s}"
+        + "".join(f"{name:>9s}" for name in (TRITON, *PEERS))
+    )
     cases = [small(case) if options.quick else case for case in CASES]
     results: list[dict[str, object]] = []
     for case in cases:

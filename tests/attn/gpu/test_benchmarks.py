@@ -62,7 +62,7 @@ def test_deterministic_backwards_give_the_same_bits(child_environment):
 def test_decoding_of_dense_and_of_paged_keys(child_environment):
     results = printed("attention_gpu_decode", "--quick", "--only", "A,P", environment=child_environment)["results"]
     assert [each["paged"] for each in results] == [False, True]
-    assert all(each["opkit_us"] > 0 for each in results)
+    assert all(min(each["opkit_us"], each["split_us"]) > 0 for each in results)
 
 
 def test_without_a_gpu_nothing_is_measured(child_environment):
