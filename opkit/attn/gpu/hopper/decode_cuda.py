@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opkit import config
 from opkit.attn.allocation import overwritten, room_beside, rows
 from opkit.attn.calls import Call, predicate
 from opkit.attn.gpu import plans
@@ -72,7 +73,12 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 def takes(call: Call) -> bool:
     """Whether a call is for :func:`decode`: few rows and some keys, on a GPU of compute capability 9.0 beside an nvcc."""
-    if not fits(call) or not hopper.takes(call) or call.k.shape[2] < decoding.MANY:
+    if (
+        not hopper.on_hopper(call.q)
+        or config.get().batch_invariant
+        or not fits(call)
+        or call.k.shape[2] < decoding.MANY
+    ):
         return False
     return all(hopper.describable(each) for each in call[:3]) and library.there("decode", call.q.dtype)
 
@@ -130,7 +136,6 @@ def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
     made = rows(call.q, call.v.shape[3], call.heads_inside)
     new_out, new_lse = overwritten(made), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     common, gpu = _problem(call, made), call.q.get_device()
-    room = 0 if common.splits == 1 else common.splits * made.numel() // made.shape[3] * (made.shape[3] + 2)
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:
         q, k, v, sinks, problem = *given[:3], given[5], Problem.from_buffer_copy(common)
@@ -139,19 +144,25 @@ def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
             q, k, v = (each.clone(memory_format=torch.contiguous_format) for each in (q, k, v))
             at = q.data_ptr(), k.data_ptr(), v.data_ptr()
             problem.q, problem.k, problem.v = map(library.rows_of, (q, k, v))
-        out, lse = new_out(), new_lse()
         problem.q.data, problem.k.data, problem.v.data = at
-        problem.out.data, problem.lse = out.data_ptr(), lse.data_ptr()
-        if sinks is not None:
-            sinks = sinks.to(torch.float32).contiguous()
-            problem.sinks = sinks.data_ptr()
-        if room:
-            partial = room_beside(lse, room)
-            problem.partial = partial.data_ptr()
-        launch(problem, private.current_stream(gpu))
-        return out, lse
+        return launched(launch, problem, new_out(), new_lse(), sinks, gpu)
 
     return run
+
+
+def launched(
+    launch: library.Launcher, problem: Problem, out: Tensor, lse: Tensor, sinks: Tensor | None, gpu: int
+) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse``, written by a launch; ``problem`` has what else it needs, but for the room of what is merged."""
+    problem.out.data, problem.lse = out.data_ptr(), lse.data_ptr()
+    if sinks is not None:
+        sinks = sinks.to(torch.float32).contiguous()
+        problem.sinks = sinks.data_ptr()
+    if problem.splits > 1:  # of each row and split its sums, its maximum and the sum of its weights
+        partial = room_beside(lse, problem.splits * lse.numel() * (problem.head_size + 2))
+        problem.partial = partial.data_ptr()
+    launch(problem, private.current_stream(gpu))
+    return out, lse
 
 
 def _problem(call: Call, out: Tensor) -> Problem:

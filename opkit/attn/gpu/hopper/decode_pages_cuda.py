@@ -12,18 +12,17 @@ import torch
 from torch import Tensor
 
 from opkit import config
-from opkit.attn.allocation import dense_rows, overwritten, room_beside
+from opkit.attn.allocation import dense_rows, overwritten
 from opkit.attn.calls import predicate
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.paged import paged as split_paged
 from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.hopper import library
-from opkit.attn.gpu.hopper.decode_cuda import HEADS, MOST, MOST_ROWS, NAME, Pages, Problem, splits_of
+from opkit.attn.gpu.hopper.decode_cuda import HEADS, MOST, MOST_ROWS, NAME, Pages, Problem, launched, splits_of
 from opkit.attn.gpu.hopper.library import Rows
 from opkit.attn.paged_cpu import PagedCall
 from opkit.errors import KernelError
-from opkit.op import torch_private as private
 from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
@@ -99,7 +98,6 @@ def _prepared(call: PagedCall) -> Callable[..., tuple[Tensor, Tensor]]:
     new_lse = overwritten(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
     common, gpu = _problem(call), call.q.get_device()
     dense = call.q.stride(2) == 1 and all(stride % 8 == 0 for stride in call.q.stride()[:2])
-    room = 0 if common.splits == 1 else common.splits * call.q.shape[0] * call.q.shape[1] * (call.q.shape[2] + 2)
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:
         q, k, v, table, lengths, starts, _, _, _, _, sinks, _, _ = given
@@ -109,20 +107,12 @@ def _prepared(call: PagedCall) -> Callable[..., tuple[Tensor, Tensor]]:
         if (k.data_ptr() | v.data_ptr()) % 16:
             k, v = (each.clone(memory_format=torch.contiguous_format) for each in (k, v))
             problem.k, problem.v = map(_pages_of, (k, v))
-        out, lse = new_out(), new_lse()
         problem.q, problem.k.data, problem.v.data = Rows(q.data_ptr(), *q.stride()[:2]), k.data_ptr(), v.data_ptr()
-        problem.out.data, problem.lse, pages = out.data_ptr(), lse.data_ptr(), problem.pages
+        pages = problem.pages
         table, lengths, starts = dense_rows(table), lengths.contiguous(), starts.contiguous()
         pages.table.data, pages.lengths.data = table.data_ptr(), lengths.data_ptr()
         pages.starts.data, pages.row = starts.data_ptr(), table.stride(0)
-        if sinks is not None:
-            sinks = sinks.to(torch.float32).contiguous()
-            problem.sinks = sinks.data_ptr()
-        if room:
-            partial = room_beside(lse, room)
-            problem.partial = partial.data_ptr()
-        launch(problem, private.current_stream(gpu))
-        return out, lse
+        return launched(launch, problem, new_out(), new_lse(), sinks, gpu)
 
     return run
 
