@@ -177,8 +177,7 @@ def timer(call: Call, pairs: list[tuple[Tensor, Tensor]]) -> Callable[[], float]
         call(*pairs[0])
     if DEVICE == "cpu":
         return lambda: gpu.seconds(functools.partial(call, *pairs[0])) * 1e6
-    graph = captured(call, pairs)
-    return lambda: _replayed(graph) / len(pairs)
+    return Captured(call, pairs, captured(call, pairs)).microseconds
 
 
 def captured(call: Call, pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.CUDAGraph:
@@ -192,13 +191,22 @@ def captured(call: Call, pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.CUDAG
     return graph
 
 
-def _replayed(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e3
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A graph of calls, and what it reads: queries and tables of pages are the call's, and must be there as long as the graph."""
+
+    call: Call
+    pairs: list[tuple[Tensor, Tensor]]
+    graph: torch.cuda.CUDAGraph
+
+    def microseconds(self) -> float:
+        """Of one call."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e3 / len(self.pairs)
 
 
 def host(case: Case, rounds: int, count: int) -> dict[str, float]:
