@@ -48,26 +48,27 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys), and what else
 }
 
 
+@pytest.mark.parametrize("head", forward_cuda.GROUPS)
 class TestForward:
     @pytest.mark.parametrize("dtype", [BF16, FP16])
     @pytest.mark.parametrize("case", CALLS)
-    def test_numbers_are_the_references(self, machine, case, dtype):
+    def test_numbers_are_the_references(self, machine, head, case, dtype):
         sizes, what = CALLS[case]
-        given = arguments(*filled(*sizes, dtype=dtype, heads_inside=what.get("heads_inside", False)), **what)
+        given = arguments(*filled(*sizes, head, head, dtype=dtype, heads_inside=what.get("heads_inside", False)), **what)
         compared(given, forward_cuda.forward(*given))
 
     @pytest.mark.parametrize("order", range(1, 5))
     @pytest.mark.parametrize("mask", [(), CAUSAL, (program.BAND, -150, 20)])
-    def test_any_order_of_events_gives_the_same(self, machine, mask, order):
-        given = arguments(*filled(1, (4, 2), 500, 500), mask=mask)
+    def test_any_order_of_events_gives_the_same(self, machine, head, mask, order):
+        given = arguments(*filled(1, (4, 2), 500, 500, head, head), mask=mask)
         machine[0] = 0
         expected = forward_cuda.forward(*given)
         machine[0] = order
         assert all(map(torch.equal, expected, forward_cuda.forward(*given)))
 
     @pytest.mark.parametrize("mask", [CAUSAL, (program.BAND, -50, 0), bottom_right(300, 200), (program.BAND, -40, 30)])
-    def test_hidden_keys_and_values_do_not_leak(self, machine, mask):
-        q, k, v = filled(1, (2, 1), 300, 300)
+    def test_hidden_keys_and_values_do_not_leak(self, machine, head, mask):
+        q, k, v = filled(1, (2, 1), 300, 300, head, head)
         for j in (3, 150, 299):
             k[:, :, j], v[:, :, j, ::3], v[:, :, j, 1] = float("nan"), float("inf"), float("nan")
         out, lse = forward_cuda.forward(*(given := arguments(q, k, v, mask=mask)))
@@ -78,7 +79,7 @@ class TestForward:
         assert out[~clean].isnan().any(-1).all()
         torch.testing.assert_close(lse.double(), of_rows, rtol=1e-5, atol=1e-4, equal_nan=True)
 
-    def test_the_counter_is_left_as_it_was(self, machine, monkeypatch):
+    def test_the_counter_is_left_as_it_was(self, machine, head, monkeypatch):
         kept = []
         counters = gluon.counters
 
@@ -87,13 +88,13 @@ class TestForward:
             return lambda: kept.append(new()) or kept[-1]
 
         monkeypatch.setattr(gluon, "counters", remembered)
-        q, k, v = filled(1, (2, 1), 300, 300)
+        q, k, v = filled(1, (2, 1), 300, 300, head, head)
         v[:, :, 30] = float("nan")  # some rows are computed again
         forward_cuda.forward(*arguments(q, k, v, mask=CAUSAL))
         assert len(kept) == 1
         assert not kept[0].any()
 
-    def test_what_it_counts_and_marks_with_is_all_its_own(self, machine, monkeypatch):
+    def test_what_it_counts_and_marks_with_is_all_its_own(self, machine, head, monkeypatch):
         made = []
 
         def guarded(device, size):
@@ -101,7 +102,7 @@ class TestForward:
             return lambda: made[-1][:size]
 
         monkeypatch.setattr(gluon, "counters", guarded)
-        q, k, v = filled(3, (5, 1), 333, 300)
+        q, k, v = filled(3, (5, 1), 333, 300, head, head)
         v[:, :, ::7] = float("nan")  # all rows are marked
         forward_cuda.forward(*arguments(q, k, v, mask=CAUSAL))
         assert (made[0][-256:] == 7).all()
@@ -283,9 +284,10 @@ HELPERS_DEFECTS = {
 
 
 class TestDefects:
+    @pytest.mark.parametrize("head", forward_cuda.GROUPS)
     @pytest.mark.parametrize("case", DEFECTS)
-    def test_of_the_forward_are_found(self, case, tmp_path):
-        given = arguments(*filled(1, (3, 1), 500, 700), mask=(program.BAND, -250, 100))
+    def test_of_the_forward_are_found(self, case, head, tmp_path):
+        given = arguments(*filled(1, (3, 1), 500, 700, head, head), mask=(program.BAND, -250, 100))
         with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, DEFECTS[case]) as seed:
             assert not survives(seed, lambda: forward_cuda.forward(*given), lambda found: compared(given, found))
 

@@ -1,9 +1,10 @@
 """The forward for sm_90a in CUDA C++ (``cuda/forward.cu``): which calls are for it, and a call of it.
 
-It is for heads of 64, whose exponentials take as long as their products. As in the kernel in Gluon three warpgroups have 64
-queries each; what Gluon cannot express is that a warp frees a buffer by itself, where Triton has all of a warpgroup meet before
-and after, and that a warpgroup passes over steps of keys of which it sees none. Calls under a long band get it, and those that
-ask for ``kernel="hopper_cuda"``; the kernel in Gluon is faster without a mask and for short calls.
+It is for heads of 64, whose exponentials take as long as their products, and for heads of 256. As in the kernel in Gluon
+warpgroups have 64 queries each; what Gluon cannot express is that a warp frees a buffer by itself, where Triton has all of a
+warpgroup meet before and after, that a warpgroup passes over steps of keys of which it sees none, and steps of 80 keys, which
+fill shared memory beside queries of 256 channels. Long calls get it, of heads of 64 under a band, and those that ask for
+``kernel="hopper_cuda"``; the kernel in Gluon is as fast or faster for others.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
 NAME = "hopper_cuda"
-HEAD = 64  #: channels
+GROUPS = {64: 3, 256: 2}  #: warpgroups of a block, by the channels of a head
 _PRIORITY = 2  # above the kernel in Gluon
-_QUERIES, _SEEN = 2048, 1024  #: from how many it is the faster one: queries, and keys that each sees
-_INTERLEAVED = 64 << 20  #: bytes of keys and values of the heads that are interleaved, as measured
+_FROM = {64: (2048, 1024), 256: (1024, 1024)}
+"""From how many queries and keys that each sees it is the faster one, by the channels of a head."""
+_INTERLEAVED = {64: 64 << 20, 256: 16 << 20}  #: bytes of keys and values of the heads that are interleaved, as measured
 _ROWS = 64  #: queries of a warpgroup
-_GROUPS = 3  #: warpgroups of a block
 _INTS = (
     "batch", "heads", "group", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "section", "blocks",
     "tiles", "processors", "device",
@@ -57,7 +58,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: Call) -> bool:
-    """Whether a call is for :func:`forward`: long, under a band, on a GPU of compute capability 9.0 beside an nvcc."""
+    """Whether a call is for :func:`forward`: long, of heads of 64 under a band, on a GPU of compute capability 9.0 beside an nvcc."""
     return fits(call) and _long(call) and gluon.takes(call) and library.there("forward", call.q.dtype)
 
 
@@ -65,20 +66,21 @@ def fits(call: Call) -> bool:
     """Whether :func:`forward` can compute a call."""
     shape = plans.shape_of(tuple(call.mask), ())
     plain = call.sinks is None and call.softcap == 0 and not shape.mask and not shape.lengths
-    return gluon.fits(call) and plain and call.q.shape[3] == call.v.shape[3] == HEAD
+    return gluon.fits(call) and plain and call.q.shape[3] == call.v.shape[3] in GROUPS
 
 
 def _long(call: Call) -> bool:
-    shape = plans.shape_of(tuple(call.mask), ())
-    seen = min(call.k.shape[2], shape.upper - shape.lower)
-    return shape.banded and call.q.shape[2] >= _QUERIES and seen >= _SEEN
+    shape, head = plans.shape_of(tuple(call.mask), ()), call.q.shape[3]
+    queries, seen = _FROM[head]
+    enough = call.q.shape[2] >= queries and min(call.k.shape[2], shape.upper - shape.lower) >= seen
+    return enough and (shape.banded or head > 64)
 
 
 @PreparedKernel
 def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """The operator's result and log-sum-exp, of its own arguments.
 
-    It takes bfloat16 and float16; heads of 64; grouped heads; any numbers of queries and keys but none; no mask or a band; a
+    It takes bfloat16 and float16; heads of 64 and of 256; grouped heads; any numbers of queries and keys but none; no mask or a band; a
     positive scale. What :func:`opkit.attn.gpu.hopper.forward.forward` says of rounding, of what is hidden, of infinities and of
     strides holds here too.
 
@@ -91,8 +93,8 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
         raise KernelError(
             f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
-            f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of {HEAD}, under a band or "
-            "no mask. Leave the choice to opkit, or force kernel='hopper'."
+            f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of {(*GROUPS,)}, under a "
+            "band or no mask. Leave the choice to opkit, or force kernel='hopper'."
         )
     return _prepared(call)
 
@@ -129,7 +131,7 @@ def _problem(call: Call, out: Tensor) -> Problem:
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "group": q.shape[1] // k.shape[1], "queries": q.shape[2],
         "keys": k.shape[2], "head_size": q.shape[3], "value_size": v.shape[3], "lower": shape.lower, "upper": shape.upper,
-        "banded": shape.banded, "section": gluon.heads_within(_INTERLEAVED, q, k, v), "processors": gluon.processors(q.device),
+        "banded": shape.banded, "section": gluon.heads_within(_INTERLEAVED[q.shape[3]], q, k, v), "processors": gluon.processors(q.device),
         "device": q.get_device(), "factor": call.scale * gluon.LOG2E,
     }  # fmt: skip
     return Problem(*map(library.rows_of, (q, k, v, out)), **numbers)
@@ -138,5 +140,6 @@ def _problem(call: Call, out: Tensor) -> Problem:
 def _marks(call: Call) -> int:
     """How many numbers a launch counts and marks with, as ``cuda/forward.cu`` lays them out."""
     batch, heads, queries, _ = call.q.shape
-    tiles = batch * heads * -(-queries // (_GROUPS * _ROWS)) if call.mask else 0
-    return 2 + gluon.OWNERS * gluon.processors(call.q.device) + tiles * _GROUPS
+    groups = GROUPS[call.q.shape[3]]
+    tiles = batch * heads * -(-queries // (groups * _ROWS)) if call.mask else 0
+    return 2 + gluon.OWNERS * gluon.processors(call.q.device) + tiles * groups

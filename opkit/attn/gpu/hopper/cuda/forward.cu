@@ -20,15 +20,22 @@ cudaError_t launch(Problem problem, cudaStream_t stream) {
     return cudaLaunchKernelEx(&config, attention<L, BANDED>, problem, q, k, v);
 }
 
+template <typename L>
+cudaError_t launch_for(const Problem& call, cudaStream_t stream) {
+    return call.banded ? launch<L, true>(call, stream) : launch<L, false>(call, stream);
+}
+
 }  // namespace
 
 // Launch; an error of CUDA's, or 0.
 extern "C" __attribute__((visibility("default"))) int hopper_forward(const Problem* call, cudaStream_t stream) {
     const OnDevice device(call->device);
     if (device.error) return device.error;
-    return call->banded ? launch<Narrow, true>(*call, stream) : launch<Narrow, false>(*call, stream);
+    if (call->head_size == 64) return launch_for<Narrow>(*call, stream);
+    if (call->head_size == 256) return launch_for<Wide>(*call, stream);
+    return cudaErrorInvalidValue;
 }
 
 // What opkit's tests hold its own description of a call against, and what a block asks for of shared memory.
 extern "C" __attribute__((visibility("default"))) int hopper_forward_call_bytes() { return sizeof(Problem); }
-extern "C" __attribute__((visibility("default"))) int hopper_forward_shared_bytes() { return Narrow::SHARED; }
+extern "C" __attribute__((visibility("default"))) int hopper_forward_shared_bytes() { return max(Narrow::SHARED, Wide::SHARED); }

@@ -14,22 +14,20 @@ using namespace sm90;
 
 // ---- products -------------------------------------------------------------------------------------------------------------
 
-// Begin the product of a warpgroup's queries, at `q`, with keys.
+// Begin the product of a warpgroup's queries, at `q`, with keys. What is added to `first` alone the compiler has the uniform
+// registers do; if all are computed before, it moves each from a thread's registers.
 template <typename L>
 SM90 void multiply_keys(float (&s)[L::KEYS / 2], uint32_t q, uint32_t k) {
     constexpr int PARTS = L::D / 16;
-    uint64_t rows[PARTS], keys[PARTS];
+    uint64_t first[] = {along_rows(q), along_rows(k)};
+    hold(first);
+    products_fence();
 #pragma unroll
     for (int i = 0; i < PARTS; i++) {
         const uint32_t box = i / 4, within = i % 4 * 32;
-        rows[i] = further(along_rows(q), box * (L::ROWS * ROW_BYTES) + within);
-        keys[i] = further(along_rows(k), box * (L::KEYS * ROW_BYTES) + within);
+        const uint64_t rows = further(first[0], box * (L::ROWS * ROW_BYTES) + within);
+        Product<T, L::KEYS>::template ss<0, 0>(s, rows, further(first[1], box * (L::KEYS * ROW_BYTES) + within), i > 0);
     }
-    hold(rows);
-    hold(keys);
-    products_fence();
-#pragma unroll
-    for (int i = 0; i < PARTS; i++) Product<T, L::KEYS>::template ss<0, 0>(s, rows[i], keys[i], i > 0);
     products_commit();
 }
 
@@ -149,9 +147,9 @@ SM90 void multiply(const Problem& problem, Shared<L> shared, int group) {
         skip(shared.keys, work.after);
         const Work done = work;
         work = work_of<L, BANDED>(problem, shared, group);
-        if (work.tile.steps > 0) first_there(shared, work);
         shared.values.wait_full();
         multiply_values<L>(acc, p, shared.values.buffer());
+        if (work.tile.steps > 0) first_there(shared, work);
         multiply_next(shared, s, group);  // of the next tile; of none, if there is none
         products_wait<1>();
         hold(acc);
@@ -182,10 +180,10 @@ __global__ void __launch_bounds__(L::THREADS, 1)
     }
     __syncthreads();
     // From the first lane, so that the compiler knows that it is the same for a warp.
-    const int group = __shfl_sync(0xffffffff, threadIdx.x / WARPGROUP, 0);
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / LANES, 0), group = warp / (WARPGROUP / LANES);
     if (group == L::GROUPS) {
         fewer_registers<L::LOADER_REGISTERS>();
-        if (threadIdx.x == L::GROUPS * WARPGROUP) load<L, BANDED>(problem, shared, &q, &k, &v);
+        if (warp == WARPS && elected()) load<L, BANDED>(problem, shared, &q, &k, &v);
     } else {
         more_registers<L::REGISTERS>();
         multiply<L, BANDED>(problem, shared, group);

@@ -31,20 +31,22 @@ struct alignas(16) Tile {
 };
 
 // How the work of a block is laid out: warpgroups that multiply, with 64 queries of a tile each; keys of a step; buffers for these,
-// and for values; and registers of a thread that multiplies, and of one that loads. Two tiles' queries have buffers.
-template <int D_, int GROUPS_, int KEYS_, int STAGES_, int REGISTERS_, int LOADER_REGISTERS_>
+// and for values; buffers for the queries of a tile; and registers of a thread that multiplies, and of one that loads.
+template <int D_, int GROUPS_, int KEYS_, int STAGES_, int QUERIES_, int REGISTERS_, int LOADER_REGISTERS_>
 struct Layout {
-    static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, STAGES = STAGES_, TILES = 2;
+    static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, STAGES = STAGES_, QUERIES = QUERIES_, TILES = 2;
     static constexpr int REGISTERS = REGISTERS_, LOADER_REGISTERS = LOADER_REGISTERS_;
     static constexpr int ROWS = GROUPS * GROUP_ROWS, THREADS = (GROUPS + 1) * WARPGROUP, BOXES = D / COLUMNS;
     static constexpr int ROWS_BYTES = ROWS * D * 2, KEYS_BYTES = KEYS * D * 2;
-    static constexpr int BARRIERS = 2 * (2 * TILES + 2 * STAGES);
-    static constexpr int BYTES = TILES * (ROWS_BYTES + sizeof(Tile)) + 2 * STAGES * KEYS_BYTES + BARRIERS * 8;
+    static constexpr int BARRIERS = 2 * (QUERIES + TILES + 2 * STAGES);
+    static constexpr int BYTES = QUERIES * ROWS_BYTES + TILES * sizeof(Tile) + 2 * STAGES * KEYS_BYTES + BARRIERS * 8;
     static constexpr int SHARED = BYTES + 1024;  // boxes begin at multiples of 1024
 };
 
-// The layout for heads of 64. Three warpgroups, since exponentials take most of the time there.
-using Narrow = Layout<64, 3, 128, 4, 160, 32>;
+// For heads of 64. Three warpgroups, since exponentials take most of the time there.
+using Narrow = Layout<64, 3, 128, 4, 2, 160, 32>;
+// For heads of 256. As many keys as there are registers and shared memory for.
+using Wide = Layout<256, 2, 80, 2, 1, 240, 24>;
 
 // Buffers that one side fills and the other empties, in turn. `full` and `empty` are the addresses of the first barriers.
 template <int COUNT, int BYTES>
@@ -70,7 +72,7 @@ struct Ring {
 
 template <typename L>
 struct Shared {
-    Ring<L::TILES, L::ROWS_BYTES> rows;
+    Ring<L::QUERIES, L::ROWS_BYTES> rows;
     Ring<L::STAGES, L::KEYS_BYTES> keys, values;
     Ring<L::TILES, 0> turns;  // of the tiles
     Tile* tiles;
@@ -78,11 +80,11 @@ struct Shared {
 
 template <typename L>
 SM90 Shared<L> shared_of(unsigned char* bytes) {
-    const uint32_t rows = shared(bytes), keys = rows + L::TILES * L::ROWS_BYTES;
+    const uint32_t rows = shared(bytes), keys = rows + L::QUERIES * L::ROWS_BYTES;
     const uint32_t values = keys + L::STAGES * L::KEYS_BYTES, tiles = values + L::STAGES * L::KEYS_BYTES;
-    const uint32_t of_rows = tiles + L::TILES * sizeof(Tile), of_keys = of_rows + 2 * L::TILES * 8;
+    const uint32_t of_rows = tiles + L::TILES * sizeof(Tile), of_keys = of_rows + 2 * L::QUERIES * 8;
     const uint32_t of_values = of_keys + 2 * L::STAGES * 8, of_turns = of_values + 2 * L::STAGES * 8;
-    return {{rows, of_rows, of_rows + L::TILES * 8},
+    return {{rows, of_rows, of_rows + L::QUERIES * 8},
             {keys, of_keys, of_keys + L::STAGES * 8},
             {values, of_values, of_values + L::STAGES * 8},
             {0, of_turns, of_turns + L::TILES * 8},
@@ -142,18 +144,21 @@ SM90 void announce(Shared<L>& shared, const Tile& tile) {
     shared.turns.next();
 }
 
-// Hand out tiles, and load their queries, and keys and values from the last to the first, values a step late.
+// Hand out tiles, and load their queries, and keys and values from the last to the first, values a step late. A tile is claimed
+// shortly before the one at hand is loaded: what a block has claimed, no other can take, even if that has nothing else to do.
 template <typename L, bool BANDED>
 SM90 void load(const Problem& problem, Shared<L> shared, const CUtensorMap* q, const CUtensorMap* k, const CUtensorMap* v) {
     Tile tile = tile_of<L, BANDED>(problem, blockIdx.x);
     while (tile.steps > 0) {
-        const int following = atomicAdd(problem.counter, 1) + gridDim.x, key_head = tile.head / problem.group;
+        const int key_head = tile.head / problem.group, claim = min(tile.first + 1, tile.last);
+        int following = 0;
         announce(shared, tile);
 #pragma unroll 1
         for (int step = tile.last; step >= tile.first; step--) {
             fill(shared.keys, k, tile.batch, key_head, step * L::KEYS);
             if (step == tile.last) fill(shared.rows, q, tile.batch, tile.head, tile.row);
             else fill(shared.values, v, tile.batch, key_head, (step + 1) * L::KEYS);
+            if (step == claim) following = atomicAdd(problem.counter, 1) + gridDim.x;
         }
         fill(shared.values, v, tile.batch, key_head, tile.first * L::KEYS);
         tile = tile_of<L, BANDED>(problem, following);

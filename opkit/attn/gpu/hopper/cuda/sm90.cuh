@@ -144,9 +144,14 @@ struct Product;
 #define SM90_8(op, i) op(d[i]), op(d[i + 1]), op(d[i + 2]), op(d[i + 3]), op(d[i + 4]), op(d[i + 5]), op(d[i + 6]), op(d[i + 7])
 #define SM90_32(op, i) SM90_8(op, i), SM90_8(op, i + 8), SM90_8(op, i + 16), SM90_8(op, i + 24)
 #define SM90_OF_32(op) SM90_32(op, 0)
+#define SM90_OF_40(op) SM90_32(op, 0), SM90_8(op, 32)
 #define SM90_OF_64(op) SM90_32(op, 0), SM90_32(op, 32)
+#define SM90_OF_128(op) SM90_OF_64(op), SM90_32(op, 64), SM90_32(op, 96)
 #define SM90_R32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SM90_R40 SM90_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define SM90_R64 SM90_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SM90_R128 SM90_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define SM90_PRODUCT(TYPE, NAME, N, COUNT, P0, P1, P2, P3, P4, P5, P6)                                                       \
     template <>                                                                                                              \
@@ -179,7 +184,9 @@ struct Product;
     SM90_PRODUCT(__half, "f16", __VA_ARGS__)
 
 SM90_PRODUCTS(64, 32, 32, 33, 34, 35, 36, 37, 38)
+SM90_PRODUCTS(80, 40, 40, 41, 42, 43, 44, 45, 46)
 SM90_PRODUCTS(128, 64, 64, 65, 66, 67, 68, 69, 70)
+SM90_PRODUCTS(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 // Numbers of columns, as three floats of few bits each and a zero, 16 bytes a column at `at`; `zeros` bytes further there are as
 // many zeros. broadcast: d of 64 rows, each of which has these numbers: ones times the three (in TF32, exact). Without a load a

@@ -55,6 +55,9 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
     barrier costs two meetings of a warpgroup's threads. So values are loaded a step late, unless they have a buffer more than
     keys. When the first step of a tile is done, all are done with the numbers of the tile before it, and with its queries if it
     has a buffer of its own for them.
+
+    A tile is claimed while loads of the one at hand are on their way: the first ones or, where tiles differ much, the last, since
+    what a program has claimed, no other can take, even if that has nothing else to do.
     """
     rows, keys, values, turns = rings
     rows, keys, values, turns = rows.begin(1), keys.begin(1), values.begin(1), turns.begin(1)
@@ -71,6 +74,9 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
         else:
             first, steps = problem.reach(row)
             last = first + steps - 1
+        claim = tile * 0
+        if problem.LISTED or problem.DV > 128:
+            claim = gl.maximum(steps - 2, 0)
         of_all = batch * problem.heads + head
         place = of_all * (problem.blocks * problem.WARPGROUPS) + row // ROWS
         announce(turns, (steps, last, row, head, batch, of_all, place))
@@ -95,7 +101,7 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
                 values = values.next()
             keys = keys.next()
             begun, owed = tile >= 0, (batch, head // problem.group, at)
-            if i == 0:  # while the first loads are on their way
+            if i == claim:
                 following = gl.atomic_add(counter, 1, sem="relaxed") + programs
         tile = following
     if values.COUNT == keys.COUNT:
@@ -142,6 +148,7 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
     NEXT: gl.constexpr = TURN + (ME + 1) % problem.WARPGROUPS
     MINE: gl.constexpr = TURN + ME
     inner, factor = others[5], others[6]
+    WIDE: gl.constexpr = problem.DV > 128  # so many sums are rescaled while the next logits are made
     none = gl.zeros([ROWS, problem.KEYS], gl.float32, layout=of_logits)
     rows, keys, values, turns = rows.at(ME, problem.WARPGROUPS), keys.begin(0), values.begin(0), turns.begin(0)
     if ME == problem.WARPGROUPS - 1:
@@ -162,12 +169,14 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
         pf = weights(s, top, factor)
         total = row_sums(pf)
         p = gl.convert_layout(pf.to(problem.DTYPE), of_p)
-        acc = gl.zeros([ROWS, problem.DV], gl.float32, layout=of_out)
+        acc, by = gl.zeros([ROWS, problem.DV], gl.float32, layout=of_out), gl.full_like(top, 1.0)
         keys.wait_full(pred=steps > 1)
         for i in range(1, steps):
             at -= problem.KEYS
             take_turn(MINE, problem.TURNS)
             s = _product(problem, held, rows, keys, none)
+            if WIDE:
+                acc = rescaled(acc, by)
             values.wait_full()
             acc = warpgroup_mma(p, values.matrix(), acc, is_async=True)
             pass_turn(NEXT, problem.TURNS)
@@ -187,6 +196,9 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
             acc = warpgroup_mma_wait(0, deps=(acc,))
             keys, values = keys.freed(), values.next()
             p = gl.convert_layout(pf.to(problem.DTYPE), of_p)
+            if not WIDE:
+                acc = rescaled(acc, by)
+        if WIDE:
             acc = rescaled(acc, by)
         done = turns
         turns = turns.next()
