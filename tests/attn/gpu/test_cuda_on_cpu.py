@@ -54,7 +54,9 @@ class TestForward:
     @pytest.mark.parametrize("case", CALLS)
     def test_numbers_are_the_references(self, machine, head, case, dtype):
         sizes, what = CALLS[case]
-        given = arguments(*filled(*sizes, head, head, dtype=dtype, heads_inside=what.get("heads_inside", False)), **what)
+        given = arguments(
+            *filled(*sizes, head, head, dtype=dtype, heads_inside=what.get("heads_inside", False)), **what
+        )
         compared(given, forward_cuda.forward(*given))
 
     @pytest.mark.parametrize("order", range(1, 5))
@@ -267,6 +269,16 @@ DEFECTS = {
     "a weight too many": ("column <= last ?", "column <= last + 1 ?"),
     "a buffer that is never freed": ("        skip(shared.values, done.after);\n", ""),
 }
+DEFECTS_OF_TURNS = {
+    "a turn that is not passed on": (
+        "            pass_turn<L>(group);\n            products_wait",
+        "            products_wait",
+    ),
+    "a turn too many": (
+        "    if (group == 0) take_turn<L>(group);  // the last one that was passed on\n",
+        "    take_turn<L>(group);\n",
+    ),
+}
 BACKWARD_DEFECTS = {
     "the other half of gradients of logits is not waited for": (
         "                wait(barriers + SLOPES_FULL + (slot ^ 1) * 8, (it - 1) / STAGES & 1);\n", "",
@@ -284,11 +296,14 @@ HELPERS_DEFECTS = {
 
 
 class TestDefects:
-    @pytest.mark.parametrize("head", forward_cuda.GROUPS)
-    @pytest.mark.parametrize("case", DEFECTS)
+    @pytest.mark.parametrize(
+        ("case", "head"),
+        [*((case, head) for case in DEFECTS for head in (64, 256)), *((case, 128) for case in DEFECTS_OF_TURNS)],
+    )
     def test_of_the_forward_are_found(self, case, head, tmp_path):
         given = arguments(*filled(1, (3, 1), 500, 700, head, head), mask=(program.BAND, -250, 100))
-        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, DEFECTS[case]) as seed:
+        defect = (DEFECTS | DEFECTS_OF_TURNS)[case]
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
             assert not survives(seed, lambda: forward_cuda.forward(*given), lambda found: compared(given, found))
 
     @pytest.mark.parametrize("case", [*BACKWARD_DEFECTS, *HELPERS_DEFECTS])

@@ -1,9 +1,9 @@
 """The forward for sm_90a in CUDA C++ (``cuda/forward.cu``): which calls are for it, and a call of it.
 
-It is for heads of 64, whose exponentials take as long as their products, and for heads of 256. As in the kernel in Gluon
-warpgroups have 64 queries each; what Gluon cannot express is that a warp frees a buffer by itself, where Triton has all of a
-warpgroup meet before and after, that a warpgroup passes over steps of keys of which it sees none, and steps of 80 keys, which
-fill shared memory beside queries of 256 channels. Long calls get it, of heads of 64 under a band, and those that ask for
+As in the kernel in Gluon warpgroups have 64 queries each. What Gluon cannot express: a warp frees a buffer by itself, where
+Triton has all of a warpgroup meet before and after; keys of a tile are loaded before the last values of the tile before, and not
+at once with them; a warpgroup passes over steps of keys of which it sees none; and a step has 80 keys, which fill shared memory
+beside queries of 256 channels. Long calls under a band get it, of heads of 256 also those without a mask, and those that ask for
 ``kernel="hopper_cuda"``; the kernel in Gluon is as fast or faster for others.
 """
 
@@ -28,11 +28,12 @@ from opkit.op.operator import CustomOp
 from opkit.op.prepared import PreparedKernel
 
 NAME = "hopper_cuda"
-GROUPS = {64: 3, 256: 2}  #: warpgroups of a block, by the channels of a head
+GROUPS = {64: 3, 128: 2, 256: 2}  #: warpgroups of a block, by the channels of a head
 _PRIORITY = 2  # above the kernel in Gluon
-_FROM = {64: (2048, 1024), 256: (1024, 1024)}
-"""From how many queries and keys that each sees it is the faster one, by the channels of a head."""
-_INTERLEAVED = {64: 64 << 20, 256: 16 << 20}  #: bytes of keys and values of the heads that are interleaved, as measured
+_FROM = {64: (2048, 1024), 128: (512, 512), 256: (1024, 1024)}
+"""From how many queries and keys that each sees it is the faster one, by the channels of a head: under a band."""
+_UNMASKED = (256,)  #: channels of heads for which it is the faster one without a mask too
+_INTERLEAVED = 64 << 20  #: bytes of keys and values of the heads of 64 channels that are interleaved, as measured
 _ROWS = 64  #: queries of a warpgroup
 _INTS = (
     "batch", "heads", "group", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "section", "blocks",
@@ -58,7 +59,10 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: Call) -> bool:
-    """Whether a call is for :func:`forward`: long, of heads of 64 under a band, on a GPU of compute capability 9.0 beside an nvcc."""
+    """Whether a call is for :func:`forward`: long, under a band or of wide heads, on a GPU of compute capability 9.0.
+
+    And beside an nvcc.
+    """
     return fits(call) and _long(call) and gluon.takes(call) and library.there("forward", call.q.dtype)
 
 
@@ -73,16 +77,16 @@ def _long(call: Call) -> bool:
     shape, head = plans.shape_of(tuple(call.mask), ()), call.q.shape[3]
     queries, seen = _FROM[head]
     enough = call.q.shape[2] >= queries and min(call.k.shape[2], shape.upper - shape.lower) >= seen
-    return enough and (shape.banded or head > 64)
+    return enough and (shape.banded or head in _UNMASKED)
 
 
 @PreparedKernel
 def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """The operator's result and log-sum-exp, of its own arguments.
 
-    It takes bfloat16 and float16; heads of 64 and of 256; grouped heads; any numbers of queries and keys but none; no mask or a band; a
-    positive scale. What :func:`opkit.attn.gpu.hopper.forward.forward` says of rounding, of what is hidden, of infinities and of
-    strides holds here too.
+    It takes bfloat16 and float16; heads of 64, 128 and 256; grouped heads; any numbers of queries and keys but none; no mask or a
+    band; a positive scale. What :func:`opkit.attn.gpu.hopper.forward.forward` says of rounding, of what is hidden, of infinities
+    and of strides holds here too.
 
     Raises:
         KernelError: it does not take the call.
@@ -131,10 +135,15 @@ def _problem(call: Call, out: Tensor) -> Problem:
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "group": q.shape[1] // k.shape[1], "queries": q.shape[2],
         "keys": k.shape[2], "head_size": q.shape[3], "value_size": v.shape[3], "lower": shape.lower, "upper": shape.upper,
-        "banded": shape.banded, "section": gluon.heads_within(_INTERLEAVED[q.shape[3]], q, k, v), "processors": gluon.processors(q.device),
+        "banded": shape.banded, "section": _section(q, k, v), "processors": gluon.processors(q.device),
         "device": q.get_device(), "factor": call.scale * gluon.LOG2E,
     }  # fmt: skip
     return Problem(*map(library.rows_of, (q, k, v, out)), **numbers)
+
+
+def _section(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """How many heads of queries to interleave."""
+    return gluon.heads_within(_INTERLEAVED, q, k, v) if q.shape[3] == 64 else gluon.section(q, k, v)
 
 
 def _marks(call: Call) -> int:

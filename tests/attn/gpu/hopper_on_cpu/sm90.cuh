@@ -41,6 +41,7 @@ SM90 void wait(uint32_t barrier, uint32_t parity) {
 }
 SM90 bool elected() { return threadIdx.x % 32 == 0; }
 SM90 void named_sync(int number, int threads) { machine::meet_named(number, threads); }
+SM90 void named_arrive(int number, int threads) { machine::arrive_named(number, threads); }
 template <int COUNT>
 SM90 void more_registers() {}
 template <int COUNT>

@@ -31,11 +31,14 @@ cudaError_t launch_for(const Problem& call, cudaStream_t stream) {
 extern "C" __attribute__((visibility("default"))) int hopper_forward(const Problem* call, cudaStream_t stream) {
     const OnDevice device(call->device);
     if (device.error) return device.error;
-    if (call->head_size == 64) return launch_for<Narrow>(*call, stream);
-    if (call->head_size == 256) return launch_for<Wide>(*call, stream);
+    switch (call->head_size) {
+        case 64: return launch_for<Narrow>(*call, stream);
+        case 128: return launch_for<Middle>(*call, stream);
+        case 256: return launch_for<Wide>(*call, stream);
+    }
     return cudaErrorInvalidValue;
 }
 
 // What opkit's tests hold its own description of a call against, and what a block asks for of shared memory.
 extern "C" __attribute__((visibility("default"))) int hopper_forward_call_bytes() { return sizeof(Problem); }
-extern "C" __attribute__((visibility("default"))) int hopper_forward_shared_bytes() { return max(Narrow::SHARED, Wide::SHARED); }
+extern "C" __attribute__((visibility("default"))) int hopper_forward_shared_bytes() { return max(max(Narrow::SHARED, Middle::SHARED), Wide::SHARED); }

@@ -46,6 +46,17 @@ SM90 void multiply_values(float (&acc)[L::D / 2], const uint32_t (&p)[L::KEYS / 
     products_commit();
 }
 
+// ---- turns at the tensor cores, so that some warpgroups reckon while others' products run ----------------------------------
+
+template <typename L>
+SM90 void take_turn(int group) {
+    if (L::TURNS) named_sync(TURN + group, 2 * WARPGROUP);
+}
+template <typename L>
+SM90 void pass_turn(int group) {
+    if (L::TURNS) named_arrive(TURN + (group + 1) % L::GROUPS, 2 * WARPGROUP);
+}
+
 // ---- multiplying ----------------------------------------------------------------------------------------------------------
 
 // What a warpgroup has to do of a tile: its steps, the first one's keys being the last, and how many of others there are before
@@ -61,6 +72,7 @@ SM90 Work work_of(const Problem& problem, Shared<L>& shared, int group) {
     const Tile tile = shared.tiles[shared.turns.index];
     __syncwarp();
     shared.turns.free();
+    if (L::TURNS) return {tile, tile.last, tile.steps, 0, 0};
     const Reach own = reach_of<L, BANDED>(problem, tile.row + group * GROUP_ROWS, GROUP_ROWS);
     const int last = max(min(own.last, tile.last), tile.first), first = min(max(own.first, tile.first), last);
     return {tile, last, last - first + 1, tile.last - last, first - tile.first};
@@ -102,10 +114,13 @@ SM90 void multiply(const Problem& problem, Shared<L> shared, int group) {
     const int thread_row = first_row + threadIdx.x % WARPGROUP / LANES * 16 + threadIdx.x % LANES / 4;
     float s[L::KEYS / 2], acc[L::D / 2], top[2], total[2], by[2];
     uint32_t p[L::KEYS / 4];
+    if (group == L::GROUPS - 1) pass_turn<L>(group);  // the first warpgroup may begin
     Work work = work_of<L, BANDED>(problem, shared, group);
     if (work.tile.steps > 0) {
         first_there(shared, work);
+        take_turn<L>(group);
         multiply_next(shared, s, group);
+        pass_turn<L>(group);
         products_wait<0>();
         hold(s);
     }
@@ -125,9 +140,11 @@ SM90 void multiply(const Problem& problem, Shared<L> shared, int group) {
 #pragma unroll 1
         for (int i = 1; i < work.steps; i++) {
             const int at = (work.step - i) * L::KEYS;
+            take_turn<L>(group);
             multiply_next(shared, s, group);
             shared.values.wait_full();
             multiply_values<L>(acc, p, shared.values.buffer());
+            pass_turn<L>(group);
             products_wait<1>();
             hold(s);
             shared.keys.free();
@@ -148,9 +165,11 @@ SM90 void multiply(const Problem& problem, Shared<L> shared, int group) {
         const Work done = work;
         work = work_of<L, BANDED>(problem, shared, group);
         shared.values.wait_full();
+        take_turn<L>(group);
         multiply_values<L>(acc, p, shared.values.buffer());
         if (work.tile.steps > 0) first_there(shared, work);
         multiply_next(shared, s, group);  // of the next tile; of none, if there is none
+        pass_turn<L>(group);
         products_wait<1>();
         hold(acc);
         hold(p);
@@ -160,6 +179,7 @@ SM90 void multiply(const Problem& problem, Shared<L> shared, int group) {
         products_wait<0>();
         hold(s);
     }
+    if (group == 0) take_turn<L>(group);  // the last one that was passed on
     if (BANDED) mend<L>(problem, group);
 }
 

@@ -9,7 +9,7 @@ using namespace sm90;
 
 constexpr int LANES = 32, WARPGROUP = 128, GROUP_ROWS = 64;
 constexpr int OWNERS = 4;                     // marks of a block beside those of its tiles
-constexpr int MEETING = 1;                    // the first of the named barriers that the threads of one warpgroup use
+constexpr int MEETING = 1, TURN = 5;          // the first of the named barriers that the threads of one warpgroup use, or of two
 constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
 
 // A call. Query i sees key j if lower <= j - i <= upper, where there is a band. opkit/attn/gpu/hopper/forward_cuda.py fills it.
@@ -31,10 +31,12 @@ struct alignas(16) Tile {
 };
 
 // How the work of a block is laid out: warpgroups that multiply, with 64 queries of a tile each; keys of a step; buffers for these,
-// and for values; buffers for the queries of a tile; and registers of a thread that multiplies, and of one that loads.
-template <int D_, int GROUPS_, int KEYS_, int STAGES_, int QUERIES_, int REGISTERS_, int LOADER_REGISTERS_>
+// and for values; buffers for the queries of a tile; whether warpgroups take turns at the tensor cores, all of them in all steps of a
+// tile; and registers of a thread that multiplies, and of one that loads.
+template <int D_, int GROUPS_, int KEYS_, int STAGES_, int QUERIES_, bool TURNS_, int REGISTERS_, int LOADER_REGISTERS_>
 struct Layout {
     static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, STAGES = STAGES_, QUERIES = QUERIES_, TILES = 2;
+    static constexpr bool TURNS = TURNS_;
     static constexpr int REGISTERS = REGISTERS_, LOADER_REGISTERS = LOADER_REGISTERS_;
     static constexpr int ROWS = GROUPS * GROUP_ROWS, THREADS = (GROUPS + 1) * WARPGROUP, BOXES = D / COLUMNS;
     static constexpr int ROWS_BYTES = ROWS * D * 2, KEYS_BYTES = KEYS * D * 2;
@@ -44,9 +46,10 @@ struct Layout {
 };
 
 // For heads of 64. Three warpgroups, since exponentials take most of the time there.
-using Narrow = Layout<64, 3, 128, 4, 2, 160, 32>;
+using Narrow = Layout<64, 3, 128, 4, 2, false, 160, 32>;
+using Middle = Layout<128, 2, 128, 2, 2, true, 240, 24>;
 // For heads of 256. As many keys as there are registers and shared memory for.
-using Wide = Layout<256, 2, 80, 2, 1, 240, 24>;
+using Wide = Layout<256, 2, 80, 2, 1, false, 240, 24>;
 
 // Buffers that one side fills and the other empties, in turn. `full` and `empty` are the addresses of the first barriers.
 template <int COUNT, int BYTES>
@@ -144,11 +147,26 @@ SM90 void announce(Shared<L>& shared, const Tile& tile) {
     shared.turns.next();
 }
 
-// Hand out tiles, and load their queries, and keys and values from the last to the first, values a step late. A tile is claimed
-// shortly before the one at hand is loaded: what a block has claimed, no other can take, even if that has nothing else to do.
+// Where the values of some keys are; no row: of none.
+struct Values {
+    int batch, head, row;
+};
+
+template <typename L>
+SM90 void load_values(Shared<L>& shared, const CUtensorMap* v, const Values& of) {
+    if (of.row >= 0) fill(shared.values, v, of.batch, of.head, of.row);
+}
+
+// Hand out tiles, and load their queries, and keys and values from the last to the first; values a step late, those of a tile's
+// last step behind the next tile's first keys. If there is one buffer for queries, the next ones come behind these values, for which
+// the last products wait that read that buffer. A tile is claimed shortly before the one at hand is loaded: what a block has
+// claimed, no other can take, even if that has nothing else to do.
 template <typename L, bool BANDED>
 SM90 void load(const Problem& problem, Shared<L> shared, const CUtensorMap* q, const CUtensorMap* k, const CUtensorMap* v) {
+    constexpr bool LAST = L::QUERIES == 1;
+    static_assert(!LAST || (L::GROUPS - 1) * GROUP_ROWS <= L::KEYS);  // or who passes over two steps keeps the buffers for these values
     Tile tile = tile_of<L, BANDED>(problem, blockIdx.x);
+    Values owed = {0, 0, -1};
     while (tile.steps > 0) {
         const int key_head = tile.head / problem.group, claim = min(tile.first + 1, tile.last);
         int following = 0;
@@ -156,13 +174,15 @@ SM90 void load(const Problem& problem, Shared<L> shared, const CUtensorMap* q, c
 #pragma unroll 1
         for (int step = tile.last; step >= tile.first; step--) {
             fill(shared.keys, k, tile.batch, key_head, step * L::KEYS);
+            if (LAST) load_values(shared, v, owed);
             if (step == tile.last) fill(shared.rows, q, tile.batch, tile.head, tile.row);
-            else fill(shared.values, v, tile.batch, key_head, (step + 1) * L::KEYS);
+            if (!LAST) load_values(shared, v, owed);
+            owed = {tile.batch, key_head, step * L::KEYS};
             if (step == claim) following = atomicAdd(problem.counter, 1) + gridDim.x;
         }
-        fill(shared.values, v, tile.batch, key_head, tile.first * L::KEYS);
         tile = tile_of<L, BANDED>(problem, following);
     }
+    load_values(shared, v, owed);
     announce(shared, tile);
     // The last block to end leaves the counter as it found it: zeros.
     __threadfence();

@@ -53,6 +53,8 @@ SM90 bool elected() {
 // ---- named barriers of a block's threads; 0 is __syncthreads' -------------------------------------------------------------
 
 SM90 void named_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+// Meet there, without waiting for the others.
+SM90 void named_arrive(int number, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 
 // ---- registers of a warpgroup ---------------------------------------------------------------------------------------------
 
