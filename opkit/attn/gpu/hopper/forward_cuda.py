@@ -59,10 +59,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: Call) -> bool:
-    """Whether a call is for :func:`forward`: long, under a band or of wide heads, on a GPU of compute capability 9.0.
-
-    And beside an nvcc.
-    """
+    """Whether a call is for :func:`forward`: long, under a band or of wide heads, on compute capability 9.0 beside an nvcc."""
     return fits(call) and _long(call) and gluon.takes(call) and library.there("forward", call.q.dtype)
 
 

@@ -41,4 +41,6 @@ extern "C" __attribute__((visibility("default"))) int hopper_forward(const Probl
 
 // What opkit's tests hold its own description of a call against, and what a block asks for of shared memory.
 extern "C" __attribute__((visibility("default"))) int hopper_forward_call_bytes() { return sizeof(Problem); }
-extern "C" __attribute__((visibility("default"))) int hopper_forward_shared_bytes() { return max(max(Narrow::SHARED, Middle::SHARED), Wide::SHARED); }
+extern "C" __attribute__((visibility("default"))) int hopper_forward_shared_bytes() {
+    return max(max(Narrow::SHARED, Middle::SHARED), Wide::SHARED);
+}

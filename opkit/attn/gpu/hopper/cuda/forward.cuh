@@ -14,8 +14,8 @@ using namespace sm90;
 
 // ---- products -------------------------------------------------------------------------------------------------------------
 
-// Begin the product of a warpgroup's queries, at `q`, with keys. What is added to `first` alone the compiler has the uniform
-// registers do; if all are computed before, it moves each from a thread's registers.
+// Begin the product of a warpgroup's queries, at `q`, with keys. Descriptors are added up where they are used, which the compiler
+// does in uniform registers; if they are computed before, each is moved there from a thread's.
 template <typename L>
 SM90 void multiply_keys(float (&s)[L::KEYS / 2], uint32_t q, uint32_t k) {
     constexpr int PARTS = L::D / 16;

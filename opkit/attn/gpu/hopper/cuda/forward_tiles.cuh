@@ -47,6 +47,7 @@ struct Layout {
 
 // For heads of 64. Three warpgroups, since exponentials take most of the time there.
 using Narrow = Layout<64, 3, 128, 4, 2, false, 160, 32>;
+// For heads of 128, whose products and exponentials fill the time in turns.
 using Middle = Layout<128, 2, 128, 2, 2, true, 240, 24>;
 // For heads of 256. As many keys as there are registers and shared memory for.
 using Wide = Layout<256, 2, 80, 2, 1, false, 240, 24>;
@@ -158,13 +159,13 @@ SM90 void load_values(Shared<L>& shared, const CUtensorMap* v, const Values& of)
 }
 
 // Hand out tiles, and load their queries, and keys and values from the last to the first; values a step late, those of a tile's
-// last step behind the next tile's first keys. If there is one buffer for queries, the next ones come behind these values, for which
-// the last products wait that read that buffer. A tile is claimed shortly before the one at hand is loaded: what a block has
-// claimed, no other can take, even if that has nothing else to do.
+// last step behind the next tile's first keys, and behind its queries, if these have a buffer of their own. A tile is claimed shortly
+// before the one at hand is loaded: what a block has claimed, no other can take, even if that has nothing else to do.
 template <typename L, bool BANDED>
 SM90 void load(const Problem& problem, Shared<L> shared, const CUtensorMap* q, const CUtensorMap* k, const CUtensorMap* v) {
     constexpr bool LAST = L::QUERIES == 1;
-    static_assert(!LAST || (L::GROUPS - 1) * GROUP_ROWS <= L::KEYS);  // or who passes over two steps keeps the buffers for these values
+    // Who passes over two steps would wait for these queries with the buffers for these values.
+    static_assert(!LAST || (L::GROUPS - 1) * GROUP_ROWS <= L::KEYS);
     Tile tile = tile_of<L, BANDED>(problem, blockIdx.x);
     Values owed = {0, 0, -1};
     while (tile.steps > 0) {
