@@ -257,23 +257,20 @@ class TestBackward:
 # ---- the machine finds what it is for ---------------------------------------------------------------------------------
 
 DEFECTS = {
-    "values that are not waited for": ("            shared.values.wait_full();\n", ""),
+    "values that are not waited for": ("    shared.values.wait_full();\n", ""),
     "keys that are freed before they are multiplied": (
-        "            products_wait<1>();\n            hold(s);\n            shared.keys.free();\n",
-        "            shared.keys.free();\n            products_wait<1>();\n            hold(s);\n",
+        "    products_wait<1>();\n    hold(mine.s);\n    shared.keys.free();\n",
+        "    shared.keys.free();\n    products_wait<1>();\n    hold(mine.s);\n",
     ),
     "queries that are freed a step early": (
         "if (i + 1 < work.steps) shared.keys.wait_full();",
         "if (i + 2 < work.steps) shared.keys.wait_full();",
     ),
     "a weight too many": ("column <= last ?", "column <= last + 1 ?"),
-    "a buffer that is never freed": ("        skip(shared.values, done.after);\n", ""),
+    "a buffer that is never freed": ("    skip(shared.values, done.after);\n", ""),
 }
 DEFECTS_OF_TURNS = {
-    "a turn that is not passed on": (
-        "            pass_turn<L>(group);\n            products_wait",
-        "            products_wait",
-    ),
+    "a turn that is not passed on": ("    pass_turn<L>(group);\n    products_wait", "    products_wait"),
     "a turn too many": (
         "    if (group == 0) take_turn<L>(group);  // the last one that was passed on\n",
         "    take_turn<L>(group);\n",

@@ -107,77 +107,108 @@ SM90 bool partial(const Problem& problem, int row, int at) {
     return at + L::KEYS - 1 - row > problem.upper || at - row - (GROUP_ROWS - 1) < problem.lower;
 }
 
+// What a thread has of a warpgroup's 64 rows: logits of a step, or weights; weights rounded; what is summed up; and of its two rows the
+// greatest logits, the sums of weights, and what earlier sums are multiplied by.
+template <typename L>
+struct Share {
+    float s[L::KEYS / 2], acc[L::D / 2], top[2], total[2], by[2];
+    uint32_t p[L::KEYS / 4];
+};
+
+// The first of a thread's two rows, in a tile.
+SM90 int row_of_thread(int group) {
+    return group * GROUP_ROWS + threadIdx.x % WARPGROUP / LANES * 16 + threadIdx.x % LANES / 4;
+}
+
+// The first product of all tiles.
+template <typename L>
+SM90 void begin_first(Shared<L>& shared, const Work& work, int group, Share<L>& mine) {
+    first_there(shared, work);
+    take_turn<L>(group);
+    multiply_next(shared, mine.s, group);
+    pass_turn<L>(group);
+    products_wait<0>();
+    hold(mine.s);
+}
+
+// The softmax of a tile's first step, whose product is there.
+template <typename L, bool BANDED>
+SM90 void weigh_first(const Problem& problem, Shared<L>& shared, const Work& work, int group, Share<L>& mine) {
+    shared.keys.free();
+    skip(shared.values, work.before);
+    if (work.steps == 1) shared.rows.free();
+    else shared.keys.wait_full();
+    const int row = work.tile.row + row_of_thread(group);
+    if (BANDED || (work.step + 1) * L::KEYS > problem.keys) mask<BANDED>(problem, mine.s, row, work.step * L::KEYS);
+    mine.top[0] = mine.top[1] = -INFINITY;
+    mine.total[0] = mine.total[1] = 0;
+    weigh(mine.s, problem.factor, mine.top, mine.total, mine.by);
+    round_weights(mine.s, mine.p);
+#pragma unroll
+    for (int i = 0; i < L::D / 2; i++) mine.acc[i] = 0;
+}
+
+// Step `i` of a tile: the product with its keys, beside the one with values of the step before; and its softmax beside that one.
+template <typename L, bool BANDED>
+SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work, int i, int group, Share<L>& mine) {
+    const int at = (work.step - i) * L::KEYS;
+    take_turn<L>(group);
+    multiply_next(shared, mine.s, group);
+    shared.values.wait_full();
+    multiply_values<L>(mine.acc, mine.p, shared.values.buffer());
+    pass_turn<L>(group);
+    products_wait<1>();
+    hold(mine.s);
+    shared.keys.free();
+    if (BANDED && partial<L>(problem, work.tile.row + group * GROUP_ROWS, at))
+        mask<BANDED>(problem, mine.s, work.tile.row + row_of_thread(group), at);
+    weigh(mine.s, problem.factor, mine.top, mine.total, mine.by);
+    // With no branch here ptxas moves the wait for the product above the exponentials; with one before them it reckons the maxima of
+    // both rows first, where those of the second can be reckoned beside exponentials of the first.
+    if (i + 1 < work.steps) shared.keys.wait_full();
+    else shared.rows.free();
+    products_wait<0>();
+    hold(mine.acc);
+    hold(mine.p);
+    shared.values.free();
+    round_weights(mine.s, mine.p);
+    rescale(mine.acc, mine.by);
+}
+
+// A tile's last product, beside the first one of the next, if there is one; else of what is left in the buffers.
+template <typename L, bool BANDED>
+SM90 void finish_tile(const Problem& problem, Shared<L>& shared, const Work& done, const Work& next, int group, Share<L>& mine) {
+    shared.values.wait_full();
+    take_turn<L>(group);
+    multiply_values<L>(mine.acc, mine.p, shared.values.buffer());
+    if (next.tile.steps > 0) first_there(shared, next);
+    multiply_next(shared, mine.s, group);
+    pass_turn<L>(group);
+    products_wait<1>();
+    hold(mine.acc);
+    hold(mine.p);
+    shared.values.free();
+    skip(shared.values, done.after);
+    finish<L, BANDED>(problem, done.tile, group, mine.acc, mine.top, mine.total);
+    products_wait<0>();
+    hold(mine.s);
+}
+
 // The results of 64 rows of each tile. A product is begun, what is there meanwhile is done, and then it is waited for.
 template <typename L, bool BANDED>
 SM90 void multiply(const Problem& problem, Shared<L> shared, int group) {
-    const int first_row = group * GROUP_ROWS;
-    const int thread_row = first_row + threadIdx.x % WARPGROUP / LANES * 16 + threadIdx.x % LANES / 4;
-    float s[L::KEYS / 2], acc[L::D / 2], top[2], total[2], by[2];
-    uint32_t p[L::KEYS / 4];
+    Share<L> mine;
     if (group == L::GROUPS - 1) pass_turn<L>(group);  // the first warpgroup may begin
     Work work = work_of<L, BANDED>(problem, shared, group);
-    if (work.tile.steps > 0) {
-        first_there(shared, work);
-        take_turn<L>(group);
-        multiply_next(shared, s, group);
-        pass_turn<L>(group);
-        products_wait<0>();
-        hold(s);
-    }
+    if (work.tile.steps > 0) begin_first(shared, work, group, mine);
     while (work.tile.steps > 0) {
-        shared.keys.free();
-        skip(shared.values, work.before);
-        if (work.steps == 1) shared.rows.free();
-        else shared.keys.wait_full();
-        const int row = work.tile.row + thread_row;
-        if (BANDED || (work.step + 1) * L::KEYS > problem.keys) mask<BANDED>(problem, s, row, work.step * L::KEYS);
-        top[0] = top[1] = -INFINITY;
-        total[0] = total[1] = 0;
-        weigh(s, problem.factor, top, total, by);
-        round_weights(s, p);
-#pragma unroll
-        for (int i = 0; i < L::D / 2; i++) acc[i] = 0;
+        weigh_first<L, BANDED>(problem, shared, work, group, mine);
 #pragma unroll 1
-        for (int i = 1; i < work.steps; i++) {
-            const int at = (work.step - i) * L::KEYS;
-            take_turn<L>(group);
-            multiply_next(shared, s, group);
-            shared.values.wait_full();
-            multiply_values<L>(acc, p, shared.values.buffer());
-            pass_turn<L>(group);
-            products_wait<1>();
-            hold(s);
-            shared.keys.free();
-            if (BANDED && partial<L>(problem, work.tile.row + first_row, at)) mask<BANDED>(problem, s, row, at);
-            weigh(s, problem.factor, top, total, by);
-            // With no branch here ptxas moves the wait for the product above the exponentials; with one before them it reckons
-            // the maxima of both rows first, where those of the second can be reckoned beside exponentials of the first.
-            if (i + 1 < work.steps) shared.keys.wait_full();
-            else shared.rows.free();
-            products_wait<0>();
-            hold(acc);
-            hold(p);
-            shared.values.free();
-            round_weights(s, p);
-            rescale(acc, by);
-        }
+        for (int i = 1; i < work.steps; i++) take_step<L, BANDED>(problem, shared, work, i, group, mine);
         skip(shared.keys, work.after);
         const Work done = work;
         work = work_of<L, BANDED>(problem, shared, group);
-        shared.values.wait_full();
-        take_turn<L>(group);
-        multiply_values<L>(acc, p, shared.values.buffer());
-        if (work.tile.steps > 0) first_there(shared, work);
-        multiply_next(shared, s, group);  // of the next tile; of none, if there is none
-        pass_turn<L>(group);
-        products_wait<1>();
-        hold(acc);
-        hold(p);
-        shared.values.free();
-        skip(shared.values, done.after);
-        finish<L, BANDED>(problem, done.tile, group, acc, top, total);
-        products_wait<0>();
-        hold(s);
+        finish_tile<L, BANDED>(problem, shared, done, work, group, mine);
     }
     if (group == 0) take_turn<L>(group);  // the last one that was passed on
     if (BANDED) mend<L>(problem, group);
