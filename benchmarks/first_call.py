@@ -3,7 +3,8 @@
     python benchmarks/first_call.py [--rounds 9] [--cold 1] [--only hopper,documents,backward,decode]
 
 "hopper" and "portable" are forwards by these kernels, "documents" is one for Hopper whose tiles come from lists, "decode" is that
-of one query, "backward" is that for Hopper, after a forward that is not measured; "portable_backward" is for where no GPU is.
+of one query, "backward" is that for Hopper, after a forward that is not measured; "cuda" is the forward in CUDA C++, causal, for
+where a GPU and nvcc are, and "portable_backward" is for where no GPU is.
 Each row is of processes of their own, which take turns: one with empty caches, others that find the kernels in a cache. Times
 are of the host, in milliseconds, and begin when CUDA was started and the tensors are there; "CPU" is the processor's time, which
 processes beside it do not lengthen. On a GPU a call ends when its results are there, and ``scaled_dot_product_attention`` of
@@ -33,8 +34,9 @@ from torch import Tensor
 SOURCE = Path(__file__).parents[1] / "tests" / "kernels" / "fake_driver.c"
 CASES = ("hopper", "documents", "portable", "backward", "decode")
 HERE = ("portable_backward",)  # only without a GPU, where a kernel can be chosen for the backward
+THERE = ("cuda",)  # only with one
 BACKWARDS = ("backward", "portable_backward")
-PEERLESS = ("documents",)
+PEERLESS = ("documents", "cuda")
 PARTS = ("import opkit", "opkit.attention", "call", "call, CPU", "of it finding", "call 2")
 SLOW = ("triton", "sympy", "torch._dynamo", "torch._inductor")
 _SIZES = {"decode": (4, 16, 1, 4096, 128)}
@@ -143,6 +145,10 @@ def options_of(case: str, device: str) -> dict[str, Any]:
         keys = _USUAL[3]
         ids = torch.arange(keys, dtype=torch.int32, device=device)[None] // (keys // 4)
         return {"mask": Segments(ids), "kernel": "hopper"}
+    if case == "cuda":
+        from opkit.masks import Causal
+
+        return {"mask": Causal(), "kernel": "hopper_cuda"}
     portable = {"kernel": "portable" if device == "cpu" else "triton"}
     by_rule: dict[str, Any] = {"kernel": "hopper"} if device == "cpu" else {}
     named = {"hopper": {"kernel": "hopper"}, "portable": portable, "portable_backward": portable, "backward": by_rule}
@@ -219,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cold", type=int, default=1)
-    parser.add_argument("--only", default=",".join(CASES if torch.cuda.is_available() else CASES + HERE))
+    parser.add_argument("--only", default=",".join(CASES + (THERE if torch.cuda.is_available() else HERE)))
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     options = parser.parse_args()
