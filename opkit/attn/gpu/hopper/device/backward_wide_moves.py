@@ -22,7 +22,7 @@ from opkit.attn.gpu.hopper.device.backward_work import (
     tell,
     told,
 )
-from opkit.attn.gpu.hopper.device.forward import put_back
+from opkit.attn.gpu.hopper.device.work import put_back
 
 
 @gluon.jit

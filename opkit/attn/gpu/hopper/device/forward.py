@@ -38,6 +38,7 @@ from opkit.attn.gpu.hopper.device.work import (
     announce,
     announce_step,
     pass_turn,
+    put_back,
     ring,
     take_turn,
     told,
@@ -128,14 +129,6 @@ def _wait_for_rows(ME: gl.constexpr, problem, rows, keys):
         rows.wait_empty()
     elif ME == 0 and keys.COUNT > 2:
         keys.wait_emptied(2)
-
-
-@gluon.jit
-def put_back(counter, programs):
-    """The last program to end leaves the counter as it found it: zeros."""
-    if gl.atomic_add(counter + 1, 1, sem="acq_rel") == programs - 1:
-        gl.store(counter, 0)
-        gl.store(counter + 1, 0)
 
 
 @gluon.jit

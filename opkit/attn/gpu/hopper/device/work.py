@@ -239,6 +239,17 @@ def told_step(keys, marks):
     return gl.max(marks.index(keys.index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
+# ---- the counter of tiles --------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def put_back(counter, programs):
+    """The last program to end leaves the counter as it found it: zeros."""
+    if gl.atomic_add(counter + 1, 1, sem="acq_rel") == programs - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
 # ---- turns at the tensor cores ---------------------------------------------------------------------------------------
 
 
