@@ -31,8 +31,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 _FAR = 2**30  #: further than any two positions are apart
 LOG2E = 1.4426950408889634
 _INTERLEAVED = {64: 32 << 20, 128: 32 << 20, 256: 16 << 20}
-"""Bytes of keys and values of the heads that are interleaved, by the size of the larger head, as measured: what the L2 cache holds,
-which has 50 MB, or less. "When a tile is claimed" and "Short calls" in docs/attention_gpu_figures.md have the measurements."""
+"""Bytes of keys and values of the heads that are interleaved, by the size of the larger head, as measured: what the L2 cache
+holds, which has 50 MB, or less. "When a tile is claimed" and "Short calls" in docs/attention_gpu_figures.md have the figures."""
 _SHORT, _INTERLEAVED_SHORT = 1024, 16 << 20
 """Up to so many keys it is fewer bytes: queries and results take as much of the cache, and tiles of all lengths are to be
 under way at once, since those that come first read from memory."""
