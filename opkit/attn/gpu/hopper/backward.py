@@ -18,7 +18,7 @@ from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks
-from opkit.attn.gpu.hopper.forward import counters, describable, on_hopper, processors
+from opkit.attn.gpu.hopper.forward import counters, describable, evenly, on_hopper, processors
 from opkit.attn.gpu.plans import Shape, Words
 from opkit.attn.memory_safety import mask_fits, results_fit, shapes_fit
 from opkit.errors import KernelError
@@ -318,7 +318,7 @@ def _section(q: Any, k: Any, v: Any, block: int) -> int:
     """How many heads of keys to interleave: so many that their queries, with what belongs to these, fit into the cache."""
     group = q.shape[1] // k.shape[1]
     of_head = group * q.shape[2] * _padded(max(q.shape[3], v.shape[3])) * (2 + 2 + 4)
-    return min(max(_CACHED // of_head, 1), k.shape[0] * k.shape[1])
+    return evenly(k.shape[0] * k.shape[1], _CACHED // of_head)
 
 
 _SIZES: dict[str, Any] = {

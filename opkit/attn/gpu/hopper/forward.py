@@ -329,7 +329,16 @@ def section(q: Any, k: Any, v: Any) -> int:
 def heads_within(limit: int, q: Any, k: Any, v: Any) -> int:
     """How many heads of queries have at most ``limit`` bytes of keys and values; those of one head of keys at least."""
     of_head = k.shape[2] * (_padded(k.shape[3]) + _padded(v.shape[3])) * 2
-    return min(q.shape[1] // k.shape[1] * max(limit // of_head, 1), q.shape[0] * q.shape[1])
+    return q.shape[1] // k.shape[1] * evenly(k.shape[0] * k.shape[1], limit // of_head)
+
+
+def evenly(heads: int, most: int) -> int:
+    """At most so many of ``heads``, so that sections are about as large: at the end of a small last one many would have no tile.
+
+    >>> evenly(40, 16)
+    14
+    """
+    return -(-heads // -(-heads // max(most, 1)))
 
 
 _SIZES: dict[str, Any] = {
