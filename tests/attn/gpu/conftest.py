@@ -1,8 +1,14 @@
 """Where kernels for GPUs run in tests: in Triton's interpreter, on CPU tensors, and on a GPU where there is one."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cuda_on_cpu import on_cpu
 
 from opkit.attn import gradients
 from opkit.attn.gpu.hopper import backward, forward, library
@@ -64,3 +70,16 @@ def a_hopper(monkeypatch):
     for module in (forward, backward):
         monkeypatch.setattr(module, "on_hopper", lambda x: True)
     monkeypatch.setattr(library, "compiler_there", lambda: True)
+
+
+@pytest.fixture(scope="module")
+def machine_built(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path_factory.mktemp("machine")) as seed:
+        yield seed
+
+
+@pytest.fixture
+def machine(machine_built):
+    """Has kernels in CUDA C++ run on the processor. The seed of the order of events: 0, whatever tests before this one chose."""
+    machine_built[0] = 0
+    return machine_built

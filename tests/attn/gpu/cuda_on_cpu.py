@@ -64,7 +64,8 @@ def on_cpu(monkeypatch, folder: Path, defect: tuple[str, str] = ("", ""), proces
 
     @functools.cache
     def launcher(name: str, dtype: torch.dtype):
-        function = ctypes.CDLL(str(build(name, dtype, folder, defect)))[f"hopper_{name}"]
+        source = name.split("_")[0]
+        function = ctypes.CDLL(str(build(name, dtype, folder, defect)))[f"hopper_{source}"]
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
         def launch(call: ctypes.Structure, stream: int) -> None:

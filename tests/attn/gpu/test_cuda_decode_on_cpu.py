@@ -14,20 +14,6 @@ from paged_calls import UNLIMITED, Cache, of_pages
 from opkit.attn import program
 from opkit.attn.gpu.hopper import decode_cuda, decode_pages_cuda
 
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path_factory.mktemp("machine")) as seed:
-        yield seed
-
-
-@pytest.fixture
-def machine(built):
-    """The seed of the order of events: 0, whatever tests before this one chose."""
-    built[0] = 0
-    return built
-
-
 DECODED = {  # (batch, heads of queries and of keys, queries, keys), and what else
     "some keys": ((1, (4, 1), 1, 300), {}),
     "tails": ((2, (6, 2), 2, 77), {}),

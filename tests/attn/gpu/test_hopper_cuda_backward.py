@@ -9,6 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, on_hopper_with_nvcc, shaped
+from hopper_masks import documents, packed, shuffled
 
 from opkit.attn import gradients, program, reference
 from opkit.attn.calls import Call, GradientCall
@@ -18,6 +19,9 @@ from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, library
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda as cuda
 from opkit.errors import CompileError, KernelError, NoCompilerWarning
+
+SEGMENTS = (program.SEGMENTS, 0, 1)
+PACKED = (*CAUSAL, *SEGMENTS, program.AND)
 
 # ---- which calls it takes --------------------------------------------------------------------------------------------
 
@@ -29,18 +33,36 @@ def gradient_call(batch, heads, queries, keys, head, columns, dtype=BF16, device
     return with_results(q, k, v, **what)
 
 
-def with_results(q, k, v, mask=(), scale=None, softcap=0.0, dropout_p=0.0, heads_inside=False):
+def with_results(q, k, v, mask=(), scale=None, softcap=0.0, dropout_p=0.0, heads_inside=False, masks=()):
     """The arguments of a backward of a forward with random gradients; on meta tensors without numbers."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if q.is_meta:
         out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
         gradient = out
     else:
-        given = arguments(q, k, v, mask=mask, scale=scale, heads_inside=heads_inside)
+        masks = [each.to(q.device) for each in masks]
+        given = arguments(q, k, v, mask=mask, masks=masks, scale=scale, heads_inside=heads_inside)
         out, lse = reference.attention(*[x.double() if isinstance(x, torch.Tensor) else x for x in given])
         out, lse = out.to(q.dtype), lse.float()
         gradient = torch.randn_like(out)
-    return (gradient, None, q, k, v, out, lse, [], [], list(mask), [], scale, softcap, heads_inside, None, dropout_p)
+    return (
+        gradient,
+        None,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        list(masks),
+        [],
+        list(mask),
+        [],
+        scale,
+        softcap,
+        heads_inside,
+        None,
+        dropout_p,
+    )
 
 
 LONG_GRADIENTS = {
@@ -50,6 +72,7 @@ LONG_GRADIENTS = {
     "128, short": lambda: gradient_call(2, (4, 2), 512, 512, 128, 128, mask=CAUSAL),
     "64": lambda: gradient_call(2, (4, 2), 1024, 1024, 64, 64),
     "64 and 128": lambda: gradient_call(2, (4, 2), 4096, 4096, 64, 128, mask=CAUSAL),
+    "documents": lambda: gradient_call(2, (4, 2), 4096, 4096, 64, 64, mask=SEGMENTS, masks=[documents(2, 4096, 9)] * 2),
 }
 OTHER_GRADIENTS = {
     "short": lambda: gradient_call(2, (4, 2), 256, 256, 128, 128, mask=CAUSAL),
@@ -60,6 +83,19 @@ REFUSED_GRADIENTS = {
     "256": lambda: gradient_call(2, (4, 2), 4096, 4096, 256, 256),
     "96": lambda: gradient_call(2, (4, 2), 4096, 4096, 96, 96),
     "float32": lambda: gradient_call(2, (4, 2), 4096, 4096, 64, 64, torch.float32),
+    "bools": lambda: gradient_call(
+        2, (4, 2), 4096, 4096, 64, 64, mask=(program.DENSE, 0), masks=[torch.ones(1, 1, 4096, 4096, dtype=torch.bool)]
+    ),
+    "documents and lengths": lambda: gradient_call(
+        1,
+        (2, 2),
+        4096,
+        4096,
+        64,
+        64,
+        mask=(*SEGMENTS, program.LENGTH, 2, program.AND),
+        masks=[documents(1, 4096, 9)] * 2 + [torch.tensor([9], dtype=torch.int32)],
+    ),
     "a soft cap": lambda: gradient_call(2, (4, 2), 4096, 4096, 64, 64, softcap=3.0),
     "dropout": lambda: gradient_call(2, (4, 2), 4096, 4096, 64, 64, dropout_p=0.5),
     "many heads": lambda: gradient_call(2, (32768, 32768), 2, 2, 64, 64),
@@ -126,6 +162,10 @@ GRADIENTS = {  # (batch, heads of queries and of keys, queries, keys, head, colu
     "heads inside": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "heads_inside": True}),
     "64 and 128": ((1, (2, 1), 500, 500, 64, 128), {"mask": CAUSAL}),
     "long": ((1, (2, 1), 4500, 4500, 64, 64), {"mask": CAUSAL}),
+    "documents": ((2, (4, 2), 1500, 1500, 128, 128), {"mask": SEGMENTS, "masks": [documents(2, 1500, 5)] * 2}),
+    "causal documents": ((8, (16, 4), 1100, 1100, 128, 128), {"mask": PACKED, "masks": [documents(8, 1100, 5)] * 2}),
+    "causal documents, 64": ((2, (16, 16), 1100, 1100, 64, 64), {"mask": PACKED, "masks": [documents(1, 1100, 5)] * 2}),
+    "shuffled": ((2, (4, 4), 500, 700, 64, 64), {"mask": SEGMENTS, "masks": [shuffled(2, 500), shuffled(2, 700)]}),
 }
 
 
@@ -161,14 +201,27 @@ class TestGradientsOnGpu:
         for _ in range(3):
             assert all(map(torch.equal, first[1:], backward_cuda.backward(*call)[1:]))
 
-    def test_with_deterministic_algorithms_all_are(self):
-        call = gradient_call(2, (4, 2), 700, 900, 128, 128, device="cuda", mask=CAUSAL)
+    @pytest.mark.parametrize("case", ["causal, 64", "causal documents"])
+    def test_with_deterministic_algorithms_all_are(self, case):
+        sizes, what = GRADIENTS[case]
+        call = gradient_call(*sizes, device="cuda", **what)
         torch.use_deterministic_algorithms(True)
         try:
             first = backward_cuda.backward(*call)
             assert all(map(torch.equal, first, gluon_backward.backward(*call)))
         finally:
             torch.use_deterministic_algorithms(False)
+
+    def test_a_segment_does_not_leak_into_others(self):
+        call = gradient_call(
+            1, (2, 1), 300, 300, 128, 128, device="cuda", mask=PACKED, masks=[packed(150, 100, 50)] * 2
+        )
+        expected = backward_cuda.backward(*call)
+        for place, row in ((2, 170), (3, 180), (4, 200), (0, 220)):
+            call[place][:, :, row] = float("nan")
+        others = packed(150, 100, 50)[0] != 1
+        for x, y in zip(backward_cuda.backward(*call)[:3], expected, strict=False):
+            torch.testing.assert_close(x[:, :, others], y[:, :, others], rtol=2e-2, atol=2e-2)
 
     def test_a_graph_can_be_captured(self):
         call = gradient_call(2, (4, 2), 300, 300, 64, 64, device="cuda", mask=CAUSAL)

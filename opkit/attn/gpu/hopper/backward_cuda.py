@@ -5,6 +5,9 @@ made a step late; that numbers of rows come into products by one of their own, i
 buffer by itself; that sums go to memory from registers while others multiply; and that three warps which would have nothing to do
 prepare rows of later heads and round gradients of earlier ones beside the products, where other kernels did both before and
 after them. Long calls get it; the kernel in Gluon is called for others, and under ``torch.use_deterministic_algorithms``.
+
+Under segments the blocks of queries that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`); nvcc makes a library of its
+own of that way, when it is first needed.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opkit.attn import program
 from opkit.attn.allocation import overwritten, room_beside, rows
 from opkit.attn.calls import GradientCall, predicate
-from opkit.attn.gpu import plans
+from opkit.attn.gpu import plans, tile_lists
+from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.hopper import backward as gluon
 from opkit.attn.gpu.hopper import forward, library
 from opkit.attn.gpu.hopper.library import Rows
@@ -32,7 +37,10 @@ HEADS = (64, 128)  #: channels
 _PRIORITY = 2  # above the kernel in Gluon
 _FROM = {64: 1024, 128: 512}  #: queries from which on it is the faster one, and keys that each sees; by the larger head
 _PART = 64 * 64  #: floats of a warpgroup's part of the gradient of a block of queries
-_CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those that shall stay in the L2 cache
+_CACHED, _CACHED_SHORT = 36 << 20, 16 << 20
+"""Bytes of queries, their gradients and the sums of those that shall stay in the L2 cache; of calls of up to 1024 queries fewer.
+"Sections" in docs/attention_gpu_figures.md has the figures."""
+_SHORT = 1024
 _KEYS = 128  #: of a tile
 _AHEAD = 2  #: tiles of each multiprocessor, at least, whose queries' rows are prepared before the products begin
 _ALL_AHEAD = 1024  #: queries: of calls with fewer all rows are, since their products leave helpers no time for any
@@ -44,7 +52,18 @@ _INTS = (
     "batch", "heads", "key_heads", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "section",
     "prepared", "tiles", "processors", "device",
 )  # fmt: skip
+_LIST_POINTERS = ("of_queries", "of_keys", "blocks", "counts")
+_LIST_STRIDES = ("queries_batch", "queries_row", "keys_batch", "keys_row", "blocks_batch", "counts_batch")
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Lists(ctypes.Structure):
+    """Numbers of segments, and lists of the blocks that a tile visits, as ``cuda/backward_tiles.cuh`` says."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _LIST_POINTERS),
+        *((name, ctypes.c_int64) for name in _LIST_STRIDES),
+    )
 
 
 class Problem(ctypes.Structure):
@@ -52,6 +71,7 @@ class Problem(ctypes.Structure):
 
     _fields_ = (
         *((name, Rows) for name in _TENSORS),
+        ("lists", Lists),
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int) for name in _INTS),
         ("scale", ctypes.c_float),
@@ -74,9 +94,14 @@ def takes(call: GradientCall) -> bool:
 def fits(call: GradientCall) -> bool:
     """Whether :func:`backward` can compute a call."""
     shape = plans.shape_of(tuple(call.mask), ())
-    plain = call.softcap == 0 and not shape.mask and not shape.lengths
+    plain = call.softcap == 0 and not shape.lengths and (not shape.mask or _of_segments(shape))
     heads = call.q.shape[3] in HEADS and call.v.shape[3] in HEADS
     return gluon.fits(call) and plain and heads and call.q.shape[0] * call.q.shape[1] <= _MOST
+
+
+def _of_segments(shape: plans.Shape) -> bool:
+    """Whether a mask says, beside a band, that queries see keys of their own segment alone."""
+    return len(shape.mask) == 1 and shape.mask[0][0] == program.SEGMENTS
 
 
 def _long(call: GradientCall) -> bool:
@@ -94,7 +119,7 @@ def backward(*given: Any) -> Callable[..., Results]:
     """The gradients of q, k and v, and delta; its arguments are a :class:`~opkit.attn.calls.GradientCall`.
 
     It takes bfloat16 and float16; heads of 64 and 128, those of queries and of values of any two; grouped heads; any numbers of
-    queries and keys but none; no mask or a band; a positive scale; a gradient of the log-sum-exp. What
+    queries and keys but none; no mask, a band, segments or both; a positive scale; a gradient of the log-sum-exp. What
     :func:`opkit.attn.gpu.hopper.backward.backward` says of rounding, of what is hidden, of the order of sums and of strides holds
     here too, and with deterministic algorithms that kernel is called.
 
@@ -107,14 +132,15 @@ def backward(*given: Any) -> Callable[..., Results]:
         shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in (call.q, call.k, call.v))
         raise KernelError(
             f"opkit::attention_backward: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
-            f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of 64 and 128, under a band "
-            "or no mask. Leave the choice to opkit, or force kernel='hopper'."
+            f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of 64 and 128, under bands "
+            "and segments or no mask. Leave the choice to opkit, or force kernel='hopper'."
         )
     return _prepared(call)
 
 
 def _prepared(call: GradientCall) -> Callable[..., Results]:
-    launch = library.launcher_or_none("backward", call.q.dtype)
+    listed = bool(plans.shape_of(tuple(call.mask), ()).mask)
+    launch = library.launcher_or_none("backward_of_lists" if listed else "backward", call.q.dtype)
     if launch is None:
         return gluon.backward.prepare(*call)
     made = [rows(each, each.shape[3], call.heads_inside) for each in call[2:5]]
@@ -136,12 +162,34 @@ def _prepared(call: GradientCall) -> Callable[..., Results]:
         problem = Problem.from_buffer_copy(common)
         for name, tensor in zip(_TENSORS, (*inputs, *results[:3], lse, of_lse), strict=True):
             setattr(problem, name, Rows() if tensor is None else library.rows_of(tensor, tensor.data_ptr()))
+        if listed:
+            problem.lists, _read = _lists(GradientCall(*given))
         problem.delta, problem.total = results[3].data_ptr(), room.data_ptr()
         problem.sums, problem.counter = room.data_ptr() + 4 * total, room.data_ptr() + 4 * (total + sums)
         launch(problem, private.current_stream(gpu))
         return results[0], results[1], results[2], results[3]
 
     return run
+
+
+def _lists(call: GradientCall) -> tuple[Lists, list[Tensor]]:
+    """The blocks of queries that each tile visits, kept with the tensors of the mask; and what is read there."""
+    shape, blocks = plans.shape_of(tuple(call.mask), ()), Blocks(_rows(call), _KEYS, 0, 0)
+    found = tile_lists.lists_of(call, shape, blocks, by_keys=True)
+    ids = [_by_batch(call.mask_tensors[shape.slots[slot][1]]) for slot in shape.mask[0][1:]]
+    read = [*ids, found.tiles, found.counts]
+    strides = [*ids[0].stride(), *ids[1].stride(), found.tiles.stride(0), found.counts.stride(0)]
+    return Lists(*(each.data_ptr() for each in read), *strides), read
+
+
+def _by_batch(ids: Tensor) -> Tensor:
+    """Numbers of segments (batch, rows), the stride by batch 0 where all have the same ones."""
+    return ids.as_strided(ids.shape, (0 if ids.shape[0] == 1 else ids.stride(0), ids.stride(1)))
+
+
+def _rows(call: GradientCall) -> int:
+    """Queries of a block."""
+    return 2 * _PART // _widest(call)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -154,7 +202,7 @@ def readable(x: Tensor) -> Tensor:
 def _room(call: GradientCall) -> tuple[int, int, int]:
     """How many floats the kernels pass one to another: numbers of rows, and the gradient of queries; and counts."""
     batch, heads, queries, _ = call.q.shape
-    block = 2 * _PART // _widest(call)
+    block = _rows(call)
     blocks = batch * heads * -(-queries // block)
     return blocks * block * 8, blocks * 2 * _PART, _COUNTERS + batch * (heads + call.k.shape[1])
 
@@ -165,7 +213,8 @@ def _problem(call: GradientCall) -> Problem:
     shape = plans.shape_of(tuple(call.mask), ())
     group, processors = q.shape[1] // k.shape[1], forward.processors(q.device)
     all_heads, tiles = k.shape[0] * k.shape[1], -(-k.shape[2] // _KEYS)
-    section = min(max(_CACHED // (group * q.shape[2] * _widest(call) * 8), 1), all_heads)
+    cached = _CACHED_SHORT if q.shape[2] <= _SHORT else _CACHED
+    section = forward.evenly(all_heads, cached // (group * q.shape[2] * _widest(call) * 8))
     ahead = all_heads if q.shape[2] < _ALL_AHEAD else max(section, -(-_AHEAD * processors // tiles))
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "key_heads": k.shape[1], "queries": q.shape[2], "keys": k.shape[2],

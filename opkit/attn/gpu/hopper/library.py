@@ -23,8 +23,11 @@ from opkit.kernels.compilation import Request, Unit, build
 Launcher = Callable[[Any, int], None]
 SOURCES = Path(__file__).parent / "cuda"
 _FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
-_INSTEAD = dict.fromkeys(("forward", "backward"), ("hopper_cuda", "hopper")) | {"decode": ("split_cuda", "split")}
+_HOPPER = ("hopper_cuda", "hopper")
+_INSTEAD = {"forward": _HOPPER, "backward": _HOPPER, "decode": ("split_cuda", "split")}
 """By the source, the kernel of the operator's that it is, and the one that calls get without it."""
+_DEFINED = {"backward_of_lists": "#define STEPS_LISTED true\n"}
+"""What a source is told where it is compiled in another way, by a longer name than its own."""
 _TYPES = {torch.bfloat16: ("cuda_bf16.h", "__nv_bfloat16"), torch.float16: ("cuda_fp16.h", "__half")}
 
 
@@ -52,7 +55,7 @@ _refused: set[tuple[str, torch.dtype]] = set()  # what this machine's nvcc could
 
 
 def there(name: str, dtype: torch.dtype) -> bool:
-    """Whether this machine has an nvcc that has not refused ``name``.cu for a dtype."""
+    """Whether this machine has an nvcc that has not refused ``name`` for a dtype."""
     return (name, dtype) not in _refused and compiler_there()
 
 
@@ -64,9 +67,9 @@ def launcher_or_none(name: str, dtype: torch.dtype) -> Launcher | None:
         return launcher(name, dtype)
     except CompileError as error:
         _refused.add((name, dtype))
-        kernel, instead = _INSTEAD[name]
+        file, (kernel, instead) = f"{_source(name)}.cu", _INSTEAD[_source(name)]
         warnings.warn(
-            f"opkit::attention: nvcc could not compile {name}.cu, so that calls get kernel {instead!r} in place of {kernel!r}: "
+            f"opkit::attention: nvcc could not compile {file}, so that calls get kernel {instead!r} in place of {kernel!r}: "
             f"{str(error).splitlines()[0]} It needs CUDA 12.5 or newer, with its headers; OPKIT_NVCC names another nvcc.",
             NoCompilerWarning,
             stacklevel=2,
@@ -74,25 +77,33 @@ def launcher_or_none(name: str, dtype: torch.dtype) -> Launcher | None:
         return None
 
 
+def _source(name: str) -> str:
+    """The source of what has this name."""
+    return name.split("_")[0]
+
+
 def request(name: str, dtype: torch.dtype) -> Request:
-    """What nvcc is asked for: ``name``.cu for elements of a dtype."""
+    """What nvcc is asked for: a source for elements of a dtype, in the way that ``name`` says."""
     header, element = _TYPES[dtype]
-    source = (SOURCES / f"{name}.cu").read_text(encoding="utf-8")
-    text = f'#include <{header}>\nusing T = {element};\n#line 1 "{name}.cu"\n{source}'
-    unit = Unit(f"{name}.cu for {element}", text, "cuda")
+    file = f"{_source(name)}.cu"
+    source = (SOURCES / file).read_text(encoding="utf-8")
+    text = f'#include <{header}>\nusing T = {element};\n{_DEFINED.get(name, "")}#line 1 "{file}"\n{source}'
+    unit = Unit(f"{file} for {element}", text, "cuda")
     return Request(f"hopper_{name}", (unit,), flags=_FLAGS, include_dirs=(SOURCES,))
 
 
 @functools.cache
 def launcher(name: str, dtype: torch.dtype) -> Launcher:
-    """The function that launches the kernels of ``name``.cu: it takes a call, a structure of ctypes, and a stream.
+    """The function that launches the kernels of a source, compiled in the way that ``name`` says.
+
+    It takes a call, a structure of ctypes, and a stream.
 
     Raises:
         ToolchainError: there is no nvcc.
         CompileError: nvcc refused the source.
         KernelError: a launch failed, which is raised by the function.
     """
-    function = ctypes.CDLL(os.fspath(build(request(name, dtype))))[f"hopper_{name}"]
+    function = ctypes.CDLL(os.fspath(build(request(name, dtype))))[f"hopper_{_source(name)}"]
     function.restype, function.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]
 
     def launch(call: ctypes.Structure, stream: int) -> None:
@@ -100,7 +111,7 @@ def launcher(name: str, dtype: torch.dtype) -> Launcher:
         if error:
             raise KernelError(
                 f"opkit::attention: the kernel hopper_{name} was not launched: CUDA's error {error}. Force "
-                f"kernel={_INSTEAD[name][1]!r} to go on without it."
+                f"kernel={_INSTEAD[_source(name)][1]!r} to go on without it."
             )
 
     return launch

@@ -1,6 +1,10 @@
-// The backward on the host. Who includes this file names the elements T.
+// The backward on the host. Who includes this file names the elements T, and may say that steps are listed.
 #include "backward.cuh"
 #include "host.cuh"
+
+#ifndef STEPS_LISTED
+#define STEPS_LISTED false
+#endif
 
 namespace {
 
@@ -31,7 +35,8 @@ cudaError_t launch(Problem problem, cudaStream_t stream) {
 
 template <int D>
 cudaError_t launch_for(const Problem& call, cudaStream_t stream) {
-    return call.banded ? launch<Shape<D, true>>(call, stream) : launch<Shape<D, false>>(call, stream);
+    if (STEPS_LISTED || call.banded) return launch<Shape<D, true, STEPS_LISTED>>(call, stream);
+    return launch<Shape<D, STEPS_LISTED, STEPS_LISTED>>(call, stream);  // where they are listed the kernel above
 }
 
 }  // namespace
@@ -46,4 +51,4 @@ extern "C" __attribute__((visibility("default"))) int hopper_backward(const Prob
 
 // What opkit's tests hold its own description of a call against, and what a block asks for of shared memory.
 extern "C" __attribute__((visibility("default"))) int hopper_backward_call_bytes() { return sizeof(Problem); }
-extern "C" __attribute__((visibility("default"))) int hopper_backward_shared_bytes() { return Shape<128, true>::SHARED; }
+extern "C" __attribute__((visibility("default"))) int hopper_backward_shared_bytes() { return Shape<128, true, STEPS_LISTED>::SHARED; }

@@ -10,75 +10,11 @@
 #pragma once
 
 #include "backward_helpers.cuh"
+#include "backward_hidden.cuh"
 
 namespace {
 
 using namespace sm90;
-
-// ---- what is hidden, and what is not finite -------------------------------------------------------------------------------
-
-// Zeros in place of what is not finite: times the zero of what is hidden it would be NaN.
-SM90 uint32_t finite(uint32_t both) {
-    constexpr uint32_t TOP = std::is_same<T, __half>::value ? 0x7C00u : 0x7F80u;
-    if ((both & TOP) == TOP) both &= 0xFFFF0000u;
-    if ((both >> 16 & TOP) == TOP) both &= 0x0000FFFFu;
-    return both;
-}
-
-template <int BYTES>
-SM90 void clean(uint32_t at, int lane) {
-#pragma unroll 1
-    for (int i = lane * 16; i < BYTES; i += LANES * 16) {
-        const int4 x = load_four(at + i);
-        const int4 y{int(finite(x.x)), int(finite(x.y)), int(finite(x.z)), int(finite(x.w))};
-        if (x.x != y.x || x.y != y.y || x.z != y.z || x.w != y.w) store_four(at + i, y);
-    }
-}
-
-// Of a block of queries, and of a warp's keys.
-template <class S>
-SM90 void clean_all(uint32_t rows, uint32_t keys, int warp, int lane) {
-    clean<S::BLOCK_BYTES>(rows, lane);
-#pragma unroll 1
-    for (int c = 0; c < S::BOXES; c++) clean<16 * ROW_BYTES>(keys + c * S::KEY_BOX + warp * 16 * ROW_BYTES, lane);
-}
-
-// Whether a query or a key is not finite, by its logits.
-template <int N>
-SM90 bool not_finite(const float (&s)[N]) {
-    bool found = false;
-#pragma unroll
-    for (int i = 0; i < N; i++) found |= !(fabsf(s[i]) < INFINITY);
-    return found;
-}
-
-// Whether some of the queries from `row` do not see some of 64 keys from `at`, or are not there.
-template <class S>
-SM90 bool partial(const Problem& problem, int row, int at) {
-    bool found = row + S::ROWS > problem.queries || at + HALF > problem.keys;
-    if (S::BANDED) found |= at + (HALF - 1) - row > problem.upper || at - row - (S::ROWS - 1) < problem.lower;
-    return found;
-}
-
-// -infinity where a query does not see a key; s is (keys from `at`, queries from `row`).
-template <class S, int N>
-SM90 void hide(const Problem& problem, float (&s)[N], int row, int at, int warp, int lane) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const int key = at + 16 * warp + lane / 4 + 8 * h, here = row + 2 * (lane % 4);
-        int past = problem.queries, from = here;
-        if (S::BANDED) past = min(past, key - problem.lower + 1), from = key - problem.upper;
-        if (key >= problem.keys) past = 0;
-        past -= here, from -= here;
-#pragma unroll
-        for (int j = 0; j < N / 4; j++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int x = 8 * j + i;
-                if (x >= past || (S::BANDED && x < from)) s[4 * j + 2 * h + i] = -INFINITY;
-            }
-    }
-}
 
 // ---- products -------------------------------------------------------------------------------------------------------------
 
@@ -185,16 +121,15 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
 #pragma unroll
         for (int i = 0; i < S::D / 2; i++) dk[i] = dv[i] = 0;
         hold(dk), hold(dv);  // else they are set later, when products are under way
-        int block = tile.first;
+        int block = tile.first, left = tile.steps;  // the latter of a head, where they are listed
         int64_t of_head = int64_t(batch * problem.heads + key_head * group) * blocks, before = 0;
         const auto begin = [&](int it) {  // a step's logits
             multiply_rows<S>(s, my_keys, base + S::Q, it % STAGES, base + S::POWERS);
         };
         const auto step = [&](auto follows, bool more) {  // whether another step of the tile came before it, or comes
             constexpr bool FOLLOWS = decltype(follows)::value;
-            const int slot = it % STAGES, row = block * S::ROWS;
+            const int slot = it % STAGES;
             const uint32_t parity = it / STAGES & 1;
-            const bool part = partial<S>(problem, row, at);
             bool odd = false;
             float dp[S::ROWS / 2], dq[HALF / 2];
             uint32_t weights[S::ROWS / 4], slopes[S::ROWS / 4];
@@ -202,6 +137,14 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
                 wait(barriers + Q_FULL + slot * 8, parity);
                 begin(it);
             }
+            bool part;
+            if constexpr (S::LISTED) {
+                const int4 told = load_four(base + S::STEPS_TOLD + slot * 16);
+                block = __shfl_sync(~0u, told.x, 0), part = __shfl_sync(~0u, told.y, 0);
+            } else {
+                part = partial<S>(problem, block * S::ROWS, at);
+            }
+            const int row = block * S::ROWS;
             if (!FOLLOWS) wait(barriers + V_FULL, n & 1);
             wait(barriers + G_FULL + slot * 8, parity);
             multiply_rows<S>(dp, my_values, base + S::G, slot, base + S::DELTAS);
@@ -212,6 +155,7 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             if (part) {
                 if (S::BANDED) odd = __any_sync(~0u, not_finite(s));
                 hide<S>(problem, s, row, at, warp, lane);
+                if (S::LISTED) hide_others<S>(problem, s, batch, row, at, warp, lane);
             }
 #pragma unroll
             for (int j = 0; j < S::ROWS / 2; j++) s[j] = exp2_approx(s[j] * problem.factor);
@@ -219,13 +163,14 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             if (S::ROWS == HALF) narrow(s, weights);  // else there are no registers for it yet
             products_wait<0>();
             hold(dp);
+            if (S::LISTED && part) odd |= __any_sync(~0u, not_finite(dp));
             multiply_weights(dp, s, part);
             narrow(dp, slopes);
             if (S::ROWS > HALF) narrow(s, weights);
 
             wait(barriers + SLOPES_EMPTY + slot * 8, parity ^ 1);
             put(my_slopes + slot * S::SLOPE_BYTES, slopes);
-            if (S::BANDED && odd) clean_all<S>(base + S::Q + slot * S::BLOCK_BYTES, my_keys, warp, lane);
+            if (S::BANDED && odd) clean_all<S>(base, slot, my_keys, warp, lane);
             fence_stores();
             __syncwarp();
             free(SLOPES_FULL + slot * 8);
@@ -254,7 +199,11 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             hold(dk), hold(dv), hold(slopes);
             free(Q_EMPTY + slot * 8);
             before = of_head + block;
-            if (++block == tile.first + tile.steps) block = tile.first, of_head += blocks;
+            if constexpr (S::LISTED) {
+                if (--left == 0) left = tile.steps, of_head += blocks;
+            } else {
+                if (++block == tile.first + tile.steps) block = tile.first, of_head += blocks;
+            }
             it++;
         };
         if (total > 0) {

@@ -45,7 +45,10 @@ template <class S>
 SM90 void tell_row(const Problem& problem, int of_head, int row, const Numbers& numbers, float sum) {
     const float delta = sum - numbers.gradient;
     float4* to = reinterpret_cast<float4*>(sums_of<S>(problem, of_head, row / S::ROWS)) + row % S::ROWS;
-    to[0] = in_parts(numbers.power == -INFINITY ? -INFINITY : -numbers.power / problem.scale);
+    float power = -numbers.power / problem.scale;
+    if (numbers.power == -INFINITY) power = -INFINITY;
+    else if (S::LISTED && !(fabsf(delta) < INFINITY)) power = NAN;  // what the row sees is to be NaN, though its gradient be cleaned
+    to[0] = in_parts(power);
     to[S::ROWS] = in_parts(-delta);
     if (row < problem.queries) problem.delta[int64_t(of_head) * problem.queries + row] = delta;
 }

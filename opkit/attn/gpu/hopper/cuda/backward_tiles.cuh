@@ -17,9 +17,18 @@ constexpr int STAGES = 2;                              // blocks of queries that
 constexpr int THREADS = 3 * WARPGROUP, ROW_THREADS = 256;
 constexpr int WORKERS = 2 * LANES, FIRST_WORKER = THREADS - WORKERS;  // threads that do what goes before products, and after
 
+// Segments: query i sees key j only if their numbers are the same. Then tiles have lists of the blocks of queries that see some of
+// their keys: those that see all of them from its front on, the others from its back; and the numbers of the first and of all.
+struct Lists {
+    const int *of_queries, *of_keys;  // (batch, rows), by strides
+    const int *blocks, *counts;       // (batch, tiles of a head, blocks) and (.., tiles, 2), dense but for batch
+    int64_t queries_batch, queries_row, keys_batch, keys_row, blocks_batch, counts_batch;
+};
+
 // A call. Query i sees key j if lower <= j - i <= upper, where there is a band. opkit/attn/gpu/hopper/backward_cuda.py fills it.
 struct Problem {
     Rows q, k, v, out, gradient, of_q, of_k, of_v, lse, of_lse;  // of_lse: no data if there is no gradient of the log-sum-exp
+    Lists lists;
     float* delta;  // (batch, heads, queries), dense
     float* sums;   // of a block of rows: -lse / scale, then -delta, four floats each
     float* total;  // of a block of rows: two parts of the gradient of queries, in the order of threads
@@ -43,11 +52,12 @@ constexpr int K_FULL = 0, V_FULL = 8, Q_FULL = 16, G_FULL = 32, ITEM_FULL = 48;
 constexpr int K_EMPTY = 64, V_EMPTY = 72, Q_EMPTY = 80, G_EMPTY = 96, SLOPES_FULL = 112, SLOPES_EMPTY = 128, SUMMED = 144;
 constexpr int ITEM_DONE = 160, BARRIER_BYTES = 176;
 
-// How shared memory is laid out for heads of D channels: D / 64 boxes of keys, values, queries and gradients of results.
-template <int D_, bool BANDED_>
+// How shared memory is laid out for heads of D channels: D / 64 boxes of keys, values, queries and gradients of results. LISTED:
+// there are segments, and a list of the blocks that a tile visits.
+template <int D_, bool BANDED_, bool LISTED_>
 struct Shape {
     static constexpr int D = D_, ROWS = 2 * PART / D;  // queries of a step
-    static constexpr bool BANDED = BANDED_;
+    static constexpr bool BANDED = BANDED_, LISTED = LISTED_;
     static constexpr bool AHEAD = D == 64;  // the next logits are begun before a step ends
     static constexpr int BOXES = D / COLUMNS, KEY_BOX = KEYS * ROW_BYTES, ROW_BOX = ROWS * ROW_BYTES;
     static constexpr int KEY_BYTES = BOXES * KEY_BOX, BLOCK_BYTES = BOXES * ROW_BOX, SLOPE_BYTES = 2 * ROW_BOX;
@@ -58,7 +68,8 @@ struct Shape {
     static constexpr int ROUNDED = ITEMS + STAGES * BLOCK_BYTES;  // parts of the gradient of queries that helpers store
     static constexpr int POWERS = ROUNDED + STAGES * PART * 2, DELTAS = POWERS + STAGES * SUM_ROOM;
     static constexpr int ROW_SUMS = DELTAS + STAGES * SUM_ROOM, TOLD = ROW_SUMS + STAGES * ROWS / 2 * 4, ITEMS_TOLD = TOLD + 2 * 16;
-    static constexpr int BARRIERS = ITEMS_TOLD + STAGES * 16, BYTES = BARRIERS + BARRIER_BYTES;
+    static constexpr int STEPS_TOLD = ITEMS_TOLD + STAGES * 16;  // of listed steps the block, and whether some see not all keys
+    static constexpr int BARRIERS = STEPS_TOLD + (LISTED ? STAGES * 16 : 0), BYTES = BARRIERS + BARRIER_BYTES;
     static constexpr int SHARED = BYTES + 1024;  // boxes begin at multiples of 1024
 };
 
@@ -71,8 +82,8 @@ SM90 int* summed(const Problem& problem, int key_head) { return problem.counter 
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------------
 
-// How many blocks of queries of a head a tile has, -1 after the last tile; the first of them; the first key; the head of keys, of
-// all batches.
+// How many blocks of queries of a head a tile has, -1 after the last tile; the first of them, or where they are listed how many see all
+// of its keys; the first key; the head of keys, of all batches.
 struct Tile {
     int steps, first, at, head;
 };
@@ -82,13 +93,39 @@ SM90 int blocks_of(const Problem& problem) { return (problem.queries + S::ROWS -
 
 SM90 int tiles_of_head(const Problem& problem) { return (problem.keys + KEYS - 1) / KEYS; }
 
+// Where a tile's counts and list are.
+SM90 const int* counts_of_tile(const Problem& problem, const Tile& tile) {
+    return problem.lists.counts + tile.head / problem.key_heads * problem.lists.counts_batch + tile.at / KEYS * 2;
+}
+template <class S>
+SM90 int64_t place_of_list(const Problem& problem, const Tile& tile) {
+    return tile.head / problem.key_heads * problem.lists.blocks_batch + int64_t(tile.at / KEYS) * blocks_of<S>(problem);
+}
+
+// Where steps are listed, those come first in which some queries do not see some keys: at the back of the list.
+SM90 bool partial_by_list(const Tile& tile, int step) { return step < tile.steps - tile.first; }
+template <class S>
+SM90 int place_in_list(const Problem& problem, const Tile& tile, int step) {
+    return partial_by_list(tile, step) ? blocks_of<S>(problem) - 1 - step : step - (tile.steps - tile.first);
+}
+
+// The block of queries of a step.
+template <class S>
+SM90 int block_of(const Problem& problem, const Tile& tile, int step) {
+    if (!S::LISTED) return tile.first + step;
+    return problem.lists.blocks[place_of_list<S>(problem, tile) + place_in_list<S>(problem, tile, step)];
+}
+
 template <class S>
 SM90 Tile tile_of(const Problem& problem, int number) {
     const int of_head = tiles_of_head(problem), size = problem.section * of_head;
     const int first = number / size * problem.section, rest = number % size;
     const int width = min(problem.section, problem.tiles / of_head - first);
     Tile tile{blocks_of<S>(problem), 0, rest / width * KEYS, first + rest % width};
-    if (S::BANDED) {
+    if (S::LISTED) {
+        const int* counts = counts_of_tile(problem, tile);
+        tile.first = counts[0], tile.steps = counts[1];
+    } else if (S::BANDED) {
         const int last = min(min(tile.at + KEYS, problem.keys) - 1 - problem.lower, problem.queries - 1);
         tile.first = max(tile.at - problem.upper, 0) / S::ROWS;
         tile.steps = max((max(last, -1) + S::ROWS) / S::ROWS - tile.first, 0);
@@ -121,20 +158,23 @@ struct Loader {
     __device__ __forceinline__ uint32_t barrier(int which) const { return base + S::BARRIERS + which; }
     __device__ __forceinline__ uint32_t place_of(int n) const { return base + S::TOLD + (n & 1) * 16; }
 
-    // A block of rows of a head, with numbers of these, once the buffer is free.
-    __device__ __forceinline__ void load_block(int full, int empty, int to, const CUtensorMap* map, int head, int block, int numbers,
+    // A block of rows of a head, with numbers of these.
+    __device__ __forceinline__ void load_block(int full, int to, const CUtensorMap* map, int head, int block, int numbers,
                                                const float* sums) const {
         const int slot = it % STAGES;
-        wait(barrier(empty + slot * 8), (it / STAGES & 1) ^ 1);
         expect_bytes(barrier(full + slot * 8), S::BLOCK_BYTES + S::SUM_BYTES);
         load_boxes(base + to + slot * S::BLOCK_BYTES, map, barrier(full + slot * 8), block * S::ROWS, head % problem.heads, head / problem.heads);
         load_bytes(base + numbers + slot * S::SUM_ROOM, sums, S::SUM_BYTES, barrier(full + slot * 8));
     }
-    __device__ __forceinline__ void load_rows(int head, int block) const {
-        load_block(Q_FULL, Q_EMPTY, S::Q, &maps.q, head, block, S::POWERS, sums_of<S>(problem, head, block));
+    __device__ __forceinline__ void wait_empty(int empty) const { wait(barrier(empty + it % STAGES * 8), (it / STAGES & 1) ^ 1); }
+    __device__ __forceinline__ void load_rows(int head, int block, bool part) const {
+        wait_empty(Q_EMPTY);
+        if (S::LISTED) store_four(base + S::STEPS_TOLD + it % STAGES * 16, {block, part, 0, 0});
+        load_block(Q_FULL, S::Q, &maps.q, head, block, S::POWERS, sums_of<S>(problem, head, block));
     }
     __device__ __forceinline__ void load_gradients(int head, int block) const {
-        load_block(G_FULL, G_EMPTY, S::G, &maps.gradient, head, block, S::DELTAS, sums_of<S>(problem, head, block) + S::SUM_FLOATS);
+        wait_empty(G_EMPTY);
+        load_block(G_FULL, S::G, &maps.gradient, head, block, S::DELTAS, sums_of<S>(problem, head, block) + S::SUM_FLOATS);
     }
     __device__ __forceinline__ void load_keys(int full, int to, const CUtensorMap* map, const Tile& tile) const {
         expect_bytes(barrier(full), S::KEY_BYTES);
@@ -166,10 +206,10 @@ struct Loader {
         tell_summed(n - 1);
     }
     __device__ __forceinline__ void load_tile(int n, const Tile& tile) {
-        const int group = problem.heads / problem.key_heads, last = tile.first + tile.steps;
-        int head = tile.head * group, block = tile.first;
+        const int group = problem.heads / problem.key_heads;
+        int head = tile.head * group, step = 0, block = block_of<S>(problem, tile, 0);
         wait_ready(head);
-        load_rows(head, block);
+        load_rows(head, block, partial_by_list(tile, 0));
         tell(n, tile);
         load_keys(K_FULL, S::K, &maps.k, tile);
         load_gradients(head, block);
@@ -178,12 +218,15 @@ struct Loader {
         tell_summed(n - 1);
         for (int heads = head + group;;) {
             it++;
-            if (++block == last) {
+            const int4 x = load_four(place_of(n));
+            if (++step == x.x) {
                 if (++head == heads) break;
-                block = load_four(place_of(n)).y;
+                step = 0;
                 wait_ready(head);
             }
-            load_rows(head, block);
+            const Tile same{x.x, x.y, x.z, x.w};
+            block = block_of<S>(problem, same, step);
+            load_rows(head, block, partial_by_list(same, step));
             load_gradients(head, block);
         }
     }
