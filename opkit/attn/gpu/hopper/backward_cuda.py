@@ -163,7 +163,7 @@ def _prepared(call: GradientCall) -> Callable[..., Results]:
         for name, tensor in zip(_TENSORS, (*inputs, *results[:3], lse, of_lse), strict=True):
             setattr(problem, name, Rows() if tensor is None else library.rows_of(tensor, tensor.data_ptr()))
         if listed:
-            problem.lists, _read = _lists(GradientCall(*given))
+            problem.lists, _read = _lists(GradientCall(*given))  # held until the launch
         problem.delta, problem.total = results[3].data_ptr(), room.data_ptr()
         problem.sums, problem.counter = room.data_ptr() + 4 * total, room.data_ptr() + 4 * (total + sums)
         launch(problem, private.current_stream(gpu))
