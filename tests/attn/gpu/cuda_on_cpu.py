@@ -64,8 +64,7 @@ def on_cpu(monkeypatch, folder: Path, defect: tuple[str, str] = ("", ""), proces
 
     @functools.cache
     def launcher(name: str, dtype: torch.dtype):
-        source = name.split("_")[0]
-        function = ctypes.CDLL(str(build(name, dtype, folder, defect)))[f"hopper_{source}"]
+        function = ctypes.CDLL(str(build(name, dtype, folder, defect)))[f"hopper_{library.source_of(name)}"]
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
         def launch(call: ctypes.Structure, stream: int) -> None:

@@ -15,7 +15,8 @@ from hopper_masks import documents, packed, shuffled
 from opkit.attn import gradients, program, reference
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu import tile_lists
-from opkit.attn.gpu.hopper import backward_cuda
+from opkit.attn.gpu.hopper import backward as gluon
+from opkit.attn.gpu.hopper import backward_cuda, library
 
 GRADIENTS = {  # (batch, heads of queries and of keys, queries, keys, head, columns), and what else
     "one tile": ((1, (1, 1), 128, 128, 64, 64), {}),
@@ -249,6 +250,21 @@ class TestSegments:
         )
         call[7][:] = [ids.repeat_interleave(3, 1)[:, ::3], ids.t().contiguous().t()]
         assert off(backward_cuda.backward(*call), expected) < 2 * torch.finfo(BF16).eps
+
+
+def test_nvcc_is_not_asked_for_what_deterministic_algorithms_leave_to_gluon(machine, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        library, "launcher_or_none", lambda name, dtype: asked.append(name) or (lambda call, stream: None)
+    )
+    monkeypatch.setattr(gluon.backward, "prepare", lambda *given: lambda *again: "another")
+    call, _ = gradient_call((1, (1, 1), 128, 128, 64, 64))
+    run, found = backward_cuda.backward.prepare(*call), []
+    for ordered in (True, False, True, False):
+        torch.use_deterministic_algorithms(ordered)
+        found.append((run(*call) == "another", len(asked)))
+    torch.use_deterministic_algorithms(False)
+    assert found == [(True, 0), (False, 1), (True, 1), (False, 1)]
 
 
 # ---- the machine finds what it is for ---------------------------------------------------------------------------------

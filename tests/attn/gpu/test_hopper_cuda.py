@@ -102,7 +102,7 @@ def test_decoding_compiles_without_spills(dtype, tmp_path, record_property):
 )
 def test_a_call_is_laid_out_as_in_the_source(name, problem, dtype):
     built = ctypes.CDLL(str(compilation.build(library.request(name, dtype))))
-    source = name.split("_")[0]
+    source = library.source_of(name)
     assert built[f"hopper_{source}_call_bytes"]() == ctypes.sizeof(problem)
     assert built[f"hopper_{source}_shared_bytes"]() <= SHARED
 

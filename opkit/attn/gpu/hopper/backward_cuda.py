@@ -67,7 +67,7 @@ class Lists(ctypes.Structure):
 
 
 class Problem(ctypes.Structure):
-    """A call, as ``cuda/backward.cuh`` says."""
+    """A call, as ``cuda/backward_tiles.cuh`` says."""
 
     _fields_ = (
         *((name, Rows) for name in _TENSORS),
@@ -135,7 +135,17 @@ def backward(*given: Any) -> Callable[..., Results]:
             f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of 64 and 128, under bands "
             "and segments or no mask. Leave the choice to opkit, or force kernel='hopper'."
         )
-    return _prepared(call)
+    runs: dict[
+        bool, Callable[..., Results]
+    ] = {}  # by whether algorithms are deterministic; nvcc is needed for one of them
+
+    def run(*given: Any) -> Results:
+        ordered = private.deterministic()
+        if ordered not in runs:
+            runs[ordered] = gluon.backward.prepare(*given) if ordered else _prepared(GradientCall(*given))
+        return runs[ordered](*given)
+
+    return run
 
 
 def _prepared(call: GradientCall) -> Callable[..., Results]:
@@ -148,13 +158,8 @@ def _prepared(call: GradientCall) -> Callable[..., Results]:
     new = [overwritten(each) for each in (*made, delta)]
     common, gpu = _problem(call), call.q.get_device()
     sums, total, counts = _room(call)
-    ordered: list[Callable[..., Any]] = []  # the kernel in Gluon, made when it is first asked for
 
     def run(*given: Any) -> Results:
-        if private.deterministic():
-            if not ordered:
-                ordered.append(gluon.backward.prepare(*given))
-            return ordered[0](*given)
         gradient, of_lse, q, k, v, out, lse = given[:7]
         results = [each() for each in new]
         room = room_beside(q, sums + total + counts, torch.float32)
@@ -176,15 +181,11 @@ def _lists(call: GradientCall) -> tuple[Lists, list[Tensor]]:
     """The blocks of queries that each tile visits, kept with the tensors of the mask; and what is read there."""
     shape, blocks = plans.shape_of(tuple(call.mask), ()), Blocks(_rows(call), _KEYS, 0, 0)
     found = tile_lists.lists_of(call, shape, blocks, by_keys=True)
-    ids = [_by_batch(call.mask_tensors[shape.slots[slot][1]]) for slot in shape.mask[0][1:]]
-    read = [*ids, found.tiles, found.counts]
-    strides = [*ids[0].stride(), *ids[1].stride(), found.tiles.stride(0), found.counts.stride(0)]
-    return Lists(*(each.data_ptr() for each in read), *strides), read
-
-
-def _by_batch(ids: Tensor) -> Tensor:
-    """Numbers of segments (batch, rows), the stride by batch 0 where all have the same ones."""
-    return ids.as_strided(ids.shape, (0 if ids.shape[0] == 1 else ids.stride(0), ids.stride(1)))
+    slots = plans.slots_of(shape, call.mask_tensors, [], (*call.q.shape[:3], call.k.shape[2]), of_biases=False)
+    of_queries, of_keys = (slots[number] for number in shape.mask[0][1:])  # by batch, head, query and key
+    strides = (of_queries.stride(0), of_queries.stride(2), of_keys.stride(0), of_keys.stride(3))
+    read = [of_queries, of_keys, found.tiles, found.counts]
+    return Lists(*(each.data_ptr() for each in read), *strides, found.tiles.stride(0), found.counts.stride(0)), read
 
 
 def _rows(call: GradientCall) -> int:

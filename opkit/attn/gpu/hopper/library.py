@@ -67,7 +67,7 @@ def launcher_or_none(name: str, dtype: torch.dtype) -> Launcher | None:
         return launcher(name, dtype)
     except CompileError as error:
         _refused.add((name, dtype))
-        file, (kernel, instead) = f"{_source(name)}.cu", _INSTEAD[_source(name)]
+        file, (kernel, instead) = f"{source_of(name)}.cu", _INSTEAD[source_of(name)]
         warnings.warn(
             f"opkit::attention: nvcc could not compile {file}, so that calls get kernel {instead!r} in place of {kernel!r}: "
             f"{str(error).splitlines()[0]} It needs CUDA 12.5 or newer, with its headers; OPKIT_NVCC names another nvcc.",
@@ -77,15 +77,19 @@ def launcher_or_none(name: str, dtype: torch.dtype) -> Launcher | None:
         return None
 
 
-def _source(name: str) -> str:
-    """The source of what has this name."""
+def source_of(name: str) -> str:
+    """The source that a name begins with, without its ending.
+
+    >>> source_of("backward_of_lists")
+    'backward'
+    """
     return name.split("_")[0]
 
 
 def request(name: str, dtype: torch.dtype) -> Request:
     """What nvcc is asked for: a source for elements of a dtype, in the way that ``name`` says."""
     header, element = _TYPES[dtype]
-    file = f"{_source(name)}.cu"
+    file = f"{source_of(name)}.cu"
     source = (SOURCES / file).read_text(encoding="utf-8")
     text = f'#include <{header}>\nusing T = {element};\n{_DEFINED.get(name, "")}#line 1 "{file}"\n{source}'
     unit = Unit(f"{file} for {element}", text, "cuda")
@@ -103,7 +107,7 @@ def launcher(name: str, dtype: torch.dtype) -> Launcher:
         CompileError: nvcc refused the source.
         KernelError: a launch failed, which is raised by the function.
     """
-    function = ctypes.CDLL(os.fspath(build(request(name, dtype))))[f"hopper_{_source(name)}"]
+    function = ctypes.CDLL(os.fspath(build(request(name, dtype))))[f"hopper_{source_of(name)}"]
     function.restype, function.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]
 
     def launch(call: ctypes.Structure, stream: int) -> None:
@@ -111,7 +115,7 @@ def launcher(name: str, dtype: torch.dtype) -> Launcher:
         if error:
             raise KernelError(
                 f"opkit::attention: the kernel hopper_{name} was not launched: CUDA's error {error}. Force "
-                f"kernel={_INSTEAD[_source(name)][1]!r} to go on without it."
+                f"kernel={_INSTEAD[source_of(name)][1]!r} to go on without it."
             )
 
     return launch

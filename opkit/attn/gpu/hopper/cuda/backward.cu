@@ -35,8 +35,8 @@ cudaError_t launch(Problem problem, cudaStream_t stream) {
 
 template <int D>
 cudaError_t launch_for(const Problem& call, cudaStream_t stream) {
-    if (STEPS_LISTED || call.banded) return launch<Shape<D, true, STEPS_LISTED>>(call, stream);
-    return launch<Shape<D, STEPS_LISTED, STEPS_LISTED>>(call, stream);  // where they are listed the kernel above
+    if constexpr (STEPS_LISTED) return launch<Shape<D, true, true>>(call, stream);
+    else return call.banded ? launch<Shape<D, true, false>>(call, stream) : launch<Shape<D, false, false>>(call, stream);
 }
 
 }  // namespace
