@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cuda_on_cpu import on_cpu
 
 from opkit.attn import gradients
-from opkit.attn.gpu.hopper import backward, forward, library
+from opkit.attn.gpu.hopper import backward, forward, forward_cuda, library
 from opkit.attn.operator import attention_operator
 from opkit.op.operator import use_kernel
 from opkit.testing import Interpreter
@@ -41,6 +41,7 @@ class OnGpu:
     narrow = torch.bfloat16
 
     def __call__(self, op, *args, kernel="triton"):
+        attention_operator()  # gives the operators of gradients their kernels too
         found = OPERATORS[op]()
         there = pytree.tree_map_only(torch.Tensor, lambda x: x.cuda(), args)
         with use_kernel(found, kernel):
@@ -70,6 +71,15 @@ def a_hopper(monkeypatch):
     for module in (forward, backward):
         monkeypatch.setattr(module, "on_hopper", lambda x: True)
     monkeypatch.setattr(library, "compiler_there", lambda: True)
+
+
+@pytest.fixture(params=["64", "64, few keys", "128", "256"])
+def head(request, monkeypatch):
+    """Channels of a head, for each way that the forward in CUDA C++ lays out its work; calls of tests have few keys."""
+    size, _, few = request.param.partition(",")
+    if not few:
+        monkeypatch.setattr(forward_cuda, "_BRIEF", (0, 0))
+    return int(size)
 
 
 @pytest.fixture(scope="module")

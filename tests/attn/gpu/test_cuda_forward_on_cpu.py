@@ -33,18 +33,16 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys), and what else
 }
 
 
-@pytest.mark.parametrize(("head", "dtype"), [(64, BF16), (64, FP16), (128, BF16), (256, FP16)])
 @pytest.mark.parametrize("case", CALLS)
 class TestForwardNumbers:
-    def test_are_the_references(self, machine, head, case, dtype):
-        sizes, what = CALLS[case]
+    def test_are_the_references(self, machine, head, case):
+        (sizes, what), dtype = CALLS[case], BF16 if head == 128 else FP16
         given = arguments(
             *filled(*sizes, head, head, dtype=dtype, heads_inside=what.get("heads_inside", False)), **what
         )
         compared(given, forward_cuda.forward(*given))
 
 
-@pytest.mark.parametrize("head", forward_cuda.GROUPS)
 class TestForward:
     @pytest.mark.parametrize("order", range(1, 5))
     @pytest.mark.parametrize("mask", [(), CAUSAL, (program.BAND, -150, 20)])
@@ -109,7 +107,8 @@ DEFECTS = {
         "if (i + 1 < work.steps) shared.keys.wait_full();",
         "if (i + 2 < work.steps) shared.keys.wait_full();",
     ),
-    "a weight too many": ("column <= last ?", "column <= last + 1 ?"),
+    "a weight too many": (": end) - column)", ": end) + 1 - column)"),
+    "a weight too few": ("problem.lower - column - 1)", "problem.lower - column)"),
     "a buffer that is never freed": ("    skip(shared.values, done.after);\n", ""),
 }
 DEFECTS_OF_TURNS = {
@@ -124,7 +123,8 @@ DEFECTS_OF_TURNS = {
 class TestDefects:
     @pytest.mark.parametrize(
         ("case", "head"),
-        [*((case, head) for case in DEFECTS for head in (64, 256)), *((case, 128) for case in DEFECTS_OF_TURNS)],
+        [*((case, head) for case in DEFECTS for head in ("64", "256")), *((case, "128") for case in DEFECTS_OF_TURNS)],
+        indirect=["head"],
     )
     def test_of_the_forward_are_found(self, case, head, tmp_path):
         given = arguments(*filled(1, (3, 1), 500, 700, head, head), mask=(program.BAND, -250, 100))

@@ -58,8 +58,8 @@ def resources(name, dtype, folder):
 def test_the_forward_compiles_without_spills(dtype, tmp_path, record_property):
     found = resources("forward", dtype, tmp_path)
     record_property("resources", str(found))
-    # Registers before they are shared out, of heads of 64, and of 128 and 256; under a band, and without.
-    assert sorted(found.values()) == [(128, 0, 0)] * 2 + [(168, 0, 0)] * 4
+    # Registers before they are shared out, of heads of 64 and few keys, of 64, and of 128 and 256; under a band, and without.
+    assert sorted(found.values()) == [(96, 0, 0)] * 2 + [(128, 0, 0)] * 2 + [(168, 0, 0)] * 4
 
 
 @with_nvcc
@@ -125,16 +125,23 @@ def test_without_nvcc_there_is_none(monkeypatch):
 # ---- which calls it takes --------------------------------------------------------------------------------------------
 
 
-LONG = {"causal": CAUSAL, "bottom right": bottom_right(8192, 8192), "a window": (program.BAND, -1024, 0)}
+TAKEN = {  # by heads, queries and keys, and a mask
+    **{f"{head}, {name}": (head, 8192, mask) for head in cuda.GROUPS for name, mask in (
+        ("causal", CAUSAL), ("bottom right", bottom_right(8192, 8192)), ("a window", (program.BAND, -1024, 0)), ("no mask", ()),
+    )},
+    "64, short": (64, 512, CAUSAL),
+    "64, short, no mask": (64, 512, ()),
+    "64, a narrow window": (64, 8192, (program.BAND, -150, 0)),
+    "128, short": (128, 384, CAUSAL),
+    "256, short": (256, 512, CAUSAL),
+}  # fmt: skip
 OTHERS = {
-    "no mask": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64)),
-    "short": lambda: arguments(*shaped((4, 2), 1024, 1024, 64, 64), mask=CAUSAL),
-    "a narrow window": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=(program.BAND, -100, 0)),
-    "few queries": lambda: arguments(*shaped((4, 2), 64, 8192, 64, 64), mask=bottom_right(64, 8192)),
-    "128, no mask": lambda: arguments(*shaped((4, 2), 8192, 8192, 128, 128)),
-    "128, short": lambda: arguments(*shaped((4, 2), 511, 511, 128, 128), mask=CAUSAL),
-    "256, short": lambda: arguments(*shaped((4, 2), 512, 8192, 256, 256)),
-    "256, a narrow window": lambda: arguments(*shaped((4, 2), 8192, 8192, 256, 256), mask=(program.BAND, -100, 0)),
+    "shorter": (64, 511, CAUSAL),
+    "a narrower window": (64, 8192, (program.BAND, -100, 0)),
+    "128, shorter": (128, 383, CAUSAL),
+    "128, shorter, no mask": (128, 1023, ()),
+    "256, shorter, no mask": (256, 1023, ()),
+    "256, a narrow window": (256, 8192, (program.BAND, -100, 0)),
 }
 REFUSED = {
     "other heads": lambda: arguments(*shaped((4, 2), 8192, 8192, 96, 96), mask=CAUSAL),
@@ -152,19 +159,43 @@ REFUSED = {
 }
 
 
+def call_of(head, length, mask):
+    return Call(*arguments(*shaped((4, 2), length, length, head, head), mask=mask))
+
+
 @pytest.mark.usefixtures("a_hopper")
 class TestTakes:
-    @pytest.mark.parametrize("head", cuda.GROUPS)
-    @pytest.mark.parametrize("case", LONG)
-    def test_long_bands(self, case, head):
-        assert cuda.takes(Call(*arguments(*shaped((4, 2), 8192, 8192, head, head), mask=LONG[case])))
+    @pytest.mark.parametrize("case", TAKEN)
+    def test_these(self, case):
+        assert cuda.takes(call_of(*TAKEN[case]))
 
-    def test_wide_heads_without_a_mask(self):
-        assert cuda.takes(Call(*arguments(*shaped((4, 2), 8192, 8192, 256, 256))))
+    @pytest.mark.parametrize("case", OTHERS)
+    def test_no_shorter_ones(self, case):
+        assert not cuda.takes(call_of(*OTHERS[case]))
 
-    @pytest.mark.parametrize("case", [*OTHERS, *REFUSED])
-    def test_no_others(self, case):
-        assert not cuda.takes(Call(*(OTHERS | REFUSED)[case]()))
+    def test_none_of_few_queries(self):
+        assert not cuda.takes(Call(*arguments(*shaped((4, 2), 64, 8192, 64, 64), mask=bottom_right(64, 8192))))
+
+    @pytest.mark.parametrize("case", REFUSED)
+    def test_none_that_it_refuses(self, case):
+        assert not cuda.takes(Call(*REFUSED[case]()))
+
+    @pytest.mark.parametrize(
+        ("queries", "keys", "mask", "brief"),
+        [
+            (1024, 1024, (), True),
+            (1025, 1025, (), False),
+            (2048, 2048, CAUSAL, True),
+            (2049, 2049, CAUSAL, False),
+            (8192, 8192, (program.BAND, -1023, 0), True),
+            (8192, 8192, (program.BAND, -1500, 0), False),
+            (128, 8192, bottom_right(128, 8192), False),
+        ],
+    )
+    def test_of_few_keys_steps_are_shorter(self, queries, keys, mask, brief):
+        for head in cuda.GROUPS:
+            call = Call(*arguments(*shaped((4, 2), queries, keys, head, head), mask=mask))
+            assert cuda._brief(call) == (brief and head == 64)
 
     def test_none_where_batch_invariance_is_asked_for(self, monkeypatch):
         monkeypatch.setattr(gluon.config, "get", lambda: SimpleNamespace(batch_invariant=True))
@@ -202,6 +233,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys), and what else
     "heads inside": ((2, (4, 2), 300, 300), {"mask": CAUSAL, "heads_inside": True}),
     "another scale": ((2, (4, 2), 300, 300), {"mask": CAUSAL, "scale": 0.7}),
     "long": ((1, (2, 1), 4500, 4500), {"mask": CAUSAL}),
+    "long, no mask": ((2, (4, 1), 1500, 2100), {}),
 }
 
 
@@ -209,7 +241,6 @@ def compared_here(given):
     return compared(given, cuda.forward(*given))
 
 
-@pytest.mark.parametrize("head", cuda.GROUPS)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("case", CALLS)
 class TestNumbers:
@@ -221,7 +252,6 @@ class TestNumbers:
         compared_here(arguments(*filled(batch, heads, queries, keys, head, head, dtype, inside), **what))
 
 
-@pytest.mark.parametrize("head", cuda.GROUPS)
 class TestOnGpu:
     pytestmark = on_hopper_with_nvcc
 
@@ -291,7 +321,7 @@ class TestOnGpu:
         assert torch.equal(found, cuda.forward(*arguments(q, k, v, mask=CAUSAL))[0])
 
     def test_others_get_it_where_they_ask_for_it(self, head):
-        q, k, v = filled(1, (2, 1), 300, 300, head, head)
+        q, k, v = filled(1, (2, 1), 200, 200, head, head)
         assert api.select(q, k, v, mask=Causal()).kernel == "hopper"
         found = api.attention(q, k, v, mask=Causal(), kernel=cuda.NAME)
         assert torch.equal(found, cuda.forward(*arguments(q, k, v, mask=CAUSAL))[0])

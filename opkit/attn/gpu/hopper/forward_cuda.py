@@ -3,8 +3,9 @@
 As in the kernel in Gluon warpgroups have 64 queries each. What Gluon cannot express: a warp frees a buffer by itself, where
 Triton has all of a warpgroup meet before and after; keys of a tile are loaded before the last values of the tile before, and not
 at once with them; a warpgroup passes over steps of keys of which it sees none; and a step has 80 keys, which fill shared memory
-beside queries of 256 channels. Long calls under a band get it, of heads of 256 also those without a mask, and those that ask for
-``kernel="hopper_cuda"``; the kernel in Gluon is as fast or faster for others.
+beside queries of 256 channels; and how much of the softmax comes before a product is waited for is said, not left to the
+compiler. Calls that are not short get it, and those that ask for ``kernel="hopper_cuda"``; the kernel in Gluon is as fast or
+faster for others.
 """
 
 from __future__ import annotations
@@ -29,15 +30,21 @@ from opkit.op.prepared import PreparedKernel
 
 NAME = "hopper_cuda"
 GROUPS = {64: 3, 128: 2, 256: 2}  #: warpgroups of a block, by the channels of a head
+_BRIEF_GROUPS = 4  #: of heads of 64 with few keys
+_BRIEF = (1024, 2048)
+"""Up to how many keys that a query sees these are few; and where there is a band, and there are no more queries than that."""
 _PRIORITY = 2  # above the kernel in Gluon
-_FROM = {64: (2048, 1024), 128: (512, 512), 256: (1024, 1024)}
-"""From how many queries and keys that each sees it is the faster one, by the channels of a head: under a band."""
-_UNMASKED = (256,)  #: channels of heads for which it is the faster one without a mask too
+_FROM = {
+    64: ((512, 512), (512, 128)),
+    128: ((1024, 1024), (384, 128)),
+    256: ((1024, 1024), (512, 512)),
+}
+"""From how many queries, and keys that each sees, it is the faster one, by the channels of a head: without and with a band."""
 _INTERLEAVED = 64 << 20  #: bytes of keys and values of the heads of 64 channels that are interleaved, as measured
 _ROWS = 64  #: queries of a warpgroup
 _INTS = (
-    "batch", "heads", "group", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "section", "blocks",
-    "tiles", "processors", "device",
+    "batch", "heads", "group", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "brief", "section",
+    "blocks", "tiles", "processors", "device",
 )  # fmt: skip
 
 
@@ -71,10 +78,21 @@ def fits(call: Call) -> bool:
 
 
 def _long(call: Call) -> bool:
-    shape, head = plans.shape_of(tuple(call.mask), ()), call.q.shape[3]
-    queries, seen = _FROM[head]
-    enough = call.q.shape[2] >= queries and min(call.k.shape[2], shape.upper - shape.lower) >= seen
-    return enough and (shape.banded or head in _UNMASKED)
+    banded, seen = _seen(call)
+    queries, enough = _FROM[call.q.shape[3]][banded]
+    return call.q.shape[2] >= queries and seen >= enough
+
+
+def _seen(call: Call) -> tuple[bool, int]:
+    """Whether there is a band, and how many keys a query sees at most."""
+    shape = plans.shape_of(tuple(call.mask), ())
+    return shape.banded, min(call.k.shape[2], shape.upper - shape.lower)
+
+
+def _brief(call: Call) -> bool:
+    """Whether heads are of 64 channels, and keys few."""
+    banded, seen = _seen(call)
+    return call.q.shape[3] == 64 and seen <= _BRIEF[banded and call.q.shape[2] <= _BRIEF[1]]
 
 
 @PreparedKernel
@@ -132,7 +150,7 @@ def _problem(call: Call, out: Tensor) -> Problem:
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "group": q.shape[1] // k.shape[1], "queries": q.shape[2],
         "keys": k.shape[2], "head_size": q.shape[3], "value_size": v.shape[3], "lower": shape.lower, "upper": shape.upper,
-        "banded": shape.banded, "section": _section(q, k, v), "processors": gluon.processors(q.device),
+        "banded": shape.banded, "brief": _brief(call), "section": _section(q, k, v), "processors": gluon.processors(q.device),
         "device": q.get_device(), "factor": call.scale * gluon.LOG2E,
     }  # fmt: skip
     return Problem(*map(library.rows_of, (q, k, v, out)), **numbers)
@@ -146,6 +164,6 @@ def _section(q: Tensor, k: Tensor, v: Tensor) -> int:
 def _marks(call: Call) -> int:
     """How many numbers a launch counts and marks with, as ``cuda/forward.cu`` lays them out."""
     batch, heads, queries, _ = call.q.shape
-    groups = GROUPS[call.q.shape[3]]
+    groups = _BRIEF_GROUPS if _brief(call) else GROUPS[call.q.shape[3]]
     tiles = batch * heads * -(-queries // (groups * _ROWS)) if call.mask else 0
     return 2 + gluon.OWNERS * gluon.processors(call.q.device) + tiles * groups

@@ -25,6 +25,10 @@ cudaError_t launch_for(const Problem& call, cudaStream_t stream) {
     return call.banded ? launch<L, true>(call, stream) : launch<L, false>(call, stream);
 }
 
+cudaError_t launch_narrow(const Problem& call, cudaStream_t stream) {
+    return call.banded ? launch<Narrow<false>, true>(call, stream) : launch<Narrow<true>, false>(call, stream);
+}
+
 }  // namespace
 
 // Launch; an error of CUDA's, or 0.
@@ -32,7 +36,7 @@ extern "C" __attribute__((visibility("default"))) int hopper_forward(const Probl
     const OnDevice device(call->device);
     if (device.error) return device.error;
     switch (call->head_size) {
-        case 64: return launch_for<Narrow>(*call, stream);
+        case 64: return call->brief ? launch_for<Brief>(*call, stream) : launch_narrow(*call, stream);
         case 128: return launch_for<Middle>(*call, stream);
         case 256: return launch_for<Wide>(*call, stream);
     }
@@ -42,5 +46,5 @@ extern "C" __attribute__((visibility("default"))) int hopper_forward(const Probl
 // What opkit's tests hold its own description of a call against, and what a block asks for of shared memory.
 extern "C" __attribute__((visibility("default"))) int hopper_forward_call_bytes() { return sizeof(Problem); }
 extern "C" __attribute__((visibility("default"))) int hopper_forward_shared_bytes() {
-    return max(max(Narrow::SHARED, Middle::SHARED), Wide::SHARED);
+    return max(max(Narrow<true>::SHARED, Brief::SHARED), max(Middle::SHARED, Wide::SHARED));
 }

@@ -140,18 +140,44 @@ SM90 void weigh_first(const Problem& problem, Shared<L>& shared, const Work& wor
     else shared.keys.wait_full();
     const int row = work.tile.row + row_of_thread(group);
     if (BANDED || (work.step + 1) * L::KEYS > problem.keys) mask<BANDED>(problem, mine.s, row, work.step * L::KEYS);
-    mine.top[0] = mine.top[1] = -INFINITY;
-    mine.total[0] = mine.total[1] = 0;
-    weigh(mine.s, problem.factor, mine.top, mine.total, mine.by);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        mine.top[half] = -INFINITY, mine.total[half] = 0;
+        scale(mine.s, half, problem.factor, base_of(mine.s, half, problem.factor, mine.top[half], mine.by[half]));
+        mine.total[half] = mine.total[half] * mine.by[half] + weigh(mine.s, half);
+    }
     round_weights(mine.s, mine.p);
 #pragma unroll
     for (int i = 0; i < L::D / 2; i++) mine.acc[i] = 0;
+}
+
+// What of a step's softmax comes before the product with values is waited for: a thread's maxima, and the weights of its first row.
+template <typename L>
+SM90 void weigh_before(const Problem& problem, Share<L>& mine, float (&base)[2], float (&sum)[2]) {
+    base[0] = base_of(mine.s, 0, problem.factor, mine.top[0], mine.by[0]);
+    if (L::EARLY) scale(mine.s, 0, problem.factor, base[0]), sum[0] = weigh(mine.s, 0);
+    base[1] = base_of(mine.s, 1, problem.factor, mine.top[1], mine.by[1]);
+    if (L::EARLY) scale(mine.s, 1, problem.factor, base[1]);
+    hold(mine.s);
+}
+
+// And what comes after. The second row's exponentials, which take a unit that nothing else needs, have rounding and rescaling beside
+// them.
+template <typename L>
+SM90 void weigh_after(const Problem& problem, Share<L>& mine, const float (&base)[2], float (&sum)[2]) {
+    if (!L::EARLY) scale(mine.s, 0, problem.factor, base[0]), scale(mine.s, 1, problem.factor, base[1]), sum[0] = weigh(mine.s, 0);
+    sum[1] = weigh(mine.s, 1);
+#pragma unroll
+    for (int half = 0; half < 2; half++) mine.total[half] = mine.total[half] * mine.by[half] + sum[half];
+    round_weights(mine.s, mine.p);
+    rescale(mine.acc, mine.by);
 }
 
 // Step `i` of a tile: the product with its keys, beside the one with values of the step before; and its softmax beside that one.
 template <typename L, bool BANDED>
 SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work, int i, int group, Share<L>& mine) {
     const int at = (work.step - i) * L::KEYS;
+    float base[2], sum[2];
     take_turn<L>(group);
     multiply_next(shared, mine.s, group);
     shared.values.wait_full();
@@ -162,17 +188,15 @@ SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work,
     shared.keys.free();
     if (BANDED && partial<L>(problem, work.tile.row + group * GROUP_ROWS, at))
         mask<BANDED>(problem, mine.s, work.tile.row + row_of_thread(group), at);
-    weigh(mine.s, problem.factor, mine.top, mine.total, mine.by);
-    // With no branch here ptxas moves the wait for the product above the exponentials; with one before them it reckons the maxima of
-    // both rows first, where those of the second can be reckoned beside exponentials of the first.
+    weigh_before(problem, mine, base, sum);
+    // Without a branch ptxas moves the wait for the product up to the maxima.
     if (i + 1 < work.steps) shared.keys.wait_full();
     else shared.rows.free();
     products_wait<0>();
     hold(mine.acc);
     hold(mine.p);
     shared.values.free();
-    round_weights(mine.s, mine.p);
-    rescale(mine.acc, mine.by);
+    weigh_after(problem, mine, base, sum);
 }
 
 // A tile's last product, beside the first one of the next, if there is one; else of what is left in the buffers.

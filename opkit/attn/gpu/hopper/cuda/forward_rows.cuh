@@ -19,16 +19,20 @@ SM90 float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
+// Of a thread's columns 8 * i + j of a row, j < 2, those up to `last`: bits 2 * i + j, of which several are tested at once.
+SM90 uint32_t columns_to(int last) {
+    const int count = last < 0 ? 0 : min(last / 8 * 2 + min(last % 8 + 1, 2), 32);
+    return count < 32 ? (1u << count) - 1 : ~0u;
+}
+
 template <int N>
-SM90 void hide(float (&s)[N], int half, int first, int last) {
+SM90 void hide(float (&s)[N], int half, uint32_t seen) {
+    static_assert(N / 2 <= 32);
 #pragma unroll
-    for (int i = 0; i < N / 4; i++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            float& logit = s[4 * i + 2 * half + j];
-            const int column = 8 * i + j;
-            logit = column >= first && column <= last ? logit : -INFINITY;
-        }
+    for (int i = 0; i < N / 2; i++) {
+        float& logit = s[i / 2 * 4 + 2 * half + i % 2];
+        logit = seen >> i & 1 ? logit : -INFINITY;
+    }
 }
 
 // -inf for what the thread's rows, `row` and `row + 8`, do not see of the keys from `at`.
@@ -38,33 +42,43 @@ SM90 void mask(const Problem& problem, float (&s)[N], int row, int at) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = row + 8 * half, end = problem.keys - 1;
-        hide(s, half, BANDED ? i + problem.lower - column : 0, (BANDED ? min(i + problem.upper, end) : end) - column);
+        const uint32_t before = BANDED ? columns_to(i + problem.lower - column - 1) : 0;
+        hide(s, half, columns_to((BANDED ? min(i + problem.upper, end) : end) - column) & ~before);
     }
 }
 
-// Logits become weights, which are divided by the greatest one of their row; `by` is what earlier sums are times for that.
+// What the powers of a row's logits are divided by: that of the greatest so far, which is kept in `top`. `by` is what earlier sums
+// are times for that.
 template <int N>
-SM90 void weigh(float (&s)[N], float factor, float (&top)[2], float (&total)[2], float (&by)[2]) {
+SM90 float base_of(const float (&s)[N], int half, float factor, float& top, float& by) {
+    float most = fmaxf(s[2 * half], s[2 * half + 1]);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float most = fmaxf(s[2 * half], s[2 * half + 1]);
+    for (int i = 1; i < N / 4; i++) most = fmaxf(most, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
+    most = fmaxf(top, quad_max(most));
+    const float base = most == -INFINITY ? 0.f : most * factor;
+    by = exp2_approx(top * factor - base);
+    top = most;
+    return base;
+}
+
+// A row's logits become exponents.
+template <int N>
+SM90 void scale(float (&s)[N], int half, float factor, float base) {
 #pragma unroll
-        for (int i = 1; i < N / 4; i++) most = fmaxf(most, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
-        most = fmaxf(top[half], quad_max(most));
-        const float base = most == -INFINITY ? 0.f : most * factor;
-        by[half] = exp2_approx(top[half] * factor - base);
-        top[half] = most;
-        float sum = 0;
+    for (int i = 0; i < N / 4; i++)
 #pragma unroll
-        for (int i = 0; i < N / 4; i++)
+        for (int j = 0; j < 2; j++) s[4 * i + 2 * half + j] = s[4 * i + 2 * half + j] * factor - base;
+}
+
+// A row's exponents become weights; their sum.
+template <int N>
+SM90 float weigh(float (&s)[N], int half) {
+    float sum = 0;
 #pragma unroll
-            for (int j = 0; j < 2; j++) {
-                float& weight = s[4 * i + 2 * half + j];
-                weight = exp2_approx(weight * factor - base);
-                sum += weight;
-            }
-        total[half] = total[half] * by[half] + sum;
-    }
+    for (int i = 0; i < N / 4; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) sum += s[4 * i + 2 * half + j] = exp2_approx(s[4 * i + 2 * half + j]);
+    return sum;
 }
 
 template <int N>
@@ -73,10 +87,10 @@ SM90 void round_weights(const float (&s)[N], uint32_t (&p)[N / 2]) {
     for (int i = 0; i < N / 2; i++) p[i] = pack<T>(s[2 * i], s[2 * i + 1]);
 }
 
-// Few columns are multiplied without asking whether it is by 1.
+// Up to 128 columns are multiplied without asking whether it is by 1: there is time for it beside exponentials.
 template <int N>
 SM90 void rescale(float (&acc)[N], const float (&by)[2]) {
-    if (N > 32 && __all_sync(0xffffffff, by[0] == 1.f && by[1] == 1.f)) return;
+    if (N > 64 && __all_sync(0xffffffff, by[0] == 1.f && by[1] == 1.f)) return;
 #pragma unroll
     for (int i = 0; i < N; i++) acc[i] *= by[i / 2 % 2];
 }

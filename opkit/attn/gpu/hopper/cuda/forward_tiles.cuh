@@ -18,6 +18,7 @@ struct Problem {
     float* lse;    // (batch, heads, queries), dense
     int* counter;  // of tiles, of blocks that have ended, marks of warpgroups, and marks of 64 rows each; zeros
     int batch, heads, group, queries, keys, head_size, value_size, lower, upper, banded;
+    int brief;    // whether heads of 64 have few keys
     int section;  // heads whose tiles are interleaved, whose keys the L2 cache about holds
     int blocks;   // tiles of a head
     int tiles;
@@ -37,6 +38,9 @@ template <int D_, int GROUPS_, int KEYS_, int STAGES_, int QUERIES_, bool TURNS_
 struct Layout {
     static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, STAGES = STAGES_, QUERIES = QUERIES_, TILES = 2;
     static constexpr bool TURNS = TURNS_;
+    // Whether a thread weighs the first of its two rows before it waits for a product with values; if that is of 256 channels, ptxas
+    // finds a better place for the wait.
+    static constexpr bool EARLY = D <= 128;
     static constexpr int REGISTERS = REGISTERS_, LOADER_REGISTERS = LOADER_REGISTERS_;
     static constexpr int ROWS = GROUPS * GROUP_ROWS, THREADS = (GROUPS + 1) * WARPGROUP, BOXES = D / COLUMNS;
     static constexpr int ROWS_BYTES = ROWS * D * 2, KEYS_BYTES = KEYS * D * 2;
@@ -45,8 +49,12 @@ struct Layout {
     static constexpr int SHARED = BYTES + 1024;  // boxes begin at multiples of 1024
 };
 
-// For heads of 64. Three warpgroups, since exponentials take most of the time there.
-using Narrow = Layout<64, 3, 128, 4, 2, false, 160, 32>;
+// For heads of 64. Three warpgroups, since exponentials take most of the time there. Without a band all have the same steps, and go
+// through them side by side if they do not take turns.
+template <bool TURNS>
+using Narrow = Layout<64, 3, 128, 4, 2, TURNS, 160, 32>;
+// For heads of 64 and few keys: more rows and fewer keys at a time, so that less is hidden and fewer rows are beyond the last.
+using Brief = Layout<64, 4, 64, 6, 2, false, 112, 32>;
 // For heads of 128, whose products and exponentials fill the time in turns.
 using Middle = Layout<128, 2, 128, 2, 2, true, 240, 24>;
 // For heads of 256. As many keys as there are registers and shared memory for.
