@@ -70,6 +70,13 @@ SM90 void narrow(const float (&x)[N], uint32_t (&y)[N / 2]) {
     hold(y);
 }
 
+// Logits become weights, some of a thread's.
+template <int FROM, int TO, int N>
+SM90 void weigh(float (&s)[N], float factor) {
+#pragma unroll
+    for (int j = FROM; j < TO; j++) s[j] = exp2_approx(s[j] * factor);
+}
+
 // Gradients of probabilities times these: 0 where a key is hidden, whatever the gradient is there.
 template <int N>
 SM90 void multiply_weights(float (&dp)[N], const float (&p)[N], bool part) {
@@ -128,6 +135,9 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
         };
         const auto step = [&](auto follows, bool more) {  // whether another step of the tile came before it, or comes
             constexpr bool FOLLOWS = decltype(follows)::value;
+            // Of a thread's weights, how many are reckoned before it waits for the gradients of probabilities. Exponentials take a unit
+            // that nothing else needs: some have beside them what comes after, where there are as many as of heads of 64.
+            constexpr int FIRST = S::ROWS > HALF ? S::ROWS * 7 / 16 : S::ROWS / 2;
             const int slot = it % STAGES;
             const uint32_t parity = it / STAGES & 1;
             bool odd = false;
@@ -157,18 +167,18 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
                 hide<S>(problem, s, row, at, warp, lane);
                 if (S::LISTED) hide_others<S>(problem, s, batch, row, at, warp, lane);
             }
-#pragma unroll
-            for (int j = 0; j < S::ROWS / 2; j++) s[j] = exp2_approx(s[j] * problem.factor);
-            hold(s);  // reckoned before the other product is waited for
+            weigh<0, FIRST>(s, problem.factor);
+            hold(s);
+            wait(barriers + SLOPES_EMPTY + slot * 8, parity ^ 1);  // and a branch, above which ptxas moves no wait for a product
             if (S::ROWS == HALF) narrow(s, weights);  // else there are no registers for it yet
             products_wait<0>();
             hold(dp);
             if (S::LISTED && part) odd |= __any_sync(~0u, not_finite(dp));
+            weigh<FIRST, S::ROWS / 2>(s, problem.factor);
             multiply_weights(dp, s, part);
             narrow(dp, slopes);
             if (S::ROWS > HALF) narrow(s, weights);
 
-            wait(barriers + SLOPES_EMPTY + slot * 8, parity ^ 1);
             put(my_slopes + slot * S::SLOPE_BYTES, slopes);
             if (S::BANDED && odd) clean_all<S>(base, slot, my_keys, warp, lane);
             fence_stores();
