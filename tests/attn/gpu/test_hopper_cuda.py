@@ -206,6 +206,15 @@ class TestTakes:
         assert not cuda.takes(Call(*arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)))
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "head", "section"),
+    [(16, 512, 64, 256), (16, 512, 128, 32), (16, 1024, 128, 32), (2, 8192, 128, 8), (16, 512, 256, 32)],
+)
+def test_heads_are_interleaved_as_the_cache_holds(batch, length, head, section):
+    q, k, v = shaped((16, 16), length, length, head, head, batch=batch)
+    assert cuda._section(q, k, v) == section
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refuses(case):
     with pytest.raises(KernelError, match=r"kernel 'hopper_cuda' does not take q, k, v of .* force kernel='hopper'"):

@@ -41,6 +41,8 @@ _FROM = {
 }
 """From how many queries, and keys that each sees, it is the faster one, by the channels of a head: without and with a band."""
 _INTERLEAVED = 64 << 20  #: bytes of keys and values of the heads of 64 channels that are interleaved, as measured
+_INTERLEAVED_SHORT = 8 << 20  #: of heads of 128, up to so many keys; else as many as in Gluon
+_SHORT = 512
 _ROWS = 64  #: queries of a warpgroup
 _INTS = (
     "batch", "heads", "group", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "brief", "section",
@@ -158,7 +160,11 @@ def _problem(call: Call, out: Tensor) -> Problem:
 
 def _section(q: Tensor, k: Tensor, v: Tensor) -> int:
     """How many heads of queries to interleave."""
-    return gluon.heads_within(_INTERLEAVED, q, k, v) if q.shape[3] == 64 else gluon.section(q, k, v)
+    if q.shape[3] == 64:
+        return gluon.heads_within(_INTERLEAVED, q, k, v)
+    if q.shape[3] == 128 and k.shape[2] <= _SHORT:
+        return gluon.heads_within(_INTERLEAVED_SHORT, q, k, v)
+    return gluon.section(q, k, v)
 
 
 def _marks(call: Call) -> int:
