@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from hopper_calls import BF16, shaped
 
+from opkit.attn import program
+from opkit.attn.gpu import tile_lists
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import library
 from opkit.errors import KernelError
@@ -30,7 +33,6 @@ MACHINE = Path(__file__).parent / "hopper_on_cpu"
 def build(name: str, dtype: torch.dtype, folder: Path, defect: tuple[str, str] = ("", "")) -> Path:
     """The library of ``name``.cu, for this processor; with the first text of ``defect`` replaced by the second."""
     texts = {file.name: file.read_text() for file in (*library.SOURCES.glob("*.cuh"), *MACHINE.iterdir())}
-    assert any(defect[0] in text for text in texts.values())
     for file, text in texts.items():  # the machine's sm90.cuh in place of the other
         (folder / file).write_text(text.replace(*defect) if defect[0] else text)
     source, built = (
@@ -60,6 +62,8 @@ def on_cpu(monkeypatch, folder: Path, defect: tuple[str, str] = ("", ""), proces
 
     Gives a list whose one number is the seed of the next launches' order of events.
     """
+    if not any(defect[0] in file.read_text() for file in library.SOURCES.glob("*.cuh")):
+        raise ValueError(f"no source has what the defect is in: {defect[0]!r}")
     seed = [0]
 
     @functools.cache
@@ -95,3 +99,22 @@ def survives(seed, run, check):
         except (AssertionError, KernelError):
             return False
     return True
+
+
+def lists_in_torch(call, shape, blocks, by_keys):
+    """What :func:`opkit.attn.gpu.tile_lists.lists_of` builds on a GPU, of masks that are the same for all heads."""
+    seen = program.visible(call.mask, call.mask_tensors, program.Grid(call.q.shape[2], call.k.shape[2], call.q.device))
+    assert seen.shape[1] == 1
+    rows, keys = (blocks.keys, blocks.rows) if by_keys else (blocks.rows, blocks.keys)
+    seen = seen[:, 0].mT if by_keys else seen[:, 0]
+    batch, own, others = seen.shape[0], -(-seen.shape[1] // rows), -(-seen.shape[2] // keys)
+    tiles, counts = torch.full((batch, 1, own, others), -1), torch.zeros(batch, 1, own, 2)
+    for b, n in itertools.product(range(batch), range(own)):
+        found = seen[b, n * rows : (n + 1) * rows].split(keys, 1)
+        complete = [x.shape[1] == keys and (x.shape[0] == rows or not by_keys) for x in found]
+        whole = [m for m, x in enumerate(found) if x.all() and complete[m]]
+        partly = [m for m, x in enumerate(found) if x.any() and m not in whole]
+        tiles[b, 0, n, : len(whole)] = torch.tensor(whole)
+        tiles[b, 0, n, others - len(partly) :] = torch.tensor(partly[::-1])
+        counts[b, 0, n] = torch.tensor([len(whole), len(whole) + len(partly)])
+    return tile_lists.Lists(*(x.int().expand(*call.q.shape[:2], -1, -1) for x in (tiles, counts)))

@@ -169,7 +169,8 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             }
             weigh<0, FIRST>(s, problem.factor);
             hold(s);
-            wait(barriers + SLOPES_EMPTY + slot * 8, parity ^ 1);  // and a branch, above which ptxas moves no wait for a product
+            // Has a branch, above which ptxas moves no wait for a product.
+            wait(barriers + SLOPES_EMPTY + slot * 8, parity ^ 1);
             if (S::ROWS == HALF) narrow(s, weights);  // else there are no registers for it yet
             products_wait<0>();
             hold(dp);
