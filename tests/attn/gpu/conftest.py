@@ -8,9 +8,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cuda_on_cpu import on_cpu
+from cuda_on_cpu import lists_in_torch, on_cpu
 
 from opkit.attn import gradients
+from opkit.attn.gpu import tile_lists
 from opkit.attn.gpu.hopper import backward, forward, forward_cuda, library
 from opkit.attn.operator import attention_operator
 from opkit.op.operator import use_kernel
@@ -93,3 +94,10 @@ def machine(machine_built):
     """Has kernels in CUDA C++ run on the processor. The seed of the order of events: 0, whatever tests before this one chose."""
     machine_built[0] = 0
     return machine_built
+
+
+@pytest.fixture
+def listed(machine, monkeypatch):
+    """Has lists of tiles built by torch, since the kernels that build them run on no processor."""
+    monkeypatch.setattr(tile_lists, "lists_of", lists_in_torch)
+    return machine

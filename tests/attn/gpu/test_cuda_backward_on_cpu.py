@@ -1,6 +1,5 @@
 """The backward for sm_90a in CUDA C++, run on a processor in random orders of events: its numbers beside the reference's."""
 
-import itertools
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from hopper_masks import documents, packed, shuffled
 
 from opkit.attn import gradients, program, reference
 from opkit.attn.calls import GradientCall
-from opkit.attn.gpu import tile_lists
 from opkit.attn.gpu.hopper import backward as gluon
 from opkit.attn.gpu.hopper import backward_cuda, library
 
@@ -180,38 +178,6 @@ SEGMENTS = {  # queries, keys, a mask, and numbers of segments
     "a window": (400, 400, (program.BAND, -90, 0, program.SEGMENTS, 0, 1, program.AND), [documents(2, 400, 3)] * 2),
     "nothing in common": (200, 150, (program.SEGMENTS, 0, 1), [packed(200), packed(150) + 7]),
 }
-
-
-@pytest.fixture
-def listed(machine, monkeypatch):
-    """Lists by torch: the kernels that build them run on no processor."""
-
-    def lists_of(call, shape, blocks, by_keys):
-        assert by_keys
-        seen = program.visible(
-            call.mask, call.mask_tensors, program.Grid(call.q.shape[2], call.k.shape[2], call.q.device)
-        )
-        assert seen.shape[1] == 1
-        made = lists_in_torch(seen, blocks)
-        return tile_lists.Lists(*(x.expand(*call.q.shape[:2], -1, -1) for x in made))
-
-    monkeypatch.setattr(tile_lists, "lists_of", lists_of)
-    return machine
-
-
-def lists_in_torch(seen, blocks):
-    """What the kernel :func:`opkit.attn.gpu.device.tile_lists.tile_lists` writes of a mask, by keys."""
-    batch, _, queries, keys = seen.shape
-    others, own = -(-queries // blocks.rows), -(-keys // blocks.keys)
-    tiles, counts = torch.full((batch, 1, own, others), -1), torch.zeros(batch, 1, own, 2)
-    for b, n in itertools.product(range(batch), range(own)):
-        found = [x[:, n * blocks.keys : (n + 1) * blocks.keys] for x in seen[b, 0].split(blocks.rows)]
-        whole = [m for m, x in enumerate(found) if x.all() and x.numel() == blocks.rows * blocks.keys]
-        partly = [m for m, x in enumerate(found) if x.any() and m not in whole]
-        tiles[b, 0, n, : len(whole)] = torch.tensor(whole)
-        tiles[b, 0, n, others - len(partly) :] = torch.tensor(partly[::-1])
-        counts[b, 0, n] = torch.tensor([len(whole), len(whole) + len(partly)])
-    return tiles.int(), counts.int()
 
 
 @pytest.mark.parametrize("head", [64, 128])

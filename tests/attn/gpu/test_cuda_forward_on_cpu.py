@@ -9,6 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from cuda_on_cpu import filled, on_cpu, survives
 from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, compared
+from hopper_masks import documents, packed, shuffled
 
 from opkit.attn import program, reference
 from opkit.attn.gpu.hopper import forward as gluon
@@ -95,6 +96,55 @@ class TestForward:
         assert (made[0][-256:] == 7).all()
 
 
+# ---- segments: steps come from lists --------------------------------------------------------------------------------------
+
+DOCUMENTS = (program.SEGMENTS, 0, 1)
+CAUSAL_DOCUMENTS = (*CAUSAL, *DOCUMENTS, program.AND)
+SEGMENTS = {  # queries, keys, a mask, and numbers of segments
+    "documents": (400, 400, DOCUMENTS, [documents(1, 400, 4)] * 2),
+    "causal documents": (400, 400, CAUSAL_DOCUMENTS, [documents(2, 400, 4)] * 2),
+    "documents of one tile": (512, 512, CAUSAL_DOCUMENTS, [packed(256, 256)] * 2),
+    "one document": (300, 300, CAUSAL_DOCUMENTS, [packed(300)] * 2),
+    "other keys": (133, 300, DOCUMENTS, [documents(2, 133, 3), documents(1, 300, 3, seed=1)]),
+    "shuffled": (200, 333, DOCUMENTS, [shuffled(2, 200), shuffled(2, 333)]),
+    "a window": (400, 400, (program.BAND, -90, 0, *DOCUMENTS, program.AND), [documents(2, 400, 3)] * 2),
+    "nothing in common": (200, 150, DOCUMENTS, [packed(200), packed(150) + 7]),
+    "rows that see nothing": (300, 300, DOCUMENTS, [packed(100, 100, 100), packed(100, 200)]),
+}
+
+
+@pytest.mark.parametrize("channels", [64, 128])
+class TestSegments:
+    @pytest.mark.parametrize("case", SEGMENTS)
+    def test_numbers_are_the_references_in_any_order_of_events(self, listed, case, channels):
+        queries, keys, mask, ids = SEGMENTS[case]
+        given = arguments(*filled(2, (2, 1), queries, keys, channels, channels), mask=mask, masks=ids)
+        found = []
+        for order in range(2):
+            listed[0] = order
+            found.append(forward_cuda.forward(*given))
+            compared(given, found[-1])
+            assert all(map(torch.equal, found[0], found[-1]))
+
+    def test_float16_and_numbers_that_lie_apart(self, listed, channels):
+        ids = documents(2, 300, 3)
+        q, k, v = filled(2, (2, 1), 300, 300, channels, channels, dtype=FP16)
+        given = arguments(
+            q, k, v, mask=DOCUMENTS, masks=[ids.repeat_interleave(3, 1)[:, ::3], ids.t().contiguous().t()]
+        )
+        compared(given, forward_cuda.forward(*given))
+
+    def test_what_is_not_finite_stays_in_its_segment(self, listed, channels):
+        ids = packed(150, 100, 50)
+        q, k, v = filled(1, (2, 1), 300, 300, channels, channels)
+        given = arguments(q, k, v, mask=CAUSAL_DOCUMENTS, masks=[ids, ids])
+        expected = reference.attention(*[x.double() if isinstance(x, torch.Tensor) else x for x in given])
+        k[:, :, 180], v[:, :, 200], v[:, :, 160, 1] = float("nan"), float("inf"), float("nan")
+        others = ids[0] != 1
+        for found, exact in zip(forward_cuda.forward(*given), expected, strict=True):
+            torch.testing.assert_close(found[:, :, others].double(), exact[:, :, others], rtol=1e-2, atol=1e-2)
+
+
 # ---- the machine finds what it is for ---------------------------------------------------------------------------------
 
 DEFECTS = {
@@ -110,6 +160,15 @@ DEFECTS = {
     "a weight too many": (": end) - column)", ": end) + 1 - column)"),
     "a weight too few": ("problem.lower - column - 1)", "problem.lower - column)"),
     "a buffer that is never freed": ("    skip(shared.values, done.after);\n", ""),
+}
+DEFECTS_OF_LISTS = {
+    "a step that is told too early": ("        shared.keys.wait_empty();\n        store_four(", "        store_four("),
+    "steps that are whole by mistake": ("n < parts};", "false};"),
+    "a segment that is not asked for": (
+        "        hide_others(problem, s, tile.batch",
+        "        if (false) hide_others(problem, s, tile.batch",
+    ),
+    "results that are computed again of all keys": ("        if (!of_one<L>(problem, batch, i, j)) continue;\n", ""),
 }
 DEFECTS_OF_TURNS = {
     "a turn that is not passed on": ("    pass_turn<L>(group);\n    products_wait", "    products_wait"),
@@ -131,3 +190,19 @@ class TestDefects:
         defect = (DEFECTS | DEFECTS_OF_TURNS)[case]
         with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
             assert not survives(seed, lambda: forward_cuda.forward(*given), lambda found: compared(given, found))
+
+    @pytest.mark.parametrize("case", DEFECTS_OF_LISTS)
+    def test_of_lists_are_found(self, case, tmp_path, listed):
+        ids = documents(1, 500, 5)
+        q, k, v = filled(1, (3, 1), 500, 500)
+        given = arguments(q, k, v, mask=CAUSAL_DOCUMENTS, masks=[ids, ids])
+        expected = reference.attention(*[x.double() if isinstance(x, torch.Tensor) else x for x in given])
+        v[:, :, 300] = float("nan")
+        others = ids[0] != ids[0, 300]
+
+        def check(found):
+            for x, exact in zip(found, expected, strict=True):
+                torch.testing.assert_close(x[:, :, others].double(), exact[:, :, others], rtol=1e-2, atol=1e-2)
+
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, DEFECTS_OF_LISTS[case]) as seed:
+            assert not survives(seed, lambda: forward_cuda.forward(*given), check)

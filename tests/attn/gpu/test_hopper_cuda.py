@@ -24,6 +24,7 @@ from hopper_calls import (
     shaped,
     with_nvcc,
 )
+from hopper_masks import documents, packed, shuffled
 
 from opkit.attn import api, program, reference
 from opkit.attn.calls import Call
@@ -64,6 +65,14 @@ def test_the_forward_compiles_without_spills(dtype, tmp_path, record_property):
 
 @with_nvcc
 @pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_the_forward_of_lists_compiles_without_spills(dtype, tmp_path, record_property):
+    found = resources("forward_of_lists", dtype, tmp_path)
+    record_property("resources", str(found))
+    assert sorted(found.values()) == [(96, 0, 0), (168, 0, 0)]  # of heads of 64, and of 128
+
+
+@with_nvcc
+@pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("name", "kernels", "spills"),  # of heads of 64 and 128, under a band, and without; of segments with any band
     [("backward", 4, 300), ("backward_of_lists", 2, 500)],
@@ -95,6 +104,7 @@ def test_decoding_compiles_without_spills(dtype, tmp_path, record_property):
     ("name", "problem"),
     [
         ("forward", cuda.Problem),
+        ("forward_of_lists", cuda.Problem),
         ("backward", backward_cuda.Problem),
         ("backward_of_lists", backward_cuda.Problem),
         ("decode", decode_cuda.Problem),
@@ -150,10 +160,15 @@ REFUSED = {
     "float32": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64, torch.float32), mask=CAUSAL),
     "a soft cap": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL, softcap=3.0),
     "sinks": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL, sinks=torch.empty(4, device="meta")),
-    "documents": lambda: arguments(
-        *shaped((4, 2), 8192, 8192, 64, 64),
+    "documents of 256 channels": lambda: arguments(
+        *shaped((4, 2), 8192, 8192, 256, 256),
         mask=(program.SEGMENTS, 0, 1),
-        masks=[torch.empty(2, 8192, device="meta")] * 2,
+        masks=[torch.empty(2, 8192, dtype=torch.int32, device="meta")] * 2,
+    ),
+    "bools": lambda: arguments(
+        *shaped((4, 2), 8192, 8192, 64, 64),
+        mask=(program.DENSE, 0),
+        masks=[torch.empty(2, 1, 8192, 8192, dtype=torch.bool, device="meta")],
     ),
     "dropout": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL, dropout_p=0.5),
 }
@@ -175,6 +190,13 @@ class TestTakes:
 
     def test_none_of_few_queries(self):
         assert not cuda.takes(Call(*arguments(*shaped((4, 2), 64, 8192, 64, 64), mask=bottom_right(64, 8192))))
+
+    @pytest.mark.parametrize("head", [64, 128])
+    def test_no_documents_though_it_can(self, head):
+        ids = [torch.empty(2, 8192, dtype=torch.int32, device="meta")] * 2
+        call = Call(*arguments(*shaped((4, 2), 8192, 8192, head, head), mask=(program.SEGMENTS, 0, 1), masks=ids))
+        assert cuda.fits(call)
+        assert not cuda.takes(call)
 
     @pytest.mark.parametrize("case", REFUSED)
     def test_none_that_it_refuses(self, case):
@@ -259,6 +281,30 @@ class TestNumbers:
         (batch, heads, queries, keys), what = CALLS[case]
         inside = what.get("heads_inside", False)
         compared_here(arguments(*filled(batch, heads, queries, keys, head, head, dtype, inside), **what))
+
+
+SEGMENTS = {  # queries, keys, a mask, and numbers of segments
+    "documents": (1000, 1000, (program.SEGMENTS, 0, 1), [documents(2, 1000, 6)] * 2),
+    "causal documents": (3000, 3000, (*CAUSAL, program.SEGMENTS, 0, 1, program.AND), [documents(1, 3000, 5)] * 2),
+    "other keys": (333, 700, (program.SEGMENTS, 0, 1), [documents(2, 333, 3), documents(1, 700, 3, seed=1)]),
+    "shuffled": (500, 777, (program.SEGMENTS, 0, 1), [shuffled(2, 500), shuffled(2, 777)]),
+    "nothing in common": (300, 500, (program.SEGMENTS, 0, 1), [packed(300), packed(500) + 7]),
+}
+
+
+@pytest.mark.parametrize("channels", [64, 128])
+@pytest.mark.parametrize("case", SEGMENTS)
+class TestSegments:
+    pytestmark = on_hopper_with_nvcc
+
+    def test_numbers_are_the_references(self, case, channels):
+        queries, keys, mask, ids = SEGMENTS[case]
+        given = arguments(
+            *filled(2, (4, 2), queries, keys, channels, channels), mask=mask, masks=[x.cuda() for x in ids]
+        )
+        first = cuda.forward(*given)
+        compared(given, first)
+        assert all(map(torch.equal, first, cuda.forward(*given)))
 
 
 class TestOnGpu:

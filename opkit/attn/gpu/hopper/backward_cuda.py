@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn import program
 from opkit.attn.allocation import overwritten, room_beside, rows
 from opkit.attn.calls import GradientCall, predicate
-from opkit.attn.gpu import plans, tile_lists
-from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.gpu import plans
 from opkit.attn.gpu.hopper import backward as gluon
 from opkit.attn.gpu.hopper import forward, library
 from opkit.attn.gpu.hopper.library import Rows
+from opkit.attn.gpu.hopper.listed import Lists, lists_of, of_segments
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
 from opkit.op.operator import CustomOp
@@ -52,18 +51,7 @@ _INTS = (
     "batch", "heads", "key_heads", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "section",
     "prepared", "tiles", "processors", "device",
 )  # fmt: skip
-_LIST_POINTERS = ("of_queries", "of_keys", "blocks", "counts")
-_LIST_STRIDES = ("queries_batch", "queries_row", "keys_batch", "keys_row", "blocks_batch", "counts_batch")
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-class Lists(ctypes.Structure):
-    """Numbers of segments, and lists of the blocks that a tile visits, as ``cuda/backward_tiles.cuh`` says."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _LIST_POINTERS),
-        *((name, ctypes.c_int64) for name in _LIST_STRIDES),
-    )
 
 
 class Problem(ctypes.Structure):
@@ -94,14 +82,9 @@ def takes(call: GradientCall) -> bool:
 def fits(call: GradientCall) -> bool:
     """Whether :func:`backward` can compute a call."""
     shape = plans.shape_of(tuple(call.mask), ())
-    plain = call.softcap == 0 and not shape.lengths and (not shape.mask or _of_segments(shape))
+    plain = call.softcap == 0 and not shape.lengths and (not shape.mask or of_segments(shape))
     heads = call.q.shape[3] in HEADS and call.v.shape[3] in HEADS
     return gluon.fits(call) and plain and heads and call.q.shape[0] * call.q.shape[1] <= _MOST
-
-
-def _of_segments(shape: plans.Shape) -> bool:
-    """Whether a mask says, beside a band, that queries see keys of their own segment alone."""
-    return len(shape.mask) == 1 and shape.mask[0][0] == program.SEGMENTS
 
 
 def _long(call: GradientCall) -> bool:
@@ -158,6 +141,7 @@ def _prepared(call: GradientCall) -> Callable[..., Results]:
     new = [overwritten(each) for each in (*made, delta)]
     common, gpu = _problem(call), call.q.get_device()
     sums, total, counts = _room(call)
+    tile = _rows(call), _KEYS
 
     def run(*given: Any) -> Results:
         gradient, of_lse, q, k, v, out, lse = given[:7]
@@ -168,24 +152,13 @@ def _prepared(call: GradientCall) -> Callable[..., Results]:
         for name, tensor in zip(_TENSORS, (*inputs, *results[:3], lse, of_lse), strict=True):
             setattr(problem, name, Rows() if tensor is None else library.rows_of(tensor, tensor.data_ptr()))
         if listed:
-            problem.lists, _read = _lists(GradientCall(*given))  # held until the launch
+            problem.lists, _read = lists_of(GradientCall(*given), *tile, by_keys=True)  # held until the launch
         problem.delta, problem.total = results[3].data_ptr(), room.data_ptr()
         problem.sums, problem.counter = room.data_ptr() + 4 * total, room.data_ptr() + 4 * (total + sums)
         launch(problem, private.current_stream(gpu))
         return results[0], results[1], results[2], results[3]
 
     return run
-
-
-def _lists(call: GradientCall) -> tuple[Lists, list[Tensor]]:
-    """The blocks of queries that each tile visits, kept with the tensors of the mask; and what is read there."""
-    shape, blocks = plans.shape_of(tuple(call.mask), ()), Blocks(_rows(call), _KEYS, 0, 0)
-    found = tile_lists.lists_of(call, shape, blocks, by_keys=True)
-    slots = plans.slots_of(shape, call.mask_tensors, [], (*call.q.shape[:3], call.k.shape[2]), of_biases=False)
-    of_queries, of_keys = (slots[number] for number in shape.mask[0][1:])  # by batch, head, query and key
-    strides = (of_queries.stride(0), of_queries.stride(2), of_keys.stride(0), of_keys.stride(3))
-    read = [of_queries, of_keys, found.tiles, found.counts]
-    return Lists(*(each.data_ptr() for each in read), *strides, found.tiles.stride(0), found.counts.stride(0)), read
 
 
 def _rows(call: GradientCall) -> int:

@@ -6,6 +6,9 @@ at once with them; a warpgroup passes over steps of keys of which it sees none; 
 beside queries of 256 channels; and how much of the softmax comes before a product is waited for is said, not left to the
 compiler. Calls that are not short get it, and those that ask for ``kernel="hopper_cuda"``; the kernel in Gluon is as fast or
 faster for others.
+
+Under segments, for which a call has to ask, the blocks of keys that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`),
+as in the backward, and nvcc makes a library of its own of that way. It was not timed, nor run on a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from opkit.attn.gpu import plans
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import library
 from opkit.attn.gpu.hopper.library import Rows
+from opkit.attn.gpu.hopper.listed import Lists, lists_of, of_segments
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
 from opkit.op.operator import CustomOp
@@ -30,7 +34,8 @@ from opkit.op.prepared import PreparedKernel
 
 NAME = "hopper_cuda"
 GROUPS = {64: 3, 128: 2, 256: 2}  #: warpgroups of a block, by the channels of a head
-_BRIEF_GROUPS = 4  #: of heads of 64 with few keys
+_BRIEF_GROUPS = 4  #: of heads of 64 with few keys, or whose steps are listed
+_LISTED_KEYS = {64: 64, 128: 128}  #: of a listed step, by the channels of a head
 _BRIEF = (1024, 2048)
 """Up to how many keys that a query sees these are few; and where there is a band, and there are no more queries than that."""
 _PRIORITY = 2  # above the kernel in Gluon
@@ -59,6 +64,7 @@ class Problem(ctypes.Structure):
         ("counter", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in _INTS),
         ("factor", ctypes.c_float),
+        ("lists", Lists),
     )
 
 
@@ -68,15 +74,17 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: Call) -> bool:
-    """Whether a call is for :func:`forward`: long, under a band or of wide heads, on compute capability 9.0 beside an nvcc."""
-    return fits(call) and _long(call) and gluon.takes(call) and library.there("forward", call.q.dtype)
+    """Whether a call is for :func:`forward`: long, without segments, on compute capability 9.0 beside an nvcc."""
+    here = gluon.takes(call) and library.there("forward", call.q.dtype)
+    return fits(call) and not _listed(call) and _long(call) and here
 
 
 def fits(call: Call) -> bool:
     """Whether :func:`forward` can compute a call."""
     shape = plans.shape_of(tuple(call.mask), ())
-    plain = call.sinks is None and call.softcap == 0 and not shape.mask and not shape.lengths
-    return gluon.fits(call) and plain and call.q.shape[3] == call.v.shape[3] in GROUPS
+    plain = call.sinks is None and call.softcap == 0 and not shape.lengths
+    heads = _LISTED_KEYS if of_segments(shape) else () if shape.mask else GROUPS
+    return gluon.fits(call) and plain and call.q.shape[3] == call.v.shape[3] in heads
 
 
 def _long(call: Call) -> bool:
@@ -91,10 +99,19 @@ def _seen(call: Call) -> tuple[bool, int]:
     return shape.banded, min(call.k.shape[2], shape.upper - shape.lower)
 
 
+def _listed(call: Call) -> bool:
+    """Whether there are segments: then the steps of a tile come from a list."""
+    return bool(plans.shape_of(tuple(call.mask), ()).mask)
+
+
 def _brief(call: Call) -> bool:
-    """Whether heads are of 64 channels, and keys few."""
+    """Whether heads are of 64 channels, and keys few or steps listed."""
     banded, seen = _seen(call)
-    return call.q.shape[3] == 64 and seen <= _BRIEF[banded and call.q.shape[2] <= _BRIEF[1]]
+    return call.q.shape[3] == 64 and (_listed(call) or seen <= _BRIEF[banded and call.q.shape[2] <= _BRIEF[1]])
+
+
+def _groups(call: Call) -> int:
+    return _BRIEF_GROUPS if _brief(call) else GROUPS[call.q.shape[3]]
 
 
 @PreparedKernel
@@ -102,8 +119,8 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """The operator's result and log-sum-exp, of its own arguments.
 
     It takes bfloat16 and float16; heads of 64, 128 and 256; grouped heads; any numbers of queries and keys but none; no mask or a
-    band; a positive scale. What :func:`opkit.attn.gpu.hopper.forward.forward` says of rounding, of what is hidden, of infinities
-    and of strides holds here too.
+    band, for heads of 64 and 128 segments too; a positive scale. What :func:`opkit.attn.gpu.hopper.forward.forward` says of
+    rounding, of what is hidden, of infinities and of strides holds here too.
 
     Raises:
         KernelError: it does not take the call.
@@ -115,13 +132,14 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         raise KernelError(
             f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
             f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of {(*GROUPS,)}, under a "
-            "band or no mask. Leave the choice to opkit, or force kernel='hopper'."
+            f"band or no mask, and of {(*_LISTED_KEYS,)} under segments. Leave the choice to opkit, or force kernel='hopper'."
         )
     return _prepared(call)
 
 
 def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
-    launch = library.launcher_or_none("forward", call.q.dtype)
+    listed = _listed(call)
+    launch = library.launcher_or_none("forward_of_lists" if listed else "forward", call.q.dtype)
     if launch is None:
         return gluon.forward.prepare(*call)
     described = all(gluon.describable(each) for each in call[:3])
@@ -129,6 +147,7 @@ def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
     made = rows(call.q, call.v.shape[3], call.heads_inside)
     new_out, new_lse = overwritten(made), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     common, gpu = _problem(call, made), call.q.get_device()
+    tile = _groups(call) * _ROWS, _LISTED_KEYS.get(call.q.shape[3], 0)
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:
         inputs, problem = given[:3], Problem.from_buffer_copy(common)
@@ -139,6 +158,8 @@ def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
         for of, tensor in zip((problem.q, problem.k, problem.v, problem.out), (*inputs, out), strict=True):
             of.data = tensor.data_ptr()
         problem.lse, problem.counter = lse.data_ptr(), marks.data_ptr()
+        if listed:
+            problem.lists, _read = lists_of(Call(*given), *tile, by_keys=False)  # held until the launch
         launch(problem, private.current_stream(gpu))
         return out, lse
 
@@ -170,6 +191,6 @@ def _section(q: Tensor, k: Tensor, v: Tensor) -> int:
 def _marks(call: Call) -> int:
     """How many numbers a launch counts and marks with, as ``cuda/forward.cu`` lays them out."""
     batch, heads, queries, _ = call.q.shape
-    groups = _BRIEF_GROUPS if _brief(call) else GROUPS[call.q.shape[3]]
+    groups = _groups(call)
     tiles = batch * heads * -(-queries // (groups * _ROWS)) if call.mask else 0
     return 2 + gluon.OWNERS * gluon.processors(call.q.device) + tiles * groups

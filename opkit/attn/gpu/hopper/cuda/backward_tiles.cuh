@@ -17,14 +17,6 @@ constexpr int STAGES = 2;                              // blocks of queries that
 constexpr int THREADS = 3 * WARPGROUP, ROW_THREADS = 256;
 constexpr int WORKERS = 2 * LANES, FIRST_WORKER = THREADS - WORKERS;  // threads that do what goes before products, and after
 
-// Segments: query i sees key j only if their numbers are the same. Then tiles have lists of the blocks of queries that see some of
-// their keys: those that see all of them from its front on, the others from its back; and the numbers of the first and of all.
-struct Lists {
-    const int *of_queries, *of_keys;  // (batch, rows), by strides
-    const int *blocks, *counts;       // (batch, tiles of a head, blocks) and (.., tiles, 2), dense but for batch
-    int64_t queries_batch, queries_row, keys_batch, keys_row, blocks_batch, counts_batch;
-};
-
 // A call. Query i sees key j if lower <= j - i <= upper, where there is a band. opkit/attn/gpu/hopper/backward_cuda.py fills it.
 struct Problem {
     Rows q, k, v, out, gradient, of_q, of_k, of_v, lse, of_lse;  // of_lse: no data if there is no gradient of the log-sum-exp

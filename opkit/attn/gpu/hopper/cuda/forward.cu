@@ -1,6 +1,10 @@
-// The forward on the host. Who includes this file names the elements T.
+// The forward on the host. Who includes this file names the elements T, and may say that steps are listed.
 #include "forward.cuh"
 #include "host.cuh"
+
+#ifndef STEPS_LISTED
+#define STEPS_LISTED false
+#endif
 
 namespace {
 
@@ -25,8 +29,19 @@ cudaError_t launch_for(const Problem& call, cudaStream_t stream) {
     return call.banded ? launch<L, true>(call, stream) : launch<L, false>(call, stream);
 }
 
-cudaError_t launch_narrow(const Problem& call, cudaStream_t stream) {
-    return call.banded ? launch<Narrow<false>, true>(call, stream) : launch<Narrow<true>, false>(call, stream);
+// By the channels of heads, some of them where steps are listed.
+template <bool LISTED>
+cudaError_t launch_one(const Problem& call, cudaStream_t stream) {
+    if constexpr (LISTED) {
+        if (call.head_size == 64) return launch<Listed<Brief>, true>(call, stream);
+        return call.head_size == 128 ? launch<Listed<Middle>, true>(call, stream) : cudaErrorInvalidValue;
+    } else {
+        if (call.head_size == 128) return launch_for<Middle>(call, stream);
+        if (call.head_size == 256) return launch_for<Wide>(call, stream);
+        if (call.head_size != 64) return cudaErrorInvalidValue;
+        if (call.brief) return launch_for<Brief>(call, stream);
+        return call.banded ? launch<Narrow<false>, true>(call, stream) : launch<Narrow<true>, false>(call, stream);
+    }
 }
 
 }  // namespace
@@ -35,16 +50,12 @@ cudaError_t launch_narrow(const Problem& call, cudaStream_t stream) {
 extern "C" __attribute__((visibility("default"))) int hopper_forward(const Problem* call, cudaStream_t stream) {
     const OnDevice device(call->device);
     if (device.error) return device.error;
-    switch (call->head_size) {
-        case 64: return call->brief ? launch_for<Brief>(*call, stream) : launch_narrow(*call, stream);
-        case 128: return launch_for<Middle>(*call, stream);
-        case 256: return launch_for<Wide>(*call, stream);
-    }
-    return cudaErrorInvalidValue;
+    return launch_one<STEPS_LISTED>(*call, stream);
 }
 
 // What opkit's tests hold its own description of a call against, and what a block asks for of shared memory.
 extern "C" __attribute__((visibility("default"))) int hopper_forward_call_bytes() { return sizeof(Problem); }
 extern "C" __attribute__((visibility("default"))) int hopper_forward_shared_bytes() {
+    if (STEPS_LISTED) return max(Listed<Brief>::SHARED, Listed<Middle>::SHARED);
     return max(max(Narrow<true>::SHARED, Brief::SHARED), max(Middle::SHARED, Wide::SHARED));
 }

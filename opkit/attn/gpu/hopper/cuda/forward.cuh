@@ -72,7 +72,7 @@ SM90 Work work_of(const Problem& problem, Shared<L>& shared, int group) {
     const Tile tile = shared.tiles[shared.turns.index];
     __syncwarp();
     shared.turns.free();
-    if (L::TURNS) return {tile, tile.last, tile.steps, 0, 0};
+    if (L::TURNS || L::LISTED) return {tile, tile.last, tile.steps, 0, 0};
     const Reach own = reach_of<L, BANDED>(problem, tile.row + group * GROUP_ROWS, GROUP_ROWS);
     const int last = max(min(own.last, tile.last), tile.first), first = min(max(own.first, tile.first), last);
     return {tile, last, last - first + 1, tile.last - last, first - tile.first};
@@ -107,6 +107,30 @@ SM90 bool partial(const Problem& problem, int row, int at) {
     return at + L::KEYS - 1 - row > problem.upper || at - row - (GROUP_ROWS - 1) < problem.lower;
 }
 
+// The first of a thread's two rows, in a tile.
+SM90 int row_of_thread(int group) {
+    return group * GROUP_ROWS + threadIdx.x % WARPGROUP / LANES * 16 + threadIdx.x % LANES / 4;
+}
+
+// The step whose keys were waited for, where steps are listed. From the first lane, so that the compiler knows that it is the same for
+// a warp.
+template <typename L>
+SM90 Step told_step(const Shared<L>& shared) {
+    if constexpr (!L::LISTED) return {};
+    const int4 told = load_four(shared.steps + shared.keys.index * 16);
+    return {__shfl_sync(0xffffffff, told.x, 0), __shfl_sync(0xffffffff, told.y, 0)};
+}
+
+// -inf for what a thread's rows do not see of the keys from `at`.
+template <typename L, bool BANDED>
+SM90 void hide_step(const Problem& problem, float (&s)[L::KEYS / 2], const Tile& tile, int group, int at) {
+    mask<BANDED>(problem, s, tile.row + row_of_thread(group), at);
+    if constexpr (L::LISTED) {
+        const int warp = threadIdx.x % WARPGROUP / LANES;
+        hide_others(problem, s, tile.batch, tile.row + group * GROUP_ROWS + warp * 16, at);
+    }
+}
+
 // What a thread has of a warpgroup's 64 rows: logits of a step, or weights; weights rounded; what is summed up; and of its two rows the
 // greatest logits, the sums of weights, and what earlier sums are multiplied by.
 template <typename L>
@@ -114,11 +138,6 @@ struct Share {
     float s[L::KEYS / 2], acc[L::D / 2], top[2], total[2], by[2];
     uint32_t p[L::KEYS / 4];
 };
-
-// The first of a thread's two rows, in a tile.
-SM90 int row_of_thread(int group) {
-    return group * GROUP_ROWS + threadIdx.x % WARPGROUP / LANES * 16 + threadIdx.x % LANES / 4;
-}
 
 // The first product of all tiles.
 template <typename L>
@@ -134,12 +153,17 @@ SM90 void begin_first(Shared<L>& shared, const Work& work, int group, Share<L>& 
 // The softmax of a tile's first step, whose product is there.
 template <typename L, bool BANDED>
 SM90 void weigh_first(const Problem& problem, Shared<L>& shared, const Work& work, int group, Share<L>& mine) {
+    const Step step = told_step(shared);
     shared.keys.free();
     skip(shared.values, work.before);
     if (work.steps == 1) shared.rows.free();
     else shared.keys.wait_full();
-    const int row = work.tile.row + row_of_thread(group);
-    if (BANDED || (work.step + 1) * L::KEYS > problem.keys) mask<BANDED>(problem, mine.s, row, work.step * L::KEYS);
+    if constexpr (L::LISTED) {
+        if (step.part) hide_step<L, BANDED>(problem, mine.s, work.tile, group, step.at);
+    } else if (BANDED || (work.step + 1) * L::KEYS > problem.keys) {
+        hide_step<L, BANDED>(problem, mine.s, work.tile, group, work.step * L::KEYS);
+    }
+    // Sums as in other steps: ptxas orders those better for it.
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         mine.top[half] = -INFINITY, mine.total[half] = 0;
@@ -155,7 +179,10 @@ SM90 void weigh_first(const Problem& problem, Shared<L>& shared, const Work& wor
 template <typename L>
 SM90 void weigh_before(const Problem& problem, Share<L>& mine, float (&base)[2], float (&sum)[2]) {
     base[0] = base_of(mine.s, 0, problem.factor, mine.top[0], mine.by[0]);
-    if (L::EARLY) scale(mine.s, 0, problem.factor, base[0]), sum[0] = weigh(mine.s, 0);
+    if (L::EARLY) {
+        scale(mine.s, 0, problem.factor, base[0]);
+        sum[0] = weigh(mine.s, 0);
+    }
     base[1] = base_of(mine.s, 1, problem.factor, mine.top[1], mine.by[1]);
     if (L::EARLY) scale(mine.s, 1, problem.factor, base[1]);
     hold(mine.s);
@@ -165,7 +192,11 @@ SM90 void weigh_before(const Problem& problem, Share<L>& mine, float (&base)[2],
 // them.
 template <typename L>
 SM90 void weigh_after(const Problem& problem, Share<L>& mine, const float (&base)[2], float (&sum)[2]) {
-    if (!L::EARLY) scale(mine.s, 0, problem.factor, base[0]), scale(mine.s, 1, problem.factor, base[1]), sum[0] = weigh(mine.s, 0);
+    if (!L::EARLY) {
+        scale(mine.s, 0, problem.factor, base[0]);
+        scale(mine.s, 1, problem.factor, base[1]);
+        sum[0] = weigh(mine.s, 0);
+    }
     sum[1] = weigh(mine.s, 1);
 #pragma unroll
     for (int half = 0; half < 2; half++) mine.total[half] = mine.total[half] * mine.by[half] + sum[half];
@@ -183,11 +214,15 @@ SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work,
     shared.values.wait_full();
     multiply_values<L>(mine.acc, mine.p, shared.values.buffer());
     pass_turn<L>(group);
+    const Step step = told_step(shared);
     products_wait<1>();
     hold(mine.s);
     shared.keys.free();
-    if (BANDED && partial<L>(problem, work.tile.row + group * GROUP_ROWS, at))
-        mask<BANDED>(problem, mine.s, work.tile.row + row_of_thread(group), at);
+    if constexpr (L::LISTED) {
+        if (step.part) hide_step<L, BANDED>(problem, mine.s, work.tile, group, step.at);
+    } else if (BANDED && partial<L>(problem, work.tile.row + group * GROUP_ROWS, at)) {
+        hide_step<L, BANDED>(problem, mine.s, work.tile, group, at);
+    }
     weigh_before(problem, mine, base, sum);
     // Without a branch ptxas moves the wait for the product up to the maxima.
     if (i + 1 < work.steps) shared.keys.wait_full();

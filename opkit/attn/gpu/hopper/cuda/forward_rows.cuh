@@ -47,6 +47,31 @@ SM90 void mask(const Problem& problem, float (&s)[N], int row, int at) {
     }
 }
 
+// -inf where a query and a key, from `at`, are of different segments; `first` is the first row of the warp's 16. A warp asks for each row
+// who of 32 keys is of its segment.
+template <int N>
+SM90 void hide_others(const Problem& problem, float (&s)[N], int batch, int first, int at) {
+    const int lane = threadIdx.x % LANES, row = first + lane % 16;  // what is not there is hidden elsewhere, or not stored
+    const int *of_queries = problem.lists.of_queries + batch * problem.lists.queries_batch;
+    const int *of_keys = problem.lists.of_keys + batch * problem.lists.keys_batch;
+    const int mine = row < problem.queries ? of_queries[row * problem.lists.queries_row] : 0;
+#pragma unroll
+    for (int from = 0; from < 2 * N; from += LANES) {
+        const int key = at + from + lane, theirs = key < problem.keys ? of_keys[key * problem.lists.keys_row] : 0;
+        uint32_t seen[2] = {0, 0};  // by rows lane / 4, and 8 more
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const uint32_t by = __ballot_sync(0xffffffff, theirs == __shfl_sync(0xffffffff, mine, i));
+            if (lane / 4 == i % 8) seen[i / 8] = by;
+        }
+#pragma unroll
+        for (int i = 0; i < LANES / 2; i++) {  // two keys of eight, for either row
+            const int of_32 = i / 4 * 8 + 2 * (lane % 4) + i % 2;
+            if (!(seen[i / 2 % 2] >> of_32 & 1)) s[from / 2 + i] = -INFINITY;
+        }
+    }
+}
+
 // What the powers of a row's logits are divided by: that of the greatest so far, which is kept in `top`. `by` is what earlier sums
 // are times for that.
 template <int N>
@@ -142,15 +167,25 @@ SM90 void read_row(float (&x)[D / LANES], const Rows& rows, int batch, int head,
     }
 }
 
+// Whether a query and a key are of one segment, if there are any.
+template <typename L>
+SM90 bool of_one(const Problem& problem, int batch, int i, int j) {
+    if constexpr (!L::LISTED) return true;
+    const Lists& lists = problem.lists;
+    return lists.of_queries[batch * lists.queries_batch + i * lists.queries_row] == lists.of_keys[batch * lists.keys_batch + j * lists.keys_row];
+}
+
 // The results of one row, by one warp.
-template <int D>
+template <typename L>
 SM90 void mend_row(const Problem& problem, int of_all, int i) {
     const int batch = of_all / problem.heads, head = of_all % problem.heads, key_head = head / problem.group;
     const float power = problem.lse[int64_t(of_all) * problem.queries + i] * LOG2E, base = power == -INFINITY ? 0.f : power;
     const int end = min(i + problem.upper, problem.keys - 1);
+    constexpr int D = L::D;
     float q[D / LANES], x[D / LANES], sums[D / LANES] = {};
     read_row<D>(q, problem.q, batch, head, i, problem.head_size);
     for (int j = max(i + problem.lower, 0); j <= end; j++) {
+        if (!of_one<L>(problem, batch, i, j)) continue;
         float logit = 0;
         read_row<D>(x, problem.k, batch, key_head, j, problem.head_size);
         for (int n = 0; n < D / LANES; n++) logit += q[n] * x[n];
@@ -178,7 +213,7 @@ SM90 void mend(const Problem& problem, int group) {
         volatile int* mark = marks(problem) + place;
         if (*mark != owner(group) + 1) continue;
         const int row = place % of_head * GROUP_ROWS, end = min(row + GROUP_ROWS, problem.queries);
-        for (int i = row + warp; i < end; i += WARPGROUP / LANES) mend_row<L::D>(problem, place / of_head, i);
+        for (int i = row + warp; i < end; i += WARPGROUP / LANES) mend_row<L>(problem, place / of_head, i);
         named_sync(MEETING + group, WARPGROUP);  // all have seen the mark
         if (threadIdx.x % WARPGROUP == 0) *mark = 0;
     }

@@ -24,11 +24,18 @@ struct Problem {
     int tiles;
     int processors, device;
     float factor;  // of logits, whose exponentials' base is 2
+    Lists lists;
 };
 
-// A block of queries of a head, and the steps of keys that it needs; `last` is the first one that is taken. No steps: no tile.
+// A block of queries of a head, and the steps of keys that it needs; `last` is the first one that is taken. No steps: no tile. Where
+// steps are listed, `whole` of them are of keys that all rows see; -1: there is no key that some row sees.
 struct alignas(16) Tile {
-    int batch, head, row, first, last, steps, unused[2];
+    int batch, head, row, first, last, steps, whole, unused;
+};
+
+// The first key of a step; and, where steps are listed, whether some rows do not see some of its keys.
+struct Step {
+    int at, part;
 };
 
 // How the work of a block is laid out: warpgroups that multiply, with 64 queries of a tile each; keys of a step; buffers for these,
@@ -37,7 +44,7 @@ struct alignas(16) Tile {
 template <int D_, int GROUPS_, int KEYS_, int STAGES_, int QUERIES_, bool TURNS_, int REGISTERS_, int LOADER_REGISTERS_>
 struct Layout {
     static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, STAGES = STAGES_, QUERIES = QUERIES_, TILES = 2;
-    static constexpr bool TURNS = TURNS_;
+    static constexpr bool TURNS = TURNS_, LISTED = false;
     // Whether a thread weighs the first of its two rows before it waits for a product with values; if that is of 256 channels, ptxas
     // finds a better place for the wait.
     static constexpr bool EARLY = D <= 128;
@@ -47,6 +54,13 @@ struct Layout {
     static constexpr int BARRIERS = 2 * (QUERIES + TILES + 2 * STAGES);
     static constexpr int BYTES = QUERIES * ROWS_BYTES + TILES * sizeof(Tile) + 2 * STAGES * KEYS_BYTES + BARRIERS * 8;
     static constexpr int SHARED = BYTES + 1024;  // boxes begin at multiples of 1024
+};
+
+// The same where there are segments, and a list of the blocks of keys that a tile visits; what each step is goes by shared memory.
+template <typename L>
+struct Listed : L {
+    static constexpr bool LISTED = true;
+    static constexpr int BYTES = L::BYTES + L::STAGES * 16, SHARED = BYTES + 1024;
 };
 
 // For heads of 64. Three warpgroups, since exponentials take most of the time there. Without a band all have the same steps, and go
@@ -88,6 +102,7 @@ struct Shared {
     Ring<L::STAGES, L::KEYS_BYTES> keys, values;
     Ring<L::TILES, 0> turns;  // of the tiles
     Tile* tiles;
+    uint32_t steps;  // what the steps are whose keys are there, 16 bytes each, where they are listed
 };
 
 template <typename L>
@@ -100,7 +115,8 @@ SM90 Shared<L> shared_of(unsigned char* bytes) {
             {keys, of_keys, of_keys + L::STAGES * 8},
             {values, of_values, of_values + L::STAGES * 8},
             {0, of_turns, of_turns + L::TILES * 8},
-            reinterpret_cast<Tile*>(bytes + (tiles - rows))};
+            reinterpret_cast<Tile*>(bytes + (tiles - rows)),
+            of_turns + 2 * L::TILES * 8};
 }
 
 template <int COUNT, int BYTES>
@@ -134,8 +150,24 @@ SM90 Tile tile_of(const Problem& problem, int number) {
     const int width = min(problem.section, problem.tiles / problem.blocks - first);
     const int of_all = first + (BANDED ? rest % width : rest / problem.blocks);
     const int row = (BANDED ? problem.blocks - 1 - rest / width : rest % problem.blocks) * L::ROWS;
+    const int batch = of_all / problem.heads, head = of_all % problem.heads;
+    if constexpr (L::LISTED) {
+        const int* counts = problem.lists.counts + batch * problem.lists.counts_batch + row / L::ROWS * 2;
+        const int steps = max(counts[1], 1);  // one, if only to see nothing
+        return {batch, head, row, 0, steps - 1, steps, counts[1] > 0 ? counts[0] : -1};
+    }
     const Reach reach = reach_of<L, BANDED>(problem, row, L::ROWS);
-    return {of_all / problem.heads, of_all % problem.heads, row, reach.first, reach.last, reach.last - reach.first + 1};
+    return {batch, head, row, reach.first, reach.last, reach.last - reach.first + 1};
+}
+
+// Where steps are listed, those come first in which some rows do not see some keys: at the back of the list.
+template <typename L>
+SM90 Step step_of(const Problem& problem, const Tile& tile, int step) {
+    if constexpr (!L::LISTED) return {step * L::KEYS, 0};
+    if (tile.whole < 0) return {0, 1};
+    const int blocks = (problem.keys + L::KEYS - 1) / L::KEYS, n = tile.last - step, parts = tile.steps - tile.whole;
+    const int* list = problem.lists.blocks + tile.batch * problem.lists.blocks_batch + int64_t(tile.row / L::ROWS) * blocks;
+    return {list[n < parts ? blocks - 1 - n : n - parts] * L::KEYS, n < parts};
 }
 
 // ---- loading --------------------------------------------------------------------------------------------------------------
@@ -146,6 +178,15 @@ SM90 void fill(Ring<COUNT, BYTES>& ring, const CUtensorMap* map, int batch, int 
     expect_bytes(ring.filled(), BYTES);
     load_boxes(ring.buffer(), map, ring.filled(), row, head, batch);
     ring.next();
+}
+
+template <typename L>
+SM90 void load_keys(Shared<L>& shared, const CUtensorMap* k, int batch, int head, const Step& step) {
+    if constexpr (L::LISTED) {
+        shared.keys.wait_empty();
+        store_four(shared.steps + shared.keys.index * 16, {step.at, step.part, 0, 0});
+    }
+    fill(shared.keys, k, batch, head, step.at);
 }
 
 template <typename L>
@@ -182,11 +223,12 @@ SM90 void load(const Problem& problem, Shared<L> shared, const CUtensorMap* q, c
         announce(shared, tile);
 #pragma unroll 1
         for (int step = tile.last; step >= tile.first; step--) {
-            fill(shared.keys, k, tile.batch, key_head, step * L::KEYS);
+            const Step next = step_of<L>(problem, tile, step);
+            load_keys(shared, k, tile.batch, key_head, next);
             if (LAST) load_values(shared, v, owed);
             if (step == tile.last) fill(shared.rows, q, tile.batch, tile.head, tile.row);
             if (!LAST) load_values(shared, v, owed);
-            owed = {tile.batch, key_head, step * L::KEYS};
+            owed = {tile.batch, key_head, next.at};
             if (step == claim) following = atomicAdd(problem.counter, 1) + gridDim.x;
         }
         tile = tile_of<L, BANDED>(problem, following);

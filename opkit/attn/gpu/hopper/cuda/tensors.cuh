@@ -20,6 +20,15 @@ SM90 E* first_of(const Rows& rows, int batch, int head) {
     return static_cast<E*>(rows.data) + batch * rows.batch + head * rows.head;
 }
 
+// Segments: query i sees key j only if their numbers are the same. Then tiles have lists of the blocks that they visit, of queries in the
+// backward and of keys in the forward: those in which all see all from a list's front on, the others from its back; and the numbers
+// of the first and of all.
+struct Lists {
+    const int *of_queries, *of_keys;  // (batch, rows), by strides
+    const int *blocks, *counts;       // (batch, tiles of a head, blocks) and (.., tiles, 2), dense but for batch
+    int64_t queries_batch, queries_row, keys_batch, keys_row, blocks_batch, counts_batch;
+};
+
 // Four registers of each thread of a quad: what was register i of thread j becomes register j of thread i.
 SM90 void transpose(uint32_t (&w)[4]) {
 #pragma unroll

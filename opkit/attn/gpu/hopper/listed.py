@@ -1,0 +1,43 @@
+"""What the kernels in CUDA C++ are told of segments: their numbers, and the lists of what each tile visits."""
+
+from __future__ import annotations
+
+import ctypes
+
+from torch import Tensor
+
+from opkit.attn import program
+from opkit.attn.calls import Call, GradientCall
+from opkit.attn.gpu import plans, tile_lists
+from opkit.attn.gpu.blocks import Blocks
+
+_POINTERS = ("of_queries", "of_keys", "blocks", "counts")
+_STRIDES = ("queries_batch", "queries_row", "keys_batch", "keys_row", "blocks_batch", "counts_batch")
+
+
+class Lists(ctypes.Structure):
+    """Numbers of segments, and lists of the blocks that a tile visits, as ``cuda/tensors.cuh`` says."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _STRIDES),
+    )
+
+
+def of_segments(shape: plans.Shape) -> bool:
+    """Whether a mask says, beside a band, that queries see keys of their own segment alone."""
+    return len(shape.mask) == 1 and shape.mask[0][0] == program.SEGMENTS
+
+
+def lists_of(call: Call | GradientCall, rows: int, keys: int, by_keys: bool) -> tuple[Lists, list[Tensor]]:
+    """The lists of tiles of so many queries and keys, kept with the tensors of the mask; and what is read there.
+
+    The latter must be held until the kernel is launched.
+    """
+    shape = plans.shape_of(tuple(call.mask), ())
+    found = tile_lists.lists_of(call, shape, Blocks(rows, keys, 0, 0), by_keys)
+    slots = plans.slots_of(shape, call.mask_tensors, [], (*call.q.shape[:3], call.k.shape[2]), of_biases=False)
+    of_queries, of_keys = (slots[number] for number in shape.mask[0][1:])  # by batch, head, query and key
+    strides = (of_queries.stride(0), of_queries.stride(2), of_keys.stride(0), of_keys.stride(3))
+    read = [of_queries, of_keys, found.tiles, found.counts]
+    return Lists(*(each.data_ptr() for each in read), *strides, found.tiles.stride(0), found.counts.stride(0)), read
