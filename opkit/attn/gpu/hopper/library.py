@@ -26,7 +26,8 @@ _FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
 _HOPPER = ("hopper_cuda", "hopper")
 _INSTEAD = {"forward": _HOPPER, "backward": _HOPPER, "decode": ("split_cuda", "split")}
 """By the source, the kernel of the operator's that it is, and the one that calls get without it."""
-_DEFINED = dict.fromkeys(("forward_of_lists", "backward_of_lists"), "#define STEPS_LISTED true\n")
+_LISTED = "#define STEPS_LISTED true\n"
+_DEFINED = {"forward_of_lists": _LISTED, "backward_of_lists": _LISTED}
 """What a source is told where it is compiled in another way, by a longer name than its own."""
 _TYPES = {torch.bfloat16: ("cuda_bf16.h", "__nv_bfloat16"), torch.float16: ("cuda_fp16.h", "__half")}
 
