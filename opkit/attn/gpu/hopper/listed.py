@@ -32,9 +32,9 @@ def of_segments(shape: plans.Shape) -> bool:
 def lists_of(call: Call | GradientCall, rows: int, keys: int, by_keys: bool) -> tuple[Lists, list[Tensor]]:
     """The lists of tiles of so many queries (``rows``) and ``keys``, kept with the tensors of the mask; and what is read there.
 
-    What is read: numbers of segments, int32, (batch, heads, queries, 1) and (batch, heads, 1, keys), the heads' stride 0; of each
-    tile of queries, or ``by_keys`` of keys, the tiles of the other kind that it visits, int32, (batch, heads, own, others), and
-    their counts, (batch, heads, own, 2). These must be held until the kernel is launched.
+    What is read: numbers of segments, int32, (batch or 1, 1, queries, 1) and (batch or 1, 1, 1, keys), with a stride of 0 where
+    a size is 1; of each tile of queries, or ``by_keys`` of keys, the tiles of the other kind that it visits, int32, (batch,
+    heads, own, others), and their counts, (batch, heads, own, 2). These must be held until the kernel is launched.
     """
     shape = plans.shape_of(tuple(call.mask), ())
     found = tile_lists.lists_of(call, shape, Blocks(rows, keys, 0, 0), by_keys)
