@@ -47,7 +47,7 @@ def lists_of(call: Any, shape: Shape, blocks: Blocks, by_keys: bool) -> Lists:
     """The lists of a call: of each tile of queries the tiles of keys, or ``by_keys`` the other way round."""
     masks, sizes = list(call.mask_tensors), _sizes(call)
     build = functools.partial(_built, shape, masks, blocks, sizes, by_keys, call.q.device)
-    return _found_or(_kept, (shape, blocks[:2], sizes, by_keys), call, build)
+    return found_or(_kept, (shape, blocks[:2], sizes, by_keys), call, build)
 
 
 def turns_of_call(lists: Lists, call: Any, shape: Shape, blocks: Blocks) -> Tensor:
@@ -56,15 +56,15 @@ def turns_of_call(lists: Lists, call: Any, shape: Shape, blocks: Blocks) -> Tens
     def build() -> Tensor:
         return turns_of(lists, lists_of(call, shape, blocks, by_keys=False))
 
-    return _found_or(_kept_turns, (shape, blocks[:2], _sizes(call)), call, build)
+    return found_or(_kept_turns, (shape, blocks[:2], _sizes(call)), call, build)
 
 
 def _sizes(call: Any) -> tuple[int, int, int, int]:
     return (*call.q.shape[:3], call.k.shape[2])
 
 
-def _found_or(kept: Kept[T], what: Hashable, call: Any, build: Callable[[], T]) -> T:
-    """What is kept for the tensors of a call's mask, else what is built now."""
+def found_or(kept: Kept[T], what: Hashable, call: Any, build: Callable[[], T]) -> T:
+    """What is kept for the tensors of a call's mask, else what is built now: always where a graph is captured."""
     masks, device = call.mask_tensors, call.q.device
     stream = stream_of(device)
     if stream is None or not all(map(trusted, masks)):

@@ -9,9 +9,10 @@ from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cuda_on_cpu import lists_in_torch, on_cpu
+from listing_kernels import spans_in_torch
 
 from opkit.attn import gradients
-from opkit.attn.gpu import tile_lists
+from opkit.attn.gpu import spans, tile_lists
 from opkit.attn.gpu.hopper import backward, forward, forward_cuda, library
 from opkit.attn.operator import attention_operator
 from opkit.op.operator import use_kernel
@@ -98,6 +99,7 @@ def machine(machine_built):
 
 @pytest.fixture
 def listed(machine, monkeypatch):
-    """Has lists of tiles built by torch, since the kernels that build them run on no processor."""
+    """Has lists and spans of tiles built by torch, since the kernels that build them run on no processor."""
     monkeypatch.setattr(tile_lists, "lists_of", lists_in_torch)
+    monkeypatch.setattr(spans, "spans_of", spans_in_torch)
     return machine

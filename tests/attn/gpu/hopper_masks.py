@@ -36,3 +36,8 @@ def blocks_of_bools(heads, queries, keys, size=130, share=0.5):
 def packed(*sizes):
     """Numbers of documents of these lengths, (1, all)."""
     return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)).int()[None]
+
+
+def padded(*sizes):
+    """The same from 1 on, and 0 for the rest of 400."""
+    return torch.nn.functional.pad(packed(*sizes) + 1, (0, 400 - sum(sizes)))

@@ -1,4 +1,4 @@
-"""Tiles of bools, as an operator for the interpreter's process: there it runs on the CPU."""
+"""Tiles of bools and spans of segments, as operators for the interpreter's process: there they run on the CPU."""
 
 import os
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 import opkit
 from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.gpu.spans import Spans, spans_of
 from opkit.attn.gpu.tile_states import states_of
 
 
@@ -27,5 +28,44 @@ def states_by_kernel(x: Tensor, shape: list[int], stride: list[int], rows: int, 
     return states_of(x.as_strided(shape, stride), Blocks(rows, columns, 0, 0)).contiguous()
 
 
+def spans_in_torch(own, others, tile):
+    """What :func:`opkit.attn.gpu.spans.spans_of` finds."""
+    batch, count = max(own.shape[0], others.shape[0]), others.shape[1]
+    own, others = own.expand(batch, -1), others.expand(batch, -1)
+    rows, tiles = [], []
+    for mine, theirs in zip(own, others, strict=True):
+        falls = (theirs.diff() < 0).sum()
+        in_order = falls == 0 or (falls == 1 and theirs[-1] < theirs[0])
+        same = mine[:, None] == theirs
+        first = torch.where(same.any(1), same.int().argmax(1), 0)
+        spans = torch.stack([first, first + same.sum(1)], 1)
+        rows.append(spans if in_order else torch.tensor([0, count]).expand(len(mine), 2))
+        for part, numbers in zip(spans.split(tile), mine.split(tile), strict=True):
+            some = part[part[:, 0] < part[:, 1]]
+            if not in_order or (numbers.diff() < 0).sum() > 1:
+                tiles.append([-1, 0, 2**31 - 1, 0])
+            elif len(some) < len(part):
+                tiles.append(
+                    [int(some[:, 0].min()), int(some[:, 1].max()), 2**31 - 1, 0] if len(some) else [0, 0, 2**31 - 1, 0]
+                )
+            else:
+                tiles.append([int(x) for x in (some[:, 0].min(), some[:, 1].max(), some[:, 0].max(), some[:, 1].min())])
+    return Spans(torch.stack(rows).int().contiguous(), torch.tensor(tiles, dtype=torch.int32).reshape(batch, -1, 4))
+
+
+@opkit.custom_op("listing_tests::spans", mutates_args=(), inline=False)
+def spans(own: Tensor, others: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+    """Which others each row sees, (batch, rows, 2), and each tile of rows, (batch, tiles, 4)."""
+    rows, tiles = spans_in_torch(own, others, tile)
+    return rows, tiles
+
+
+def spans_by_kernel(own: Tensor, others: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+    """The kernel's."""
+    rows, tiles = spans_of(own, others, tile)
+    return rows, tiles
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     states.register_kernel("cpu", states_by_kernel, name="interpreted")
+    spans.register_kernel("cpu", spans_by_kernel, name="interpreted")

@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from cuda_on_cpu import filled, on_cpu, survives
 from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, compared
-from hopper_masks import documents, packed, shuffled
+from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn import program, reference
 from opkit.attn.gpu.hopper import forward as gluon
@@ -104,6 +104,11 @@ SEGMENTS = {  # queries, keys, a mask, and numbers of segments
     "documents": (400, 400, DOCUMENTS, [documents(1, 400, 4)] * 2),
     "causal documents": (400, 400, CAUSAL_DOCUMENTS, [documents(2, 400, 4)] * 2),
     "documents of one tile": (512, 512, CAUSAL_DOCUMENTS, [packed(256, 256)] * 2),
+    "documents and padding": (400, 400, CAUSAL_DOCUMENTS, [padded(5, 100, 130, 120)] * 2),
+    "in order in one batch alone": (300, 300, DOCUMENTS, [torch.cat([packed(100, 90, 110), shuffled(1, 300)])] * 2),
+    "queries out of order": (200, 333, DOCUMENTS, [shuffled(1, 200), packed(100, 50, 183)]),
+    "far apart": (1300, 1300, DOCUMENTS, [packed(600, 50, 650)] * 2),
+    "far apart, causal": (1300, 1300, CAUSAL_DOCUMENTS, [packed(600, 50, 650)] * 2),
     "one document": (300, 300, CAUSAL_DOCUMENTS, [packed(300)] * 2),
     "other keys": (133, 300, DOCUMENTS, [documents(2, 133, 3), documents(1, 300, 3, seed=1)]),
     "shuffled": (200, 333, DOCUMENTS, [shuffled(2, 200), shuffled(2, 333)]),
@@ -163,12 +168,19 @@ DEFECTS = {
 }
 DEFECTS_OF_LISTS = {
     "a step that is told too early": ("        shared.keys.wait_empty();\n        store_four(", "        store_four("),
-    "steps that are whole by mistake": ("n < parts};", "false};"),
-    "a segment that is not asked for": (
-        "        hide_others(problem, s, tile.batch",
-        "        if (false) hide_others(problem, s, tile.batch",
-    ),
+    "steps that are whole by mistake": ("n < parts ? OTHERS : NOTHING};", "NOTHING};"),
+    "a segment that is not asked for": ("if (step.hidden == OTHERS) hide_others", "if (false) hide_others"),
     "results that are computed again of all keys": ("        if (!of_one<L>(problem, batch, i, j)) continue;\n", ""),
+}
+DEFECTS_OF_SPANS = {
+    "a step that is told too early": DEFECTS_OF_LISTS["a step that is told too early"],
+    "steps that are whole by mistake": ("plan.to ? BEYOND : NOTHING};", "plan.to ? NOTHING : NOTHING};"),
+    "a key too many": ("columns_to(end - 1 - column)", "columns_to(end - column)"),
+    "a key too few": ("columns_to(first - 1 - column)", "columns_to(first - column)"),
+    "steps that no warpgroup but the first needs": (
+        "if (seen.x < seen.y) plan.at",
+        "if (seen.x < seen.y && group == 0) plan.at",
+    ),
 }
 DEFECTS_OF_TURNS = {
     "a turn that is not passed on": ("    pass_turn<L>(group);\n    products_wait", "    products_wait"),
@@ -191,11 +203,14 @@ class TestDefects:
         with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
             assert not survives(seed, lambda: forward_cuda.forward(*given), lambda found: compared(given, found))
 
-    @pytest.mark.parametrize("case", DEFECTS_OF_LISTS)
-    def test_of_lists_are_found(self, case, tmp_path, listed):
+    @pytest.mark.parametrize(
+        "case", [*((case, True) for case in DEFECTS_OF_SPANS), *((case, False) for case in DEFECTS_OF_LISTS)]
+    )
+    def test_of_segments_are_found(self, case, tmp_path, listed):
+        name, in_order = case
         ids = documents(1, 500, 5)
         q, k, v = filled(1, (3, 1), 500, 500)
-        given = arguments(q, k, v, mask=CAUSAL_DOCUMENTS, masks=[ids, ids])
+        given = arguments(q, k, v, mask=CAUSAL_DOCUMENTS, masks=[ids if in_order else -ids] * 2)
         expected = reference.attention(*[x.double() if isinstance(x, torch.Tensor) else x for x in given])
         v[:, :, 300] = float("nan")
         others = ids[0] != ids[0, 300]
@@ -204,5 +219,12 @@ class TestDefects:
             for x, exact in zip(found, expected, strict=True):
                 torch.testing.assert_close(x[:, :, others].double(), exact[:, :, others], rtol=1e-2, atol=1e-2)
 
-        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, DEFECTS_OF_LISTS[case]) as seed:
+        defect = (DEFECTS_OF_SPANS if in_order else DEFECTS_OF_LISTS)[name]
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
             assert not survives(seed, lambda: forward_cuda.forward(*given), check)
+
+    def test_warpgroups_that_pass_over_more_than_there_are_buffers_for_are_found(self, tmp_path, listed):
+        given = arguments(*filled(1, (2, 1), 1300, 1300, 64, 64), mask=DOCUMENTS, masks=[packed(600, 50, 650)] * 2)
+        defect = ("constexpr int NEAR = 3;", "constexpr int NEAR = 99;")
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
+            assert not survives(seed, lambda: forward_cuda.forward(*given), lambda found: compared(given, found))

@@ -24,7 +24,7 @@ from hopper_calls import (
     shaped,
     with_nvcc,
 )
-from hopper_masks import documents, packed, shuffled
+from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn import api, program, reference
 from opkit.attn.calls import Call
@@ -33,7 +33,7 @@ from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda as cuda
 from opkit.errors import KernelError, ToolchainError
 from opkit.kernels import compilation, toolchain
-from opkit.masks import Causal
+from opkit.masks import Causal, Segments
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
@@ -192,9 +192,14 @@ class TestTakes:
         assert not cuda.takes(Call(*arguments(*shaped((4, 2), 64, 8192, 64, 64), mask=bottom_right(64, 8192))))
 
     @pytest.mark.parametrize("head", [64, 128])
-    def test_no_documents_though_it_can(self, head):
+    def test_documents(self, head):
         ids = [torch.empty(2, 8192, dtype=torch.int32, device="meta")] * 2
         call = Call(*arguments(*shaped((4, 2), 8192, 8192, head, head), mask=(program.SEGMENTS, 0, 1), masks=ids))
+        assert cuda.takes(call)
+
+    def test_no_shorter_documents(self):
+        ids = [torch.empty(2, 1023, dtype=torch.int32, device="meta")] * 2
+        call = Call(*arguments(*shaped((4, 2), 1023, 1023, 128, 128), mask=(program.SEGMENTS, 0, 1), masks=ids))
         assert cuda.fits(call)
         assert not cuda.takes(call)
 
@@ -288,6 +293,13 @@ SEGMENTS = {  # queries, keys, a mask, and numbers of segments
     "causal documents": (3000, 3000, (*CAUSAL, program.SEGMENTS, 0, 1, program.AND), [documents(1, 3000, 5)] * 2),
     "other keys": (333, 700, (program.SEGMENTS, 0, 1), [documents(2, 333, 3), documents(1, 700, 3, seed=1)]),
     "shuffled": (500, 777, (program.SEGMENTS, 0, 1), [shuffled(2, 500), shuffled(2, 777)]),
+    "in order but for padding": (
+        400,
+        400,
+        (*CAUSAL, program.SEGMENTS, 0, 1, program.AND),
+        [padded(5, 100, 130, 120)] * 2,
+    ),
+    "far apart": (5000, 5000, (program.SEGMENTS, 0, 1), [packed(2000, 50, 2950)] * 2),
     "nothing in common": (300, 500, (program.SEGMENTS, 0, 1), [packed(300), packed(500) + 7]),
 }
 
@@ -368,6 +380,11 @@ class TestOnGpu:
             graph.replay()
         torch.cuda.synchronize()
         assert all(map(torch.equal, expected, found))
+
+    def test_documents_get_it(self, head):
+        q, k, v = filled(1, (2, 1), 2048, 2048, head, head)
+        kernel = api.select(q, k, v, mask=Segments(packed(1000, 1048).cuda())).kernel
+        assert kernel == ("hopper" if head == 256 else cuda.NAME)
 
     def test_long_calls_get_it(self, head):
         q, k, v = filled(1, (2, 1), 8192, 8192, head, head)

@@ -7,8 +7,9 @@ beside queries of 256 channels; and how much of the softmax comes before a produ
 compiler. Calls that are not short get it, and those that ask for ``kernel="hopper_cuda"``; the kernel in Gluon is as fast or
 faster for others.
 
-Under segments, for which a call has to ask, the blocks of keys that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`),
-as in the backward, and nvcc makes a library of its own of that way. It was not timed, nor run on a GPU.
+Under segments nvcc makes a library of its own. If numbers of keys are in order, as those of packed documents are, a tile's steps
+begin where its first document does, and a row's span of keys is found before (:mod:`opkit.attn.gpu.spans`): hiding others takes as
+little as a band. Else the blocks of keys that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`), as in the backward.
 """
 
 from __future__ import annotations
@@ -74,9 +75,8 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: Call) -> bool:
-    """Whether a call is for :func:`forward`: long, without segments, on compute capability 9.0 beside an nvcc."""
-    here = gluon.takes(call) and library.there("forward", call.q.dtype)
-    return fits(call) and not _listed(call) and _long(call) and here
+    """Whether a call is for :func:`forward`: long, on compute capability 9.0 beside an nvcc."""
+    return fits(call) and _long(call) and gluon.takes(call) and library.there(_library(call), call.q.dtype)
 
 
 def fits(call: Call) -> bool:
@@ -100,8 +100,12 @@ def _seen(call: Call) -> tuple[bool, int]:
 
 
 def _listed(call: Call) -> bool:
-    """Whether there are segments: then the steps of a tile come from a list."""
+    """Whether there are segments: then the steps of a tile come from spans or a list."""
     return bool(plans.shape_of(tuple(call.mask), ()).mask)
+
+
+def _library(call: Call) -> str:
+    return "forward_of_lists" if _listed(call) else "forward"
 
 
 def _brief(call: Call) -> bool:
@@ -139,7 +143,7 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
     listed = _listed(call)
-    launch = library.launcher_or_none("forward_of_lists" if listed else "forward", call.q.dtype)
+    launch = library.launcher_or_none(_library(call), call.q.dtype)
     if launch is None:
         return gluon.forward.prepare(*call)
     described = all(gluon.describable(each) for each in call[:3])

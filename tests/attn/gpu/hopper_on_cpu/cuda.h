@@ -29,6 +29,9 @@ struct uint4 {
 struct int4 {
     int x, y, z, w;
 };
+struct int2 {
+    int x, y;
+};
 struct uint2 {
     uint32_t x, y;
 };

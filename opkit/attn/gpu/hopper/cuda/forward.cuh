@@ -70,10 +70,12 @@ template <typename L, bool BANDED>
 SM90 Work work_of(const Problem& problem, Shared<L>& shared, int group) {
     shared.turns.wait_full();
     const Tile tile = shared.tiles[shared.turns.index];
+    Reach own;
+    if constexpr (L::LISTED) own = shared.tiles[shared.turns.index].own[group];
     __syncwarp();
     shared.turns.free();
-    if (L::TURNS || L::LISTED) return {tile, tile.last, tile.steps, 0, 0};
-    const Reach own = reach_of<L, BANDED>(problem, tile.row + group * GROUP_ROWS, GROUP_ROWS);
+    if (L::TURNS) return {tile, tile.last, tile.steps, 0, 0};
+    if constexpr (!L::LISTED) own = reach_of<L, BANDED>(problem, tile.row + group * GROUP_ROWS, GROUP_ROWS);
     const int last = max(min(own.last, tile.last), tile.first), first = min(max(own.first, tile.first), last);
     return {tile, last, last - first + 1, tile.last - last, first - tile.first};
 }
@@ -121,14 +123,13 @@ SM90 Step told_step(const Shared<L>& shared) {
     return {__shfl_sync(0xffffffff, told.x, 0), __shfl_sync(0xffffffff, told.y, 0)};
 }
 
-// -inf for what a thread's rows do not see of the keys from `at`.
+// -inf for what a thread's rows do not see of a step, where there are segments. Spans are all keys if these are not in order.
 template <typename L, bool BANDED>
-SM90 void hide_step(const Problem& problem, float (&s)[L::KEYS / 2], const Tile& tile, int group, int at) {
-    mask<BANDED>(problem, s, tile.row + row_of_thread(group), at);
-    if constexpr (L::LISTED) {
-        const int warp = threadIdx.x % WARPGROUP / LANES;
-        hide_others(problem, s, tile.batch, tile.row + group * GROUP_ROWS + warp * 16, at);
-    }
+SM90 void hide_step(const Problem& problem, float (&s)[L::KEYS / 2], const Step& step, const Tile& tile, int group) {
+    if (step.hidden == NOTHING) return;
+    hide_beyond<BANDED>(problem, s, tile.batch, tile.row + row_of_thread(group), step.at);
+    const int warp = threadIdx.x % WARPGROUP / LANES;
+    if (step.hidden == OTHERS) hide_others(problem, s, tile.batch, tile.row + group * GROUP_ROWS + warp * 16, step.at);
 }
 
 // What a thread has of a warpgroup's 64 rows: logits of a step, or weights; weights rounded; what is summed up; and of its two rows the
@@ -159,9 +160,9 @@ SM90 void weigh_first(const Problem& problem, Shared<L>& shared, const Work& wor
     if (work.steps == 1) shared.rows.free();
     else shared.keys.wait_full();
     if constexpr (L::LISTED) {
-        if (step.part) hide_step<L, BANDED>(problem, mine.s, work.tile, group, step.at);
+        hide_step<L, BANDED>(problem, mine.s, step, work.tile, group);
     } else if (BANDED || (work.step + 1) * L::KEYS > problem.keys) {
-        hide_step<L, BANDED>(problem, mine.s, work.tile, group, work.step * L::KEYS);
+        mask<BANDED>(problem, mine.s, work.tile.row + row_of_thread(group), work.step * L::KEYS);
     }
     // Sums as in other steps: ptxas orders those better for it.
 #pragma unroll
@@ -219,9 +220,9 @@ SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work,
     hold(mine.s);
     shared.keys.free();
     if constexpr (L::LISTED) {
-        if (step.part) hide_step<L, BANDED>(problem, mine.s, work.tile, group, step.at);
+        hide_step<L, BANDED>(problem, mine.s, step, work.tile, group);
     } else if (BANDED && partial<L>(problem, work.tile.row + group * GROUP_ROWS, at)) {
-        hide_step<L, BANDED>(problem, mine.s, work.tile, group, at);
+        mask<BANDED>(problem, mine.s, work.tile.row + row_of_thread(group), at);
     }
     weigh_before(problem, mine, base, sum);
     // Without a branch ptxas moves the wait for the product up to the maxima.

@@ -8,6 +8,8 @@ namespace {
 using namespace sm90;
 
 constexpr int LANES = 32, WARPGROUP = 128, GROUP_ROWS = 64;
+constexpr int NEAR = 3;                       // steps that a warpgroup may pass over on either side; with more it would wait for what
+                                              // the loader has no buffers for until values are freed
 constexpr int OWNERS = 4;                     // marks of a block beside those of its tiles
 constexpr int MEETING = 1, TURN = 5;          // the first of the named barriers that the threads of one warpgroup use, or of two
 constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
@@ -27,15 +29,33 @@ struct Problem {
     Lists lists;
 };
 
-// A block of queries of a head, and the steps of keys that it needs; `last` is the first one that is taken. No steps: no tile. Where
-// steps are listed, `whole` of them are of keys that all rows see; -1: there is no key that some row sees.
+// A block of queries of a head, and the steps of keys that it needs; `last` is the first one that is taken. No steps: no tile.
 struct alignas(16) Tile {
-    int batch, head, row, first, last, steps, whole, unused;
+    int batch, head, row, first, last, steps;
 };
 
-// The first key of a step; and, where steps are listed, whether some rows do not see some of its keys.
+struct Reach {
+    int first, last;
+};
+
+// Where there are segments: the steps that each warpgroup needs.
+struct SharedOut : Tile {
+    Reach own[4];
+};
+
+// What the thread that loads knows of a tile where there are segments: the first key of the first step, and that all rows see the keys
+// from `from` on and before `to`. If steps are listed `at` is -1, and `from` of them are of keys that all rows see; -1: nothing is seen.
+template <typename L>
+struct Plan {
+    typename L::Told tile;
+    int at, from, to;
+};
+
+// The first key of a step; and, where there are segments, what is hidden of it: nothing, what is beyond the span of a row, or keys of
+// other segments, for which each has to be asked.
+enum Hidden { NOTHING, BEYOND, OTHERS };
 struct Step {
-    int at, part;
+    int at, hidden;
 };
 
 // How the work of a block is laid out: warpgroups that multiply, with 64 queries of a tile each; keys of a step; buffers for these,
@@ -45,6 +65,7 @@ template <int D_, int GROUPS_, int KEYS_, int STAGES_, int QUERIES_, bool TURNS_
 struct Layout {
     static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, STAGES = STAGES_, QUERIES = QUERIES_, TILES = 2;
     static constexpr bool TURNS = TURNS_, LISTED = false;
+    using Told = Tile;
     // Whether a thread weighs the first of its two rows before it waits for a product with values; if that is of 256 channels, ptxas
     // finds a better place for the wait.
     static constexpr bool EARLY = D <= 128;
@@ -60,7 +81,8 @@ struct Layout {
 template <typename L>
 struct Listed : L {
     static constexpr bool LISTED = true;
-    static constexpr int BYTES = L::BYTES + L::STAGES * 16, SHARED = BYTES + 1024;
+    using Told = SharedOut;
+    static constexpr int BYTES = L::BYTES + L::TILES * (sizeof(Told) - sizeof(Tile)) + L::STAGES * 16, SHARED = BYTES + 1024;
 };
 
 // For heads of 64. Three warpgroups, since exponentials take most of the time there. Without a band all have the same steps, and go
@@ -101,7 +123,7 @@ struct Shared {
     Ring<L::QUERIES, L::ROWS_BYTES> rows;
     Ring<L::STAGES, L::KEYS_BYTES> keys, values;
     Ring<L::TILES, 0> turns;  // of the tiles
-    Tile* tiles;
+    typename L::Told* tiles;
     uint32_t steps;  // what the steps are whose keys are there, 16 bytes each, where they are listed
 };
 
@@ -109,13 +131,13 @@ template <typename L>
 SM90 Shared<L> shared_of(unsigned char* bytes) {
     const uint32_t rows = shared(bytes), keys = rows + L::QUERIES * L::ROWS_BYTES;
     const uint32_t values = keys + L::STAGES * L::KEYS_BYTES, tiles = values + L::STAGES * L::KEYS_BYTES;
-    const uint32_t of_rows = tiles + L::TILES * sizeof(Tile), of_keys = of_rows + 2 * L::QUERIES * 8;
+    const uint32_t of_rows = tiles + L::TILES * sizeof(typename L::Told), of_keys = of_rows + 2 * L::QUERIES * 8;
     const uint32_t of_values = of_keys + 2 * L::STAGES * 8, of_turns = of_values + 2 * L::STAGES * 8;
     return {{rows, of_rows, of_rows + L::QUERIES * 8},
             {keys, of_keys, of_keys + L::STAGES * 8},
             {values, of_values, of_values + L::STAGES * 8},
             {0, of_turns, of_turns + L::TILES * 8},
-            reinterpret_cast<Tile*>(bytes + (tiles - rows)),
+            reinterpret_cast<typename L::Told*>(bytes + (tiles - rows)),
             of_turns + 2 * L::TILES * 8};
 }
 
@@ -129,10 +151,6 @@ SM90 void initialize(const Ring<COUNT, BYTES>& ring, int readers) {
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------------
 
-struct Reach {
-    int first, last;
-};
-
 // The steps of keys that some rows need; at least one, if only to see nothing.
 template <typename L, bool BANDED>
 SM90 Reach reach_of(const Problem& problem, int row, int rows) {
@@ -142,9 +160,55 @@ SM90 Reach reach_of(const Problem& problem, int row, int rows) {
     return {min(max(row + problem.lower, 0) / L::KEYS, last), last};
 }
 
+// What a warpgroup's rows from `row` see of a range: nothing, if it has no rows. x is -1 if it is not in order.
+template <bool BANDED>
+SM90 int4 seen_from(const Problem& problem, const int4* ranges, int row) {
+    if (row >= problem.queries) return {problem.keys, 0, 0, problem.keys};
+    int4 seen = ranges[row / GROUP_ROWS];
+    if (!BANDED || seen.x < 0) return seen;
+    const int last = min(row + GROUP_ROWS, problem.queries) - 1;
+    return {max(seen.x, row + problem.lower), min(seen.y, last + problem.upper + 1), max(seen.z, last + problem.lower),
+            min(seen.w, row + problem.upper + 1)};
+}
+
+// The steps of a tile that are listed; one, if only to see nothing.
+template <typename L>
+SM90 Plan<L> plan_of_list(const Problem& problem, Plan<L>& plan) {
+    const Lists& lists = problem.lists;
+    const int* counts = lists.counts + plan.tile.batch * lists.counts_batch + plan.tile.row / L::ROWS * 2;
+    plan.tile.steps = max(counts[1], 1), plan.tile.last = plan.tile.steps - 1;
+    plan.at = -1, plan.from = counts[1] > 0 ? counts[0] : -1;
+    for (Reach& own : plan.tile.own) own = {0, plan.tile.last};
+    return plan;
+}
+
+// The steps of a tile where there are segments; one, if only to see nothing.
+template <typename L, bool BANDED>
+SM90 Plan<L> plan_of_segments(const Problem& problem, int batch, int head, int row) {
+    Plan<L> plan{{{batch, head, row, 0, 0, 1}, {}}, problem.keys, 0, problem.keys};
+    const int4* ranges = problem.lists.ranges + batch * problem.lists.ranges_batch;
+    int end = 0;
+#pragma unroll
+    for (int group = 0; group < L::GROUPS; group++) {
+        const int4 seen = seen_from<BANDED>(problem, ranges, row + group * GROUP_ROWS);
+        if (seen.x < 0) return plan_of_list(problem, plan);
+        plan.from = max(plan.from, seen.z), plan.to = min(plan.to, seen.w);
+        if (seen.x < seen.y) plan.at = min(plan.at, seen.x), end = max(end, seen.y);
+        plan.tile.own[group] = {seen.x, seen.y};
+    }
+    plan.tile.steps = max((end - plan.at + L::KEYS - 1) / L::KEYS, 1), plan.tile.last = plan.tile.steps - 1;
+#pragma unroll
+    for (int group = 0; group < L::GROUPS; group++) {
+        const Reach seen = plan.tile.own[group];
+        const int first = max(seen.first - plan.at, 0) / L::KEYS, last = max(seen.last - 1 - plan.at, 0) / L::KEYS;
+        plan.tile.own[group] = {min(first, NEAR), max(last, plan.tile.last - NEAR)};
+    }
+    return plan;
+}
+
 // Under a band the last rows of all heads of a section come first: of a causal one they have the most to do.
 template <typename L, bool BANDED>
-SM90 Tile tile_of(const Problem& problem, int number) {
+SM90 Plan<L> plan_of(const Problem& problem, int number) {
     if (number >= problem.tiles) return {};
     const int size = problem.section * problem.blocks, first = number / size * problem.section, rest = number % size;
     const int width = min(problem.section, problem.tiles / problem.blocks - first);
@@ -152,22 +216,26 @@ SM90 Tile tile_of(const Problem& problem, int number) {
     const int row = (BANDED ? problem.blocks - 1 - rest / width : rest % problem.blocks) * L::ROWS;
     const int batch = of_all / problem.heads, head = of_all % problem.heads;
     if constexpr (L::LISTED) {
-        const int* counts = problem.lists.counts + batch * problem.lists.counts_batch + row / L::ROWS * 2;
-        const int steps = max(counts[1], 1);  // one, if only to see nothing
-        return {batch, head, row, 0, steps - 1, steps, counts[1] > 0 ? counts[0] : -1};
+        return plan_of_segments<L, BANDED>(problem, batch, head, row);
+    } else {
+        const Reach reach = reach_of<L, BANDED>(problem, row, L::ROWS);
+        return {{batch, head, row, reach.first, reach.last, reach.last - reach.first + 1}, 0, 0, 0};
     }
-    const Reach reach = reach_of<L, BANDED>(problem, row, L::ROWS);
-    return {batch, head, row, reach.first, reach.last, reach.last - reach.first + 1};
 }
 
 // Where steps are listed, those come first in which some rows do not see some keys: at the back of the list.
 template <typename L>
-SM90 Step step_of(const Problem& problem, const Tile& tile, int step) {
+SM90 Step step_of(const Problem& problem, const Plan<L>& plan, int step) {
     if constexpr (!L::LISTED) return {step * L::KEYS, 0};
-    if (tile.whole < 0) return {0, 1};
-    const int blocks = (problem.keys + L::KEYS - 1) / L::KEYS, n = tile.last - step, parts = tile.steps - tile.whole;
+    const Tile& tile = plan.tile;
+    if (plan.at >= 0) {
+        const int at = plan.at + step * L::KEYS;
+        return {at, at < plan.from || at + L::KEYS > plan.to ? BEYOND : NOTHING};
+    }
+    if (plan.from < 0) return {0, OTHERS};
+    const int blocks = (problem.keys + L::KEYS - 1) / L::KEYS, n = tile.last - step, parts = tile.steps - plan.from;
     const int* list = problem.lists.blocks + tile.batch * problem.lists.blocks_batch + int64_t(tile.row / L::ROWS) * blocks;
-    return {list[n < parts ? blocks - 1 - n : n - parts] * L::KEYS, n < parts};
+    return {list[n < parts ? blocks - 1 - n : n - parts] * L::KEYS, n < parts ? OTHERS : NOTHING};
 }
 
 // ---- loading --------------------------------------------------------------------------------------------------------------
@@ -184,13 +252,13 @@ template <typename L>
 SM90 void load_keys(Shared<L>& shared, const CUtensorMap* k, int batch, int head, const Step& step) {
     if constexpr (L::LISTED) {
         shared.keys.wait_empty();
-        store_four(shared.steps + shared.keys.index * 16, {step.at, step.part, 0, 0});
+        store_four(shared.steps + shared.keys.index * 16, {step.at, step.hidden, 0, 0});
     }
     fill(shared.keys, k, batch, head, step.at);
 }
 
 template <typename L>
-SM90 void announce(Shared<L>& shared, const Tile& tile) {
+SM90 void announce(Shared<L>& shared, const typename L::Told& tile) {
     shared.turns.wait_empty();
     shared.tiles[shared.turns.index] = tile;
     arrive(shared.turns.filled());
@@ -215,15 +283,16 @@ SM90 void load(const Problem& problem, Shared<L> shared, const CUtensorMap* q, c
     constexpr bool LAST = L::QUERIES == 1;
     // Who passes over two steps would wait for these queries with the buffers for these values.
     static_assert(!LAST || (L::GROUPS - 1) * GROUP_ROWS <= L::KEYS);
-    Tile tile = tile_of<L, BANDED>(problem, blockIdx.x);
+    Plan<L> plan = plan_of<L, BANDED>(problem, blockIdx.x);
     Values owed = {0, 0, -1};
-    while (tile.steps > 0) {
+    while (plan.tile.steps > 0) {
+        const auto& tile = plan.tile;
         const int key_head = tile.head / problem.group, claim = min(tile.first + 1, tile.last);
         int following = 0;
         announce(shared, tile);
 #pragma unroll 1
         for (int step = tile.last; step >= tile.first; step--) {
-            const Step next = step_of<L>(problem, tile, step);
+            const Step next = step_of<L>(problem, plan, step);
             load_keys(shared, k, tile.batch, key_head, next);
             if (LAST) load_values(shared, v, owed);
             if (step == tile.last) fill(shared.rows, q, tile.batch, tile.head, tile.row);
@@ -231,10 +300,10 @@ SM90 void load(const Problem& problem, Shared<L> shared, const CUtensorMap* q, c
             owed = {tile.batch, key_head, next.at};
             if (step == claim) following = atomicAdd(problem.counter, 1) + gridDim.x;
         }
-        tile = tile_of<L, BANDED>(problem, following);
+        plan = plan_of<L, BANDED>(problem, following);
     }
     load_values(shared, v, owed);
-    announce(shared, tile);
+    announce(shared, plan.tile);
     // The last block to end leaves the counter as it found it: zeros.
     __threadfence();
     if (atomicAdd(problem.counter + 1, 1) == gridDim.x - 1) problem.counter[0] = problem.counter[1] = 0;

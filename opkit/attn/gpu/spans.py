@@ -1,0 +1,65 @@
+"""Under segments whose numbers are in order, the span of others that each row sees; kept as lists of tiles are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opkit.attn.gpu import tile_lists
+from opkit.attn.gpu.blocks import tiles_in
+from opkit.attn.kept import Kept
+from opkit.kernels.triton.named import Named
+from opkit.op.triton.declare import triton_kernel
+from opkit.op.triton.kernel import TritonKernel
+
+_SPANS = Named("opkit.attn.gpu.device.spans", "spans")
+_SOME = 2048  # numbers that a program looks at together
+_ROWS = 256  # of a program
+_MOST = 64  # that are kept
+
+
+class Spans(NamedTuple):
+    """Spans and ranges as :func:`opkit.attn.gpu.device.spans.spans` writes them, with the batches that numbers have."""
+
+    rows: Tensor
+    tiles: Tensor
+
+
+_kept: Kept[Spans] = Kept(_MOST)
+
+
+def spans_of_call(call: Any, own: Tensor, others: Tensor, tile: int, what: Hashable) -> Spans:
+    """The same of views of a call's mask's tensors, kept with these; ``what`` names which views they are."""
+    return tile_lists.found_or(_kept, (what, tile), call, functools.partial(spans_of, own, others, tile))
+
+
+def spans_of(own: Tensor, others: Tensor, tile: int) -> Spans:
+    """Which of the ``others`` of its own number each row sees, and each tile of rows.
+
+    Args:
+        own: a number for each row, int32, (batch or 1, rows).
+        others: a number for each of the others, int32, (batch or 1, others); at least one.
+        tile: rows of a tile, a power of two.
+    """
+    batch = max(x.shape[0] for x in (own, others))
+    rows, count = own.shape[1], others.shape[1]
+    tiles = tiles_in(rows, tile)
+    new = functools.partial(torch.empty, dtype=torch.int32, device=own.device)
+    found = Spans(new(batch, rows, 2), new(batch, tiles, 4))
+    programs = tiles_in(rows, max(_ROWS, tile))
+    _kernel(tile, min(_SOME, 1 << (count - 1).bit_length()))(
+        own=own.expand(batch, -1), others=others.expand(batch, -1), spans=found.rows, ranges=found.tiles, rows=rows, count=count,
+        rounds=count.bit_length(), programs=programs, batch=batch,
+    )  # fmt: skip
+    return found
+
+
+@functools.cache
+def _kernel(tile: int, some: int) -> TritonKernel:
+    tiles = max(1, _ROWS // tile)
+    grid: Any = lambda programs, batch: (programs, batch)  # noqa: E731
+    return triton_kernel(_SPANS, grid=grid, num_warps=4, TILES=tiles, TILE=tile, SOME=some)
