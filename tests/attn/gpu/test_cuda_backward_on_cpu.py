@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from cuda_on_cpu import filled, on_cpu, survives
 from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right
-from hopper_masks import documents, packed, shuffled
+from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn import gradients, program, reference
 from opkit.attn.calls import GradientCall
@@ -176,8 +176,13 @@ SEGMENTS = {  # queries, keys, a mask, and numbers of segments
     "other keys": (133, 300, (program.SEGMENTS, 0, 1), [documents(2, 133, 3), documents(1, 300, 3, seed=1)]),
     "shuffled": (200, 333, (program.SEGMENTS, 0, 1), [shuffled(2, 200), shuffled(2, 333)]),
     "a window": (400, 400, (program.BAND, -90, 0, program.SEGMENTS, 0, 1, program.AND), [documents(2, 400, 3)] * 2),
+    "documents and padding": (400, 400, (*CAUSAL, program.SEGMENTS, 0, 1, program.AND), [padded(5, 100, 130, 120)] * 2),
+    "in order in one batch alone": (
+        300, 300, (program.SEGMENTS, 0, 1), [torch.cat([packed(100, 90, 110), shuffled(1, 300)])] * 2,
+    ),
+    "keys out of order": (333, 200, (program.SEGMENTS, 0, 1), [packed(100, 50, 183), shuffled(1, 200)]),
     "nothing in common": (200, 150, (program.SEGMENTS, 0, 1), [packed(200), packed(150) + 7]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("head", [64, 128])
@@ -253,6 +258,8 @@ LISTS_DEFECTS = {
     "a step that is told and loaded too early": (
         "        wait_empty(Q_EMPTY);\n        if (S::LISTED)", "        if (S::LISTED)",
     ),
+    "a span that is not asked for": ("past = min(past, span.y)", "past = min(past, problem.queries)"),
+    "a span from its end on": ("from = max(from, span.x)", "from = max(from, 0)"),
     "gradients that are not cleaned": ("    if (S::LISTED) clean<S::BLOCK_BYTES>(", "    if (false) clean<S::BLOCK_BYTES>("),
 }  # fmt: skip
 

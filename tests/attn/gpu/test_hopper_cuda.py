@@ -75,7 +75,7 @@ def test_the_forward_of_lists_compiles_without_spills(dtype, tmp_path, record_pr
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("name", "kernels", "spills"),  # of heads of 64 and 128, under a band, and without; of segments with any band
-    [("backward", 4, 300), ("backward_of_lists", 2, 500)],
+    [("backward", 4, 300), ("backward_of_lists", 2, 520)],
 )
 def test_the_backward_compiles_with_few_spills(name, kernels, spills, dtype, tmp_path, record_property):
     found = resources(name, dtype, tmp_path)

@@ -39,21 +39,19 @@ def lists_of(call: Call | GradientCall, rows: int, keys: int, by_keys: bool) -> 
 
     What is read: numbers of segments, int32, (batch or 1, 1, queries, 1) and (batch or 1, 1, 1, keys), with a stride of 0 where
     a size is 1; of each tile of queries, or ``by_keys`` of keys, the tiles of the other kind that it visits, int32, (batch,
-    heads, own, others), and their counts, (batch, heads, own, 2); and of queries :class:`~opkit.attn.gpu.spans.Spans`. These must
-    be held until the kernel is launched.
+    heads, own, others), and their counts, (batch, heads, own, 2); and :class:`~opkit.attn.gpu.spans.Spans` of its rows. These
+    must be held until the kernel is launched.
     """
     shape = plans.shape_of(tuple(call.mask), ())
     found = tile_lists.lists_of(call, shape, Blocks(rows, keys, 0, 0), by_keys)
     slots = plans.slots_of(shape, call.mask_tensors, [], (*call.q.shape[:3], call.k.shape[2]), of_biases=False)
     of_queries, of_keys = (slots[number] for number in shape.mask[0][1:])  # by batch, head, query and key
     strides = (of_queries.stride(0), of_queries.stride(2), of_keys.stride(0), of_keys.stride(3))
-    read = [of_queries, of_keys, *found]
-    lists = Lists(**dict(zip(_STRIDES, (*strides, found.tiles.stride(0), found.counts.stride(0)), strict=False)))
-    if not by_keys:
-        what = shape.mask, shape.slots, call.q.shape[2], call.k.shape[2]
-        spans = spans_of_call(call, of_queries[:, 0, :, 0], of_keys[:, 0, 0], _SPAN_ROWS, what)
-        lists.spans_batch, lists.ranges_batch = (x.shape[1] if x.shape[0] > 1 else 0 for x in spans)
-        read += spans
-    for name, tensor in zip(_POINTERS, read, strict=False):
-        setattr(lists, name, tensor.data_ptr())
-    return lists, read
+    numbers = of_queries[:, 0, :, 0], of_keys[:, 0, 0]
+    own, seen = numbers[::-1] if by_keys else numbers
+    which = shape.mask, shape.slots, call.q.shape[2], call.k.shape[2], by_keys
+    spans = spans_of_call(call, own, seen, _SPAN_ROWS, which)
+    read = [of_queries, of_keys, *found, *spans]
+    of_lists = found.tiles.stride(0), found.counts.stride(0)
+    of_spans = (x.shape[1] if x.shape[0] > 1 else 0 for x in spans)
+    return Lists(*(each.data_ptr() for each in read), *strides, *of_lists, *of_spans), read

@@ -164,8 +164,8 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             }
             if (part) {
                 if (S::BANDED) odd = __any_sync(~0u, not_finite(s));
-                hide<S>(problem, s, row, at, warp, lane);
-                if (S::LISTED) hide_others<S>(problem, s, batch, row, at, warp, lane);
+                hide<S>(problem, s, batch, row, at, warp, lane);
+                if (S::LISTED && !in_order(problem, batch, at)) hide_others<S>(problem, s, batch, row, at, warp, lane);
             }
             weigh<0, FIRST>(s, problem.factor);
             hold(s);

@@ -51,14 +51,19 @@ SM90 bool partial(const Problem& problem, int row, int at) {
     return found;
 }
 
-// -infinity where a query does not see a key; s is (keys from `at`, queries from `row`).
+// -infinity where a query does not see a key by the band or, if there are segments, is beyond the key's span; s is (keys from `at`,
+// queries from `row`).
 template <class S, int N>
-SM90 void hide(const Problem& problem, float (&s)[N], int row, int at, int warp, int lane) {
+SM90 void hide(const Problem& problem, float (&s)[N], int batch, int row, int at, int warp, int lane) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int key = at + 16 * warp + lane / 4 + 8 * h, here = row + 2 * (lane % 4);
         int past = problem.queries, from = here;
         if (S::BANDED) past = min(past, key - problem.lower + 1), from = key - problem.upper;
+        if (S::LISTED) {
+            const int2 span = problem.lists.spans[batch * problem.lists.spans_batch + min(key, problem.keys - 1)];
+            past = min(past, span.y), from = max(from, span.x);
+        }
         if (key >= problem.keys) past = 0;
         past -= here, from -= here;
 #pragma unroll
@@ -69,6 +74,11 @@ SM90 void hide(const Problem& problem, float (&s)[N], int row, int at, int warp,
                 if (x >= past || (S::BANDED && x < from)) s[4 * j + 2 * h + i] = -INFINITY;
             }
     }
+}
+
+// Whether spans of 64 keys from `at` say all. From the first lane, so that the compiler knows that it is the same for a warp.
+SM90 bool in_order(const Problem& problem, int batch, int at) {
+    return __shfl_sync(~0u, problem.lists.ranges[batch * problem.lists.ranges_batch + at / HALF].x, 0) >= 0;
 }
 
 // -infinity where a query and a key are of different segments. A warp asks of all of its 16 keys at once who of the queries see each.
