@@ -1,7 +1,8 @@
 """What do lists of live tiles cost on a GPU, and what do attention's kernels get of their rate under masks that have some?
 
 ``lists``: microseconds of the GPU for building the lists of a call, from CUDA graphs of many: those of the forward for Hopper,
-those of its backward, which has lists the other way round, and the turns of that where it is deterministic. Microseconds of the
+those of its backward, which has lists the other way round, and the turns of that where it is deterministic; and where there are
+segments, those of the forward in CUDA C++ with its spans of keys. Microseconds of the
 processor to find a list in the cache, and to build one. Milliseconds of calls whose lists are found, and of such as build theirs.
 
 ``shares``: the rate of live tiles, 128 queries by 128 keys that see at least one another in part, as the lists count them, beside
@@ -29,10 +30,11 @@ from torch import Tensor
 
 import opkit
 from opkit.attn import calls as attention_calls
-from opkit.attn.gpu import plans, tile_lists
+from opkit.attn.gpu import plans, spans, tile_lists
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import forward as hopper
+from opkit.attn.gpu.hopper import listed
 from opkit.attn.lowering import Sizes, lower
 from opkit.masks import Causal, Dense, Mask, Segments, SlidingWindow
 
@@ -132,6 +134,7 @@ def tiles_of(head: int) -> tuple[Blocks, Blocks]:
 def forget() -> None:
     """Let go of the lists that are kept."""
     tile_lists._kept.clear()
+    spans._kept.clear()
 
 
 def built(*given: Any) -> tile_lists.Lists:
@@ -145,11 +148,13 @@ def building(call: attention_calls.Call) -> dict[str, Call]:
     shape = plans.shape_of(tuple(call.mask), ())
     forward, backward = tiles_of(call.q.shape[3])
     lists = [built(call, shape, backward, by_keys) for by_keys in (True, False)]
+    with_spans = functools.partial(listed.lists_of, call, TILE, TILE, False)
     return {
         "forward, us": lambda: built(call, shape, forward, False),
         "backward, us": lambda: built(call, shape, backward, True),
         "its other way, us": lambda: built(call, shape, backward, False),
         "turns, us": lambda: tile_lists.turns_of(lists[0], lists[1]),
+        **({"with spans, us": lambda: forgetting(with_spans)} if listed.of_segments(shape) else {}),
     }
 
 

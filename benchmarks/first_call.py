@@ -3,8 +3,8 @@
     python benchmarks/first_call.py [--rounds 9] [--cold 1] [--only hopper,documents,backward,decode]
 
 "hopper" and "portable" are forwards by these kernels, "documents" is one for Hopper whose tiles come from lists, "decode" is that
-of one query, "backward" is that for Hopper, after a forward that is not measured; "cuda" is the forward in CUDA C++, causal, for
-where a GPU and nvcc are, and "portable_backward" is for where no GPU is.
+of one query, "backward" is that for Hopper, after a forward that is not measured; "cuda" is the forward in CUDA C++, causal, and
+"cuda_documents" is that of documents, for where a GPU and nvcc are, and "portable_backward" is for where no GPU is.
 Each row is of processes of their own, which take turns: one with empty caches, others that find the kernels in a cache. Times
 are of the host, in milliseconds, and begin when CUDA was started and the tensors are there; "CPU" is the processor's time, which
 processes beside it do not lengthen. On a GPU a call ends when its results are there, and ``scaled_dot_product_attention`` of
@@ -34,9 +34,9 @@ from torch import Tensor
 SOURCE = Path(__file__).parents[1] / "tests" / "kernels" / "fake_driver.c"
 CASES = ("hopper", "documents", "portable", "backward", "decode")
 HERE = ("portable_backward",)  # only without a GPU, where a kernel can be chosen for the backward
-THERE = ("cuda",)  # only with one
+THERE = ("cuda", "cuda_documents")  # only with one
 BACKWARDS = ("backward", "portable_backward")
-PEERLESS = ("documents", "cuda")
+PEERLESS = ("documents", *THERE)
 PARTS = ("import opkit", "opkit.attention", "call", "call, CPU", "of it finding", "call 2")
 SLOW = ("triton", "sympy", "torch._dynamo", "torch._inductor")
 _SIZES = {"decode": (4, 16, 1, 4096, 128)}
@@ -139,12 +139,12 @@ def child(case: str, library: str) -> None:
 
 def options_of(case: str, device: str) -> dict[str, Any]:
     """What the call is told: its kernel, where it is not chosen by rule, and its mask."""
-    if case == "documents":
+    if case in ("documents", "cuda_documents"):
         from opkit.masks import Segments
 
         keys = _USUAL[3]
         ids = torch.arange(keys, dtype=torch.int32, device=device)[None] // (keys // 4)
-        return {"mask": Segments(ids), "kernel": "hopper"}
+        return {"mask": Segments(ids), "kernel": "hopper" if case == "documents" else "hopper_cuda"}
     if case == "cuda":
         from opkit.masks import Causal
 
