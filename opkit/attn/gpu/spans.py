@@ -33,7 +33,7 @@ _kept: Kept[Spans] = Kept(_MOST)
 
 
 def spans_of_call(call: Any, own: Tensor, others: Tensor, tile: int, what: Hashable) -> Spans:
-    """The same of views of a call's mask's tensors, kept with these; ``what`` names which views they are."""
+    """:func:`spans_of` views of a call's mask's tensors, kept with these; ``what`` names which views they are."""
     return tile_lists.found_or(_kept, (what, tile), call, functools.partial(spans_of, own, others, tile))
 
 
