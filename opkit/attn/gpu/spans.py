@@ -60,6 +60,11 @@ def spans_of(own: Tensor, others: Tensor, tile: int) -> Spans:
 
 @functools.cache
 def _kernel(tile: int, some: int) -> TritonKernel:
-    tiles = max(1, _ROWS // tile)
-    grid: Any = lambda programs, batch: (programs, batch)  # noqa: E731
-    return triton_kernel(_SPANS, grid=grid, num_warps=4, TILES=tiles, TILE=tile, SOME=some)
+    return triton_kernel(
+        _SPANS,
+        grid=lambda programs, batch: (programs, batch),
+        num_warps=4,
+        TILES=max(1, _ROWS // tile),
+        TILE=tile,
+        SOME=some,
+    )

@@ -8,8 +8,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).parent))
+import listing_kernels
 from cuda_on_cpu import lists_in_torch, on_cpu
-from listing_kernels import spans_in_torch
 
 from opkit.attn import gradients
 from opkit.attn.gpu import spans, tile_lists
@@ -97,9 +97,16 @@ def machine(machine_built):
     return machine_built
 
 
+@pytest.fixture(scope="module")
+def listing_process():
+    """Kernels that find what tiles of a mask have in them, in Triton's interpreter."""
+    with Interpreter("listing_kernels", listing_kernels.__file__) as process:
+        yield process
+
+
 @pytest.fixture
 def listed(machine, monkeypatch):
     """Has lists and spans of tiles built by torch, since the kernels that build them run on no processor."""
     monkeypatch.setattr(tile_lists, "lists_of", lists_in_torch)
-    monkeypatch.setattr(spans, "spans_of", spans_in_torch)
+    monkeypatch.setattr(spans, "spans_of", listing_kernels.spans_in_torch)
     return machine

@@ -14,7 +14,7 @@ from opkit.attn.calls import Call
 from opkit.attn.gpu import spans
 from opkit.attn.gpu.spans import spans_of
 from opkit.op.triton.launch import recording
-from opkit.testing import Interpreter, compile_launches
+from opkit.testing import compile_launches
 
 CASES = {  # numbers of queries and of keys
     "documents": lambda: [documents(2, 700, 6)] * 2,
@@ -37,18 +37,12 @@ CASES = {  # numbers of queries and of keys
 }
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    with Interpreter("listing_kernels", kernels.__file__) as process:
-        yield process
-
-
 @pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
 def run(request):
     """Calls the kernel."""
     if request.param == "gpu":
         return lambda own, others, tile: [x.cpu() for x in kernels.spans_by_kernel(own.cuda(), others.cuda(), tile)]
-    process = request.getfixturevalue("interpreted")
+    process = request.getfixturevalue("listing_process")
     return lambda *given: process(kernels.spans, *given, kernel="interpreted")
 
 

@@ -14,15 +14,9 @@ from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.tile_states import states_of
 from opkit.attn.program import DENSE
 from opkit.op.triton.launch import recording
-from opkit.testing import Interpreter, compile_launches
+from opkit.testing import compile_launches
 
 TILES = [(32, 16), (64, 64), (16, 128)]
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    with Interpreter("listing_kernels", kernels.__file__) as process:
-        yield process
 
 
 @pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -30,7 +24,7 @@ def run(request):
     """Calls the kernel."""
     if request.param == "gpu":
         return lambda x, *rest: kernels.states_by_kernel(on_gpu(x), *rest).cpu()
-    process = request.getfixturevalue("interpreted")
+    process = request.getfixturevalue("listing_process")
     return lambda *given: process(kernels.states, *given, kernel="interpreted")
 
 
