@@ -4,17 +4,6 @@
 
 namespace {
 
-// A launch that may begin before the one before it has ended.
-template <typename... P, typename... A>
-cudaError_t launch_early(cudaLaunchConfig_t config, void (*kernel)(P...), const A&... arguments) {
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &early;
-    config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, arguments...);
-}
-
 template <int D, int GROUPS>
 cudaError_t launch_merge(const Problem& call, cudaStream_t stream) {
     using M = Merging<D, GROUPS>;

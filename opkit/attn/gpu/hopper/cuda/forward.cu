@@ -21,7 +21,7 @@ cudaError_t launch(Problem problem, cudaStream_t stream) {
     problem.blocks = (call.queries + L::ROWS - 1) / L::ROWS;
     problem.tiles = call.batch * call.heads * call.blocks;
     const cudaLaunchConfig_t config = configured(dim3(min(call.tiles, call.processors)), L::THREADS, L::SHARED, stream);
-    return cudaLaunchKernelEx(&config, attention<L, BANDED>, problem, q, k, v);
+    return launch_early(config, attention<L, BANDED>, problem, q, k, v);
 }
 
 template <typename L>

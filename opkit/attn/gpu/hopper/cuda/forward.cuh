@@ -290,6 +290,8 @@ __global__ void __launch_bounds__(L::THREADS, 1)
         barriers_ready();
     }
     __syncthreads();
+    launches_before_done();
+    next_launch_may_begin();
     // From the first lane, so that the compiler knows that it is the same for a warp.
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / LANES, 0), group = warp / (WARPGROUP / LANES);
     if (group == L::GROUPS) {

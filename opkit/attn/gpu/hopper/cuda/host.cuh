@@ -41,6 +41,17 @@ cudaLaunchConfig_t configured(dim3 grid, int threads, int shared_bytes, cudaStre
     return config;
 }
 
+// A launch that may begin before the one before it has ended; its kernel says what has to wait for that.
+template <typename... P, typename... A>
+cudaError_t launch_early(cudaLaunchConfig_t config, void (*kernel)(P...), const A&... arguments) {
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &early;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
 // A device is the current one for a while.
 struct OnDevice {
     explicit OnDevice(int device) {
