@@ -1,7 +1,7 @@
 """How fast is attention to float8 on a GPU, with what its numbers are multiplied by, beside bfloat16 of the same sizes?
 
-Milliseconds of ``opkit.attention`` in float8_e4m3fn, with descales of each head; in bfloat16, by the kernel that a call gets and
-by the portable one, which float8 has too; and by cuDNN. All are called in turn as in attention_gpu.py, forward alone::
+Milliseconds of ``opkit.attention`` in float8_e4m3fn, with descales of each head, and in bfloat16, both by the kernel that a call
+gets and by the portable one; and of cuDNN in bfloat16. All are called in turn as in attention_gpu.py, forward alone::
 
     python benchmarks/attention_gpu_float8.py [--rounds 5] [--only TEXT,TEXT] [--quick] [--markdown FILE]
 """
@@ -21,7 +21,11 @@ from torch.nn.attention import SDPBackend
 import opkit
 from opkit.masks import Causal
 
-SIZES = [(8, 16, 2048, 128, True), (8, 16, 2048, 128, False), (2, 16, 8192, 128, True), (2, 16, 8192, 128, False)]
+SIZES = [
+    (8, 16, 2048, 128, True), (8, 16, 2048, 128, False), (2, 16, 8192, 128, True), (2, 16, 8192, 128, False),
+    (1, 16, 16384, 128, True), (16, 16, 1024, 128, True), (16, 16, 1024, 64, True), (1, 16, 16384, 64, True),
+    (2, 8, 8192, 256, True), (2, 8, 8192, 256, False),
+]  # fmt: skip
 
 
 def calls(size: gpu.Size, causal: bool) -> dict[str, Call]:
@@ -33,6 +37,7 @@ def calls(size: gpu.Size, causal: bool) -> dict[str, Call]:
     small = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
     return {
         "opkit float8": lambda: opkit.attention(*small, mask=mask, descales=descales),
+        "float8, portable": lambda: opkit.attention(*small, mask=mask, descales=descales, kernel="triton"),
         "opkit": lambda: opkit.attention(q, k, v, mask=mask),
         "opkit portable": lambda: opkit.attention(q, k, v, mask=mask, kernel="triton"),
         "cuDNN": lambda: gpu.torch_forward(SDPBackend.CUDNN_ATTENTION, q, k, v, causal),

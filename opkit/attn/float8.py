@@ -75,11 +75,13 @@ def in_float32(*given: Any) -> tuple[Tensor, Tensor]:
 @functools.cache
 def attention_float8_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     """``opkit::attention_float8``, defined and given its kernels when it is first asked for."""
+    from opkit.attn.gpu.hopper import float8_cuda
     from opkit.attn.gpu.portable import float8
 
     op = custom_op("opkit::attention_float8", mutates_args=())(attention_float8)
     op.register_kernel("cpu", in_float32, name="float32", trusted=True)
     float8.register(op)
+    float8_cuda.register(op)
     return op
 
 

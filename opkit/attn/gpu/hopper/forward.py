@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn.allocation import overwritten, rows
-from opkit.attn.calls import Call
+from opkit.attn.calls import AnyCall, Call
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.plans import Shape, Words
@@ -97,7 +97,12 @@ def takes(call: Call) -> bool:
 
     Not where batch invariance is asked for.
     """
-    return not config.get().batch_invariant and fits(call) and on_hopper(call.q)
+    return fits(call) and applies(call)
+
+
+def applies(call: AnyCall) -> bool:
+    """Whether calls get kernels for Hopper where these fit."""
+    return not config.get().batch_invariant and on_hopper(call.q)
 
 
 def on_hopper(x: Tensor) -> bool:
@@ -107,8 +112,13 @@ def on_hopper(x: Tensor) -> bool:
 
 def fits(call: Call) -> bool:
     """Whether :func:`forward` can compute a call."""
+    return call.q.dtype in DTYPES and sizes_fit(call)
+
+
+def sizes_fit(call: Call) -> bool:
+    """The same of one in DTYPES."""
     q, k, v = call[:3]
-    if q.dtype not in DTYPES or not shapes_fit(q, k, v) or 0 in q.shape or 0 in v.shape:
+    if not shapes_fit(q, k, v) or 0 in q.shape or 0 in v.shape:
         return False
     heads = all(size % _ALIGNED == 0 and size <= _MOST for size in (q.shape[3], v.shape[3]))
     lengths = max(q.shape[2], k.shape[2]) < _FAR and q.shape[0] * q.shape[1] * q.shape[2] < 2**31
@@ -273,7 +283,8 @@ def counters(device: torch.device, size: int) -> Callable[[], Tensor]:
 
 def describable(x: Tensor) -> bool:
     """Whether TMA can follow the strides."""
-    return x.stride(3) == 1 and all(0 < stride < 2**37 and stride % _ALIGNED == 0 for stride in x.stride()[:3])
+    aligned = 16 // x.element_size()
+    return x.stride(3) == 1 and all(0 < stride < 2**37 and stride % aligned == 0 for stride in x.stride()[:3])
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------

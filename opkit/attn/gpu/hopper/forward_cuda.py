@@ -15,7 +15,7 @@ as little as a band. Else the blocks of keys that a tile visits are listed (:mod
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ _INTS = (
     "batch", "heads", "group", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "brief", "section",
     "blocks", "tiles", "processors", "device",
 )  # fmt: skip
+_DESCALES = ("q_by", "k_by", "v_by")
 
 
 class Problem(ctypes.Structure):
@@ -66,6 +67,8 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_int) for name in _INTS),
         ("factor", ctypes.c_float),
         ("lists", Lists),
+        ("narrow", Rows),
+        *((name, ctypes.c_void_p) for name in _DESCALES),
     )
 
 
@@ -76,18 +79,24 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 def takes(call: Call) -> bool:
     """Whether a call is for :func:`forward`: long, on compute capability 9.0 beside an nvcc."""
-    return fits(call) and _long(call) and gluon.takes(call) and library.there(_library(call), call.q.dtype)
+    return fits(call) and long(call) and gluon.applies(call) and library.there(library_of(call), call.q.dtype)
 
 
 def fits(call: Call) -> bool:
     """Whether :func:`forward` can compute a call."""
+    return call.q.dtype in gluon.DTYPES and plain(call)
+
+
+def plain(call: Call) -> bool:
+    """Whether the source has what a call asks for, but for its dtype."""
     shape = plans.shape_of(tuple(call.mask), ())
-    plain = call.sinks is None and call.softcap == 0 and not shape.lengths
     heads = _LISTED_KEYS if of_segments(shape) else () if shape.mask else GROUPS
-    return gluon.fits(call) and plain and call.q.shape[3] == call.v.shape[3] in heads
+    asked = call.sinks is not None or call.softcap != 0 or shape.lengths
+    return not asked and gluon.sizes_fit(call) and call.q.shape[3] == call.v.shape[3] in heads
 
 
-def _long(call: Call) -> bool:
+def long(call: Call) -> bool:
+    """Whether there are so many queries and keys that it is the faster one."""
     banded, seen = _seen(call)
     queries, enough = _FROM[call.q.shape[3]][banded]
     return call.q.shape[2] >= queries and seen >= enough
@@ -104,7 +113,8 @@ def _listed(call: Call) -> bool:
     return bool(plans.shape_of(tuple(call.mask), ()).mask)
 
 
-def _library(call: Call) -> str:
+def library_of(call: Call) -> str:
+    """The name of the library that a call needs."""
     return "forward_of_lists" if _listed(call) else "forward"
 
 
@@ -142,18 +152,25 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
+    launch = library.launcher_or_none(library_of(call), call.q.dtype)
+    return gluon.forward.prepare(*call) if launch is None else launching(launch, call, call.q)
+
+
+def launching(launch: library.Launcher, call: Call, like: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A function that launches for calls like ``call``; results are of the dtype of ``like``, which is as q is.
+
+    Where queries and keys are float8 it is given ``by``: three of float32, (batch, key heads) and dense, that their numbers and
+    those of the values are multiplied by.
+    """
     listed = _listed(call)
-    launch = library.launcher_or_none(_library(call), call.q.dtype)
-    if launch is None:
-        return gluon.forward.prepare(*call)
     described = all(gluon.describable(each) for each in call[:3])
     counter = gluon.counters(call.q.device, _marks(call))
-    made = rows(call.q, call.v.shape[3], call.heads_inside)
+    made = rows(like, call.v.shape[3], call.heads_inside)
     new_out, new_lse = overwritten(made), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     common, gpu = _problem(call, made), call.q.get_device()
     tile = _groups(call) * _ROWS, _LISTED_KEYS.get(call.q.shape[3], 0)
 
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
+    def run(*given: Any, by: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
         inputs, problem = given[:3], Problem.from_buffer_copy(common)
         if not described or any(each.data_ptr() % 16 for each in inputs):
             inputs = [each.clone(memory_format=torch.contiguous_format) for each in inputs]
@@ -162,6 +179,7 @@ def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
         for of, tensor in zip((problem.q, problem.k, problem.v, problem.out), (*inputs, out), strict=True):
             of.data = tensor.data_ptr()
         problem.lse, problem.counter = lse.data_ptr(), marks.data_ptr()
+        _wide = _float8(problem, inputs[2], by) if by else None  # held until the launch
         if listed:
             problem.lists, _read = lists_of(Call(*given), *tile, by_keys=False)  # held until the launch
         launch(problem, private.current_stream(gpu))
@@ -181,6 +199,15 @@ def _problem(call: Call, out: Tensor) -> Problem:
         "device": q.get_device(), "factor": call.scale * gluon.LOG2E,
     }  # fmt: skip
     return Problem(*map(library.rows_of, (q, k, v, out)), **numbers)
+
+
+def _float8(problem: Problem, v: Tensor, by: Sequence[Tensor]) -> Tensor:
+    """Tell of descales, and of room for values in 16 bits, which it gives."""
+    for name, each in zip(_DESCALES, by, strict=True):
+        setattr(problem, name, each.data_ptr())
+    wide = v.new_empty(v.shape, dtype=torch.float16)
+    problem.narrow, problem.v = library.rows_of(v, v.data_ptr()), library.rows_of(wide, wide.data_ptr())
+    return wide
 
 
 def _section(q: Tensor, k: Tensor, v: Tensor) -> int:

@@ -26,10 +26,20 @@ _FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
 _HOPPER = ("hopper_cuda", "hopper")
 _INSTEAD = {"forward": _HOPPER, "backward": _HOPPER, "decode": ("split_cuda", "split")}
 """By the source, the kernel of the operator's that it is, and the one that calls get without it."""
+_INSTEAD_OF_FLOAT8 = ("hopper_cuda", "triton")
 _LISTED = "#define STEPS_LISTED true\n"
 _DEFINED = {"forward_of_lists": _LISTED, "backward_of_lists": _LISTED}
 """What a source is told where it is compiled in another way, by a longer name than its own."""
-_TYPES = {torch.bfloat16: ("cuda_bf16.h", "__nv_bfloat16"), torch.float16: ("cuda_fp16.h", "__half")}
+_FLOAT8 = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
+_TYPES = {
+    torch.bfloat16: "#include <cuda_bf16.h>\nusing T = __nv_bfloat16;\n",
+    torch.float16: "#include <cuda_fp16.h>\nusing T = __half;\n",
+    **{
+        dtype: f"#include <cuda_fp16.h>\nusing T = __half;\n#define FLOAT8 sm90::{name}\n"
+        for dtype, name in _FLOAT8.items()
+    },
+}
+"""How a source is told of its elements; of float8 queries and keys are, values become float16."""
 
 
 class Rows(ctypes.Structure):
@@ -68,7 +78,7 @@ def launcher_or_none(name: str, dtype: torch.dtype) -> Launcher | None:
         return launcher(name, dtype)
     except CompileError as error:
         _refused.add((name, dtype))
-        file, (kernel, instead) = f"{source_of(name)}.cu", _INSTEAD[source_of(name)]
+        file, (kernel, instead) = f"{source_of(name)}.cu", _names(name, dtype)
         warnings.warn(
             f"opkit::attention: nvcc could not compile {file}, so that calls get kernel {instead!r} in place of {kernel!r}: "
             f"{str(error).splitlines()[0]} It needs CUDA 12.5 or newer, with its headers; OPKIT_NVCC names another nvcc.",
@@ -76,6 +86,11 @@ def launcher_or_none(name: str, dtype: torch.dtype) -> Launcher | None:
             stacklevel=2,
         )
         return None
+
+
+def _names(name: str, dtype: torch.dtype) -> tuple[str, str]:
+    """The kernel that a source is, and the one that calls get without it."""
+    return _INSTEAD_OF_FLOAT8 if dtype in _FLOAT8 else _INSTEAD[source_of(name)]
 
 
 def source_of(name: str) -> str:
@@ -89,11 +104,10 @@ def source_of(name: str) -> str:
 
 def request(name: str, dtype: torch.dtype) -> Request:
     """What nvcc is asked for: a source for elements of a dtype, in the way that ``name`` says."""
-    header, element = _TYPES[dtype]
     file = f"{source_of(name)}.cu"
     source = (SOURCES / file).read_text(encoding="utf-8")
-    text = f'#include <{header}>\nusing T = {element};\n{_DEFINED.get(name, "")}#line 1 "{file}"\n{source}'
-    unit = Unit(f"{file} for {element}", text, "cuda")
+    text = f'{_TYPES[dtype]}{_DEFINED.get(name, "")}#line 1 "{file}"\n{source}'
+    unit = Unit(f"{file} for {dtype}", text, "cuda")
     return Request(f"hopper_{name}", (unit,), flags=_FLAGS, include_dirs=(SOURCES,))
 
 
@@ -116,7 +130,7 @@ def launcher(name: str, dtype: torch.dtype) -> Launcher:
         if error:
             raise KernelError(
                 f"opkit::attention: the kernel hopper_{name} was not launched: CUDA's error {error}. Force "
-                f"kernel={_INSTEAD[source_of(name)][1]!r} to go on without it."
+                f"kernel={_names(name, dtype)[1]!r} to go on without it."
             )
 
     return launch

@@ -116,7 +116,7 @@ using cuuint32_t = uint32_t;
 using cuuint64_t = uint64_t;
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorSymbolNotFound = 500, cudaErrorLaunchFailure = 719 };
 enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
-enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_FLOAT16, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 };
+enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 };
 enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE };
 enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_128B };
 enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_L2_256B };
@@ -125,22 +125,23 @@ enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 constexpr int cudaEnableDefault = 0;
 
-// A tensor of elements of 16 bits, the innermost dimension first, and the boxes that are copied of it.
+// A tensor of elements of some bytes, the innermost dimension first, and the boxes that are copied of it.
 struct CUtensorMap {
     const unsigned char* data;
-    int rank;
+    int rank, element;
     int64_t sizes[5], strides[5];  // strides in bytes
     int box[5];
 };
 
-static inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,
+static inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
                                               const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                                               const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle,
                                               CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-    *map = {static_cast<const unsigned char*>(data), int(rank), {1, 1, 1, 1, 1}, {}, {1, 1, 1, 1, 1}};
-    bool fits = rank <= 5 && reinterpret_cast<uintptr_t>(data) % 16 == 0 && box[0] * 2 <= 128;
+    const int element = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
+    *map = {static_cast<const unsigned char*>(data), int(rank), element, {1, 1, 1, 1, 1}, {}, {1, 1, 1, 1, 1}};
+    bool fits = rank <= 5 && reinterpret_cast<uintptr_t>(data) % 16 == 0 && box[0] * element <= 128;
     for (cuuint32_t i = 0; i < rank; i++) {
-        map->sizes[i] = sizes[i], map->box[i] = box[i], map->strides[i] = i ? strides[i - 1] : 2;
+        map->sizes[i] = sizes[i], map->box[i] = box[i], map->strides[i] = i ? strides[i - 1] : element;
         fits &= sizes[i] > 0 && sizes[i] <= uint64_t(1) << 32 && box[i] > 0 && box[i] <= 256 && steps[i] == 1;
         fits &= i == 0 || (strides[i - 1] % 16 == 0 && strides[i - 1] < uint64_t(1) << 40);
     }

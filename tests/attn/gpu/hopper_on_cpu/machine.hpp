@@ -48,6 +48,8 @@ struct Product {
     bool registers, a_across, b_across, add;
     uint32_t left[4];
     uint64_t a, b;
+    int depth;                            // how many products each sum has
+    float (*read)(const unsigned char*);  // an element in shared memory
     bool broadcast = false;  // numbers of columns, in place of a product
 };
 

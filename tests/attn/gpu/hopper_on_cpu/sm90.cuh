@@ -63,18 +63,18 @@ void each_element(machine::Block& block, const CUtensorMap& map, std::array<int,
             inside &= place >= 0 && place < map.sizes[d], offset += place * map.strides[d];
         }
         copy(inside ? const_cast<unsigned char*>(map.data) + offset : nullptr,
-             machine::at(block, machine::swizzled(shared + 2 * number)));
+             machine::at(block, machine::swizzled(shared + map.element * number)));
     }
 }
 SM90 void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int head, int batch) {
     machine::Block& block = *self().block;
     machine::copy_later([=, &block, map = *map] {  // which lives longer than the thread here, as it does there
-        each_element(block, map, {0, row, 0, head, batch}, to, [](const unsigned char* from, unsigned char* at) {
-            if (from) std::memcpy(at, from, 2);
-            else std::memset(at, 0, 2);
+        each_element(block, map, {0, row, 0, head, batch}, to, [&map](const unsigned char* from, unsigned char* at) {
+            if (from) std::memcpy(at, from, map.element);
+            else std::memset(at, 0, map.element);
         });
         const int* box = map.box;
-        barrier_at(block, barrier).bytes -= 2 * box[0] * box[1] * box[2] * box[3] * box[4];
+        barrier_at(block, barrier).bytes -= map.element * box[0] * box[1] * box[2] * box[3] * box[4];
         barrier_at(block, barrier).settle();
     });
 }
@@ -106,8 +106,8 @@ SM90 void store_bytes(void* to, uint32_t from, uint32_t bytes) {
 SM90 void store_box(const CUtensorMap* map, uint32_t from, int row, int box, int head, int batch) {
     machine::Block& block = *self().block;
     store_later([=, &block, map = *map] {
-        each_element(block, map, {0, row, box, head, batch}, from, [](unsigned char* to, const unsigned char* at) {
-            if (to) std::memcpy(to, at, 2);
+        each_element(block, map, {0, row, box, head, batch}, from, [&map](unsigned char* to, const unsigned char* at) {
+            if (to) std::memcpy(to, at, map.element);
         });
     });
 }
@@ -130,13 +130,44 @@ SM90 uint64_t across_rows(uint32_t at, uint32_t next) {
 }
 SM90 uint64_t further(uint64_t matrix, uint32_t bytes) { return matrix + (bytes >> 4); }
 
+// Numbers of 8 bits.
+struct E4M3 {
+    uint8_t bits;
+    explicit operator float() const {
+        const int power = bits >> 3 & 15, rest = bits & 7;
+        if ((bits & 127) == 127) return NAN;
+        const float size = power ? std::ldexp(8.f + rest, power - 10) : std::ldexp(float(rest), -9);
+        return bits & 128 ? -size : size;
+    }
+};
+struct E5M2 {
+    uint8_t bits;
+    explicit operator float() const {
+        const uint16_t half = uint16_t(bits) << 8;
+        _Float16 found;
+        std::memcpy(&found, &half, 2);
+        return float(found);
+    }
+};
+
 template <typename E>
-SM90 float element(uint64_t matrix, bool across, int i, int k) {
-    const uint32_t start = (matrix & 0x3FFF) << 4, next = (matrix >> 16 & 0x3FFF) << 4, group = (matrix >> 32 & 0x3FFF) << 4;
-    const uint32_t place = across ? i / 64 * next + i % 64 * 2 + k / 8 * group + k % 8 * 128 : i / 8 * group + i % 8 * 128 + k * 2;
+SM90 uint32_t widened(uint32_t both) {
+    const _Float16 two[] = {_Float16(float(E{uint8_t(both)})), _Float16(float(E{uint8_t(both >> 8)}))};
+    uint32_t found;
+    std::memcpy(&found, two, 4);
+    return found;
+}
+
+template <typename E>
+SM90 float read(const unsigned char* at) {
     E found;
-    std::memcpy(&found, machine::at(*self().block, machine::swizzled(start + place)), 2);
+    std::memcpy(&found, at, sizeof(E));
     return float(found);
+}
+SM90 float element(const machine::Product& product, uint64_t matrix, bool across, int i, int k) {
+    const uint32_t start = (matrix & 0x3FFF) << 4, next = (matrix >> 16 & 0x3FFF) << 4, group = (matrix >> 32 & 0x3FFF) << 4;
+    const uint32_t place = across ? i / 64 * next + i % 64 * 2 + k / 8 * group + k % 8 * 128 : i / 8 * group + i % 8 * 128 + k * (32 / product.depth);
+    return product.read(machine::at(*self().block, machine::swizzled(start + place)));
 }
 template <typename E>
 SM90 float half_of(uint32_t both, int which) {
@@ -159,19 +190,20 @@ SM90 void finish(const machine::Product& product, size_t number) {
         }
         return;
     }
-    std::vector<float> right(product.columns / 4 * 16);
+    const int depth = product.depth;
+    std::vector<float> right(product.columns / 4 * depth);
     for (int c = 0; c < product.columns / 4; c++)
-        for (int k = 0; k < 16; k++)
-            right[c * 16 + k] = element<E>(product.b, product.b_across, c / 2 * 8 + lane % 4 * 2 + c % 2, k);
+        for (int k = 0; k < depth; k++)
+            right[c * depth + k] = element(product, product.b, product.b_across, c / 2 * 8 + lane % 4 * 2 + c % 2, k);
     for (int h = 0; h < 2; h++) {
-        float left[16];
-        for (int k = 0; k < 16; k++) {
+        float left[32];
+        for (int k = 0; k < depth; k++) {
             const auto& mate = self().warp->lanes[lane / 4 * 4 + k % 8 / 2]->products[number];
-            left[k] = product.registers ? half_of<E>(mate.left[k / 8 * 2 + h], k % 2) : element<E>(product.a, product.a_across, first + 8 * h, k);
+            left[k] = product.registers ? half_of<E>(mate.left[k / 8 * 2 + h], k % 2) : element(product, product.a, product.a_across, first + 8 * h, k);
         }
         for (int c = 0; c < product.columns / 4; c++) {
             double sum = 0;
-            for (int k = 0; k < 16; k++) sum += double(left[k]) * right[c * 16 + k];
+            for (int k = 0; k < depth; k++) sum += double(left[k]) * right[c * depth + k];
             float& d = product.d[c / 2 * 4 + 2 * h + c % 2];
             d = float(sum + (product.add ? d : 0));
         }
@@ -203,20 +235,20 @@ template <typename E, int N>
 struct Product {
     template <int A_ACROSS, int B_ACROSS>
     SM90 void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int add) {
-        self().products.push_back({d, N, self().groups, false, A_ACROSS != 0, B_ACROSS != 0, add != 0, {}, a, b});
+        self().products.push_back({d, N, self().groups, false, A_ACROSS != 0, B_ACROSS != 0, add != 0, {}, a, b, 32 / sizeof(E), read<E>});
     }
     template <int A_ACROSS, int B_ACROSS>
     SM90 void first(float (&d)[N / 2], uint64_t a, uint64_t b) { ss<A_ACROSS, B_ACROSS>(d, a, b, 0); }
     template <int B_ACROSS>
     SM90 void rs(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, int add) {
-        self().products.push_back({d, N, self().groups, true, false, B_ACROSS != 0, add != 0, {a0, a1, a2, a3}, 0, b});
+        self().products.push_back({d, N, self().groups, true, false, B_ACROSS != 0, add != 0, {a0, a1, a2, a3}, 0, b, 16, read<E>});
     }
 };
 
 SM90 uint64_t numbers_of_columns(uint32_t at, uint32_t zeros) { return uint64_t(zeros >> 4) << 16 | at >> 4; }
 template <int N>
 SM90 void broadcast(float (&d)[N], uint64_t numbers) {
-    self().products.push_back({d, 2 * N, self().groups, false, false, false, false, {}, 0, numbers, true});
+    self().products.push_back({d, 2 * N, self().groups, false, false, false, false, {}, 0, numbers, 0, nullptr, true});
 }
 
 // ---- products of a warp -------------------------------------------------------------------------------------------------------------

@@ -245,8 +245,8 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
         free(SUMMED + (n & 1) * 8);
         const float one[] = {1, 1}, scale[] = {problem.scale, problem.scale};
         const int key = at + 16 * warp + lane / 4;
-        store(problem.of_v, batch, key_head, key, problem.keys, problem.value_size, dv, one);
-        store(problem.of_k, batch, key_head, key, problem.keys, problem.head_size, dk, scale);
+        store<T>(problem.of_v, batch, key_head, key, problem.keys, problem.value_size, dv, one);
+        store<T>(problem.of_k, batch, key_head, key, problem.keys, problem.head_size, dk, scale);
     }
 }
 

@@ -18,7 +18,7 @@ using namespace sm90;
 // does in uniform registers; if they are computed before, each is moved there from a thread's.
 template <typename L>
 SM90 void multiply_keys(float (&s)[L::KEYS / 2], uint32_t q, uint32_t k) {
-    constexpr int PARTS = L::D / 16;
+    constexpr int PARTS = L::D * sizeof(Key) / 32;
     uint64_t first[] = {along_rows(q), along_rows(k)};
     hold(first);
     products_fence();
@@ -26,7 +26,7 @@ SM90 void multiply_keys(float (&s)[L::KEYS / 2], uint32_t q, uint32_t k) {
     for (int i = 0; i < PARTS; i++) {
         const uint32_t box = i / 4, within = i % 4 * 32;
         const uint64_t rows = further(first[0], box * (L::ROWS * ROW_BYTES) + within);
-        Product<T, L::KEYS>::template ss<0, 0>(s, rows, further(first[1], box * (L::KEYS * ROW_BYTES) + within), i > 0);
+        Product<Key, L::KEYS>::template ss<0, 0>(s, rows, further(first[1], box * (L::KEYS * ROW_BYTES) + within), i > 0);
     }
     products_commit();
 }
@@ -64,6 +64,9 @@ SM90 void pass_turn(int group) {
 struct Work {
     Tile tile;
     int step, steps, before, after;
+
+    // What logits are times, once queries are negated where that is below zero.
+    __device__ __forceinline__ float factor(const Problem& problem) const { return DESCALED ? fabsf(tile.factor) : problem.factor; }
 };
 
 template <typename L, bool BANDED>
@@ -89,11 +92,26 @@ SM90 void skip(R& ring, int count) {
     }
 }
 
+// Turn round the signs of a warpgroup's queries, so that logits are times what is above zero, as those are whose greatest is looked for.
+template <typename L>
+SM90 void negate(uint32_t rows, int group) {
+#pragma unroll 1
+    for (int i = threadIdx.x % WARPGROUP; i < L::KEY_BOXES * GROUP_ROWS * ROW_BYTES / 16; i += WARPGROUP) {
+        const uint32_t at = rows + i / (GROUP_ROWS * 8) * (L::ROWS * ROW_BYTES) + i % (GROUP_ROWS * 8) * 16;
+        int4 x = load_four(at);
+        x.x ^= 0x80808080, x.y ^= 0x80808080, x.z ^= 0x80808080, x.w ^= 0x80808080;
+        store_four(at, x);
+    }
+    fence_stores();
+    named_sync(MEETING + group, WARPGROUP);
+}
+
 // Wait for what a tile's first product reads.
 template <typename L>
-SM90 void first_there(Shared<L>& shared, const Work& work) {
+SM90 void first_there(Shared<L>& shared, const Work& work, int group) {
     skip(shared.keys, work.before);
     shared.rows.wait_full();
+    if (DESCALED && work.tile.factor < 0) negate<L>(shared.rows.buffer() + group * GROUP_ROWS * ROW_BYTES, group);
     shared.keys.wait_full();
 }
 
@@ -143,7 +161,7 @@ struct Share {
 // The first product of all tiles.
 template <typename L>
 SM90 void begin_first(Shared<L>& shared, const Work& work, int group, Share<L>& mine) {
-    first_there(shared, work);
+    first_there(shared, work, group);
     take_turn<L>(group);
     multiply_next(shared, mine.s, group);
     pass_turn<L>(group);
@@ -164,11 +182,12 @@ SM90 void weigh_first(const Problem& problem, Shared<L>& shared, const Work& wor
     } else if (BANDED || (work.step + 1) * L::KEYS > problem.keys) {
         mask<BANDED>(problem, mine.s, work.tile.row + row_of_thread(group), work.step * L::KEYS);
     }
+    const float factor = work.factor(problem);
     // Sums as in other steps: ptxas orders those better for it.
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         mine.top[half] = -INFINITY, mine.total[half] = 0;
-        scale(mine.s, half, problem.factor, base_of(mine.s, half, problem.factor, mine.top[half], mine.by[half]));
+        scale(mine.s, half, factor, base_of(mine.s, half, factor, mine.top[half], mine.by[half]));
         mine.total[half] = mine.total[half] * mine.by[half] + weigh(mine.s, half);
     }
     round_weights(mine.s, mine.p);
@@ -178,24 +197,24 @@ SM90 void weigh_first(const Problem& problem, Shared<L>& shared, const Work& wor
 
 // What of a step's softmax comes before the product with values is waited for: a thread's maxima, and the weights of its first row.
 template <typename L>
-SM90 void weigh_before(const Problem& problem, Share<L>& mine, float (&base)[2], float (&sum)[2]) {
-    base[0] = base_of(mine.s, 0, problem.factor, mine.top[0], mine.by[0]);
+SM90 void weigh_before(float factor, Share<L>& mine, float (&base)[2], float (&sum)[2]) {
+    base[0] = base_of(mine.s, 0, factor, mine.top[0], mine.by[0]);
     if (L::EARLY) {
-        scale(mine.s, 0, problem.factor, base[0]);
+        scale(mine.s, 0, factor, base[0]);
         sum[0] = weigh(mine.s, 0);
     }
-    base[1] = base_of(mine.s, 1, problem.factor, mine.top[1], mine.by[1]);
-    if (L::EARLY) scale(mine.s, 1, problem.factor, base[1]);
+    base[1] = base_of(mine.s, 1, factor, mine.top[1], mine.by[1]);
+    if (L::EARLY) scale(mine.s, 1, factor, base[1]);
     hold(mine.s);
 }
 
 // And what comes after. The second row's exponentials, which take a unit that nothing else needs, have rounding and rescaling beside
 // them.
 template <typename L>
-SM90 void weigh_after(const Problem& problem, Share<L>& mine, const float (&base)[2], float (&sum)[2]) {
+SM90 void weigh_after(float factor, Share<L>& mine, const float (&base)[2], float (&sum)[2]) {
     if (!L::EARLY) {
-        scale(mine.s, 0, problem.factor, base[0]);
-        scale(mine.s, 1, problem.factor, base[1]);
+        scale(mine.s, 0, factor, base[0]);
+        scale(mine.s, 1, factor, base[1]);
         sum[0] = weigh(mine.s, 0);
     }
     sum[1] = weigh(mine.s, 1);
@@ -209,6 +228,7 @@ SM90 void weigh_after(const Problem& problem, Share<L>& mine, const float (&base
 template <typename L, bool BANDED>
 SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work, int i, int group, Share<L>& mine) {
     const int at = (work.step - i) * L::KEYS;
+    const float factor = work.factor(problem);
     float base[2], sum[2];
     take_turn<L>(group);
     multiply_next(shared, mine.s, group);
@@ -224,7 +244,7 @@ SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work,
     } else if (BANDED && partial<L>(problem, work.tile.row + group * GROUP_ROWS, at)) {
         mask<BANDED>(problem, mine.s, work.tile.row + row_of_thread(group), at);
     }
-    weigh_before(problem, mine, base, sum);
+    weigh_before(factor, mine, base, sum);
     // Without a branch ptxas moves the wait for the product up to the maxima.
     if (i + 1 < work.steps) shared.keys.wait_full();
     else shared.rows.free();
@@ -232,7 +252,7 @@ SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work,
     hold(mine.acc);
     hold(mine.p);
     shared.values.free();
-    weigh_after(problem, mine, base, sum);
+    weigh_after(factor, mine, base, sum);
 }
 
 // A tile's last product, beside the first one of the next, if there is one; else of what is left in the buffers.
@@ -241,7 +261,7 @@ SM90 void finish_tile(const Problem& problem, Shared<L>& shared, const Work& don
     shared.values.wait_full();
     take_turn<L>(group);
     multiply_values<L>(mine.acc, mine.p, shared.values.buffer());
-    if (next.tile.steps > 0) first_there(shared, next);
+    if (next.tile.steps > 0) first_there(shared, next, group);
     multiply_next(shared, mine.s, group);
     pass_turn<L>(group);
     products_wait<1>();
@@ -249,7 +269,7 @@ SM90 void finish_tile(const Problem& problem, Shared<L>& shared, const Work& don
     hold(mine.p);
     shared.values.free();
     skip(shared.values, done.after);
-    finish<L, BANDED>(problem, done.tile, group, mine.acc, mine.top, mine.total);
+    finish<L, BANDED>(problem, done.tile, done.factor(problem), group, mine.acc, mine.top, mine.total);
     products_wait<0>();
     hold(mine.s);
 }

@@ -153,8 +153,8 @@ SM90 void mark(const Problem& problem, const float (&acc)[N], int group, int row
 }
 
 template <typename L, bool BANDED>
-SM90 void finish(const Problem& problem, const Tile& at, int group, const float (&acc)[L::D / 2], const float (&top)[2],
-                 const float (&total)[2]) {
+SM90 void finish(const Problem& problem, const Tile& at, float factor, int group, const float (&acc)[L::D / 2],
+                 const float (&top)[2], const float (&total)[2]) {
     const int lane = threadIdx.x % LANES, warp = threadIdx.x % WARPGROUP / LANES;
     const int row = at.row + group * GROUP_ROWS + warp * 16 + lane / 4;
     const int of_all = at.batch * problem.heads + at.head;
@@ -162,21 +162,21 @@ SM90 void finish(const Problem& problem, const Tile& at, int group, const float 
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const float sum = quad_sum(total[half]);
-        by[half] = sum == 0.f ? 0.f : 1.f / sum;
+        by[half] = sum == 0.f ? 0.f : values_by(problem, at.batch, at.head) / sum;
         if (lane % 4 == 0 && row + 8 * half < problem.queries)
-            problem.lse[int64_t(of_all) * problem.queries + row + 8 * half] = (top[half] * problem.factor + log2f(sum)) * LN2;
+            problem.lse[int64_t(of_all) * problem.queries + row + 8 * half] = (top[half] * factor + log2f(sum)) * LN2;
     }
     if (BANDED) mark(problem, acc, group, of_all * problem.blocks * L::GROUPS + (at.row / GROUP_ROWS + group));
-    store(problem.out, at.batch, at.head, row, problem.queries, problem.value_size, acc, by);
+    store<Result>(problem.out, at.batch, at.head, row, problem.queries, problem.value_size, acc, by);
 }
 
 // ---- results that are not numbers, computed again so that a value reaches only the rows that see it ------------------------
 
-template <int D>
-SM90 void read_row(float (&x)[D / LANES], const Rows& rows, int batch, int head, int i, int size) {
-    const T* at = first_of<const T>(rows, batch, head) + i * rows.row;
+template <typename E, int N>
+SM90 void read_row(float (&x)[N], const Rows& rows, int batch, int head, int i, int size) {
+    const E* at = first_of<const E>(rows, batch, head) + i * rows.row;
 #pragma unroll
-    for (int n = 0; n < D / LANES; n++) {
+    for (int n = 0; n < N; n++) {
         const int column = n * LANES + threadIdx.x % LANES;
         x[n] = column < size ? float(at[column]) : 0.f;
     }
@@ -196,23 +196,24 @@ SM90 void mend_row(const Problem& problem, int of_all, int i) {
     const int batch = of_all / problem.heads, head = of_all % problem.heads, key_head = head / problem.group;
     const float power = problem.lse[int64_t(of_all) * problem.queries + i] * LOG2E, base = power == -INFINITY ? 0.f : power;
     const int end = min(i + problem.upper, problem.keys - 1);
+    const float factor = factor_of(problem, batch, head), by = values_by(problem, batch, head);
     constexpr int D = L::D;
     float q[D / LANES], x[D / LANES], sums[D / LANES] = {};
-    read_row<D>(q, problem.q, batch, head, i, problem.head_size);
+    read_row<Key>(q, problem.q, batch, head, i, problem.head_size);
     for (int j = max(i + problem.lower, 0); j <= end; j++) {
         if (!of_one<L>(problem, batch, i, j)) continue;
         float logit = 0;
-        read_row<D>(x, problem.k, batch, key_head, j, problem.head_size);
+        read_row<Key>(x, problem.k, batch, key_head, j, problem.head_size);
         for (int n = 0; n < D / LANES; n++) logit += q[n] * x[n];
         for (int bit = 16; bit > 0; bit /= 2) logit += __shfl_xor_sync(0xffffffff, logit, bit);
-        const float weight = exp2_approx(logit * problem.factor - base);
-        read_row<D>(x, problem.v, batch, key_head, j, problem.value_size);
+        const float weight = exp2_approx(logit * factor - base);
+        read_row<T>(x, problem.v, batch, key_head, j, problem.value_size);
         for (int n = 0; n < D / LANES; n++) sums[n] += weight * x[n];
     }
-    T* out = first_of<T>(problem.out, batch, head) + i * problem.out.row;
+    Result* out = first_of<Result>(problem.out, batch, head) + i * problem.out.row;
     for (int n = 0; n < D / LANES; n++) {
         const int column = n * LANES + threadIdx.x % LANES;
-        if (column < problem.value_size) out[column] = T(sums[n]);
+        if (column < problem.value_size) out[column] = Result(sums[n] * by);
     }
 }
 

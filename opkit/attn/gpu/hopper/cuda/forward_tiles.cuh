@@ -1,11 +1,24 @@
 // The tiles of the forward: how a block's work and its shared memory are laid out, and the thread that loads.
 #pragma once
 
+#include <type_traits>
+
 #include "tensors.cuh"
 
 namespace {
 
 using namespace sm90;
+
+// Elements of what is given, and of results; weights are of T. What is given in 8 bits stands for what it is times numbers of its heads,
+// the descales, and values become T (forward_values.cuh).
+#ifdef FLOAT8
+using Key = FLOAT8;
+using Result = __nv_bfloat16;
+#else
+using Key = T;
+using Result = T;
+#endif
+constexpr bool DESCALED = !std::is_same<Key, T>::value;
 
 constexpr int LANES = 32, WARPGROUP = 128, GROUP_ROWS = 64;
 constexpr int NEAR = 3;                       // steps that a warpgroup may pass over on either side; with more it would wait for what
@@ -27,11 +40,15 @@ struct Problem {
     int processors, device;
     float factor;  // of logits, whose exponentials' base is 2
     Lists lists;
+    Rows narrow;                      // values as they are given, if that is in 8 bits: v is room for others then, dense
+    const float *q_by, *k_by, *v_by;  // descales, (batch, heads of keys), dense
 };
 
-// A block of queries of a head, and the steps of keys that it needs; `last` is the first one that is taken. No steps: no tile.
+// A block of queries of a head, and the steps of keys that it needs; `last` is the first one that is taken. No steps: no tile. With
+// descales, what logits are times.
 struct alignas(16) Tile {
     int batch, head, row, first, last, steps;
+    float factor;
 };
 
 struct Reach {
@@ -70,10 +87,13 @@ struct Layout {
     // finds a better place for the wait.
     static constexpr bool EARLY = D <= 128;
     static constexpr int REGISTERS = REGISTERS_, LOADER_REGISTERS = LOADER_REGISTERS_;
-    static constexpr int ROWS = GROUPS * GROUP_ROWS, THREADS = (GROUPS + 1) * WARPGROUP, BOXES = D / COLUMNS;
-    static constexpr int ROWS_BYTES = ROWS * D * 2, KEYS_BYTES = KEYS * D * 2;
+    static constexpr int ROWS = GROUPS * GROUP_ROWS, THREADS = (GROUPS + 1) * WARPGROUP;
+    static constexpr int KEY_BOXES = (D * sizeof(Key) + ROW_BYTES - 1) / ROW_BYTES, VALUE_BOXES = D / COLUMNS;
+    static constexpr int ROWS_BYTES = ROWS * KEY_BOXES * ROW_BYTES, KEYS_BYTES = KEYS * KEY_BOXES * ROW_BYTES;
+    static constexpr int VALUES_BYTES = KEYS * VALUE_BOXES * ROW_BYTES;
     static constexpr int BARRIERS = 2 * (QUERIES + TILES + 2 * STAGES);
-    static constexpr int BYTES = QUERIES * ROWS_BYTES + TILES * sizeof(Tile) + 2 * STAGES * KEYS_BYTES + BARRIERS * 8;
+    static constexpr int BUFFERS = QUERIES * ROWS_BYTES + STAGES * (KEYS_BYTES + VALUES_BYTES);
+    static constexpr int BYTES = BUFFERS + TILES * sizeof(Tile) + BARRIERS * 8;
     static constexpr int SHARED = BYTES + 1024;  // boxes begin at multiples of 1024
 };
 
@@ -121,7 +141,8 @@ struct Ring {
 template <typename L>
 struct Shared {
     Ring<L::QUERIES, L::ROWS_BYTES> rows;
-    Ring<L::STAGES, L::KEYS_BYTES> keys, values;
+    Ring<L::STAGES, L::KEYS_BYTES> keys;
+    Ring<L::STAGES, L::VALUES_BYTES> values;
     Ring<L::TILES, 0> turns;  // of the tiles
     typename L::Told* tiles;
     uint32_t steps;  // what the steps are whose keys are there, 16 bytes each, where they are listed
@@ -130,7 +151,7 @@ struct Shared {
 template <typename L>
 SM90 Shared<L> shared_of(unsigned char* bytes) {
     const uint32_t rows = shared(bytes), keys = rows + L::QUERIES * L::ROWS_BYTES;
-    const uint32_t values = keys + L::STAGES * L::KEYS_BYTES, tiles = values + L::STAGES * L::KEYS_BYTES;
+    const uint32_t values = keys + L::STAGES * L::KEYS_BYTES, tiles = values + L::STAGES * L::VALUES_BYTES;
     const uint32_t of_rows = tiles + L::TILES * sizeof(typename L::Told), of_keys = of_rows + 2 * L::QUERIES * 8;
     const uint32_t of_values = of_keys + 2 * L::STAGES * 8, of_turns = of_values + 2 * L::STAGES * 8;
     return {{rows, of_rows, of_rows + L::QUERIES * 8},
@@ -150,6 +171,21 @@ SM90 void initialize(const Ring<COUNT, BYTES>& ring, int readers) {
 }
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------------
+
+// What a head's logits are times, and its results.
+SM90 int descale_of(const Problem& problem, int batch, int head) {
+    return batch * (problem.heads / problem.group) + head / problem.group;
+}
+SM90 float factor_of(const Problem& problem, int batch, int head) {
+    if (!DESCALED) return problem.factor;
+    const int by = descale_of(problem, batch, head);
+    return problem.factor * problem.q_by[by] * problem.k_by[by];
+}
+// A factor of 0 would make no number of what is hidden: so little is as good.
+SM90 float not_zero(float factor) { return fabsf(factor) < 1e-30f ? 1e-30f : factor; }
+SM90 float values_by(const Problem& problem, int batch, int head) {
+    return DESCALED ? problem.v_by[descale_of(problem, batch, head)] : 1.f;
+}
 
 // The steps of keys that some rows need; at least one, if only to see nothing.
 template <typename L, bool BANDED>
@@ -215,12 +251,15 @@ SM90 Plan<L> plan_of(const Problem& problem, int number) {
     const int of_all = first + (BANDED ? rest % width : rest / problem.blocks);
     const int row = (BANDED ? problem.blocks - 1 - rest / width : rest % problem.blocks) * L::ROWS;
     const int batch = of_all / problem.heads, head = of_all % problem.heads;
+    Plan<L> plan;
     if constexpr (L::LISTED) {
-        return plan_of_segments<L, BANDED>(problem, batch, head, row);
+        plan = plan_of_segments<L, BANDED>(problem, batch, head, row);
     } else {
         const Reach reach = reach_of<L, BANDED>(problem, row, L::ROWS);
-        return {{batch, head, row, reach.first, reach.last, reach.last - reach.first + 1}, 0, 0, 0};
+        plan = {{batch, head, row, reach.first, reach.last, reach.last - reach.first + 1}, 0, 0, 0};
     }
+    if (DESCALED) plan.tile.factor = not_zero(factor_of(problem, batch, head));
+    return plan;
 }
 
 // Where steps are listed, those come first in which some rows do not see some keys: at the back of the list.

@@ -19,15 +19,23 @@ Encode encode() {
     return found;
 }
 
-// How TMA finds some rows of a head, in boxes of 64 columns; what is not there are zeros.
+template <typename E>
+constexpr CUtensorMapDataType type_of() {
+    if (sizeof(E) == 1) return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    return std::is_same<E, __half>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
+// How TMA finds some rows of a head, in boxes of 128 bytes; what is not there are zeros.
+template <typename E = T>
 cudaError_t describe(CUtensorMap* map, const Rows& x, int batch, int heads, int length, int columns, int rows, int boxes) {
-    constexpr auto TYPE = std::is_same<T, __half>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const auto bytes = [](int64_t elements) { return cuuint64_t(elements) * sizeof(T); };
-    const cuuint64_t sizes[] = {COLUMNS, cuuint64_t(length), cuuint64_t(columns / COLUMNS), cuuint64_t(heads), cuuint64_t(batch)};
+    constexpr int WIDTH = ROW_BYTES / sizeof(E);
+    const auto bytes = [](int64_t elements) { return cuuint64_t(elements) * sizeof(E); };
+    const cuuint64_t sizes[] = {cuuint64_t(min(columns, WIDTH)), cuuint64_t(length), cuuint64_t(max(columns / WIDTH, 1)),
+                                cuuint64_t(heads), cuuint64_t(batch)};
     const cuuint64_t strides[] = {bytes(x.row), ROW_BYTES, bytes(x.head), bytes(x.batch)};
-    const cuuint32_t box[] = {COLUMNS, cuuint32_t(rows), cuuint32_t(boxes), 1, 1}, ones[] = {1, 1, 1, 1, 1};
+    const cuuint32_t box[] = {WIDTH, cuuint32_t(rows), cuuint32_t(boxes), 1, 1}, ones[] = {1, 1, 1, 1, 1};
     if (encode() == nullptr) return cudaErrorSymbolNotFound;
-    const CUresult result = encode()(map, TYPE, 5, x.data, sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+    const CUresult result = encode()(map, type_of<E>(), 5, x.data, sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

@@ -190,6 +190,41 @@ SM90_PRODUCTS(80, 40, 40, 41, 42, 43, 44, 45, 46)
 SM90_PRODUCTS(128, 64, 64, 65, 66, 67, 68, 69, 70)
 SM90_PRODUCTS(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
+// Of numbers of 8 bits, 64 x 32 and 32 x N, both read along their rows: 32 of these are 32 bytes, as 16 of 16 bits are.
+#define SM90_BYTE(TYPE, NAME)                                                                                     \
+    struct TYPE {                                                                                                 \
+        uint8_t bits;                                                                                             \
+        static __device__ __forceinline__ uint32_t two(uint16_t both) {                                           \
+            uint32_t found;                                                                                       \
+            asm("cvt.rn.f16x2." NAME "x2 %0, %1;" : "=r"(found) : "h"(both));                                     \
+            return found;                                                                                         \
+        }                                                                                                         \
+        __device__ __forceinline__ explicit operator float() const { return __half2float(__ushort_as_half(two(bits))); } \
+    };
+SM90_BYTE(E4M3, "e4m3")
+SM90_BYTE(E5M2, "e5m2")
+// Two of them, in the lower half of `both`, as float16.
+template <typename E>
+SM90 uint32_t widened(uint32_t both) { return E::two(uint16_t(both)); }
+#define SM90_PRODUCT_OF_BYTES(TYPE, NAME, N, COUNT, P0, P1, P2)                                                          \
+    template <>                                                                                                          \
+    struct Product<TYPE, N> {                                                                                            \
+        template <int, int>                                                                                              \
+        SM90 void ss(float (&d)[COUNT], uint64_t a, uint64_t b, int add) {                                               \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N           \
+                         "k32.f32." NAME "." NAME " {" SM90_R##COUNT "}, %" #P0 ", %" #P1 ", p, 1, 1;\n}"                \
+                         : SM90_OF_##COUNT("+f")                                                                         \
+                         : "l"(a), "l"(b), "r"(add));                                                                    \
+        }                                                                                                                \
+    };
+#define SM90_PRODUCTS_OF_BYTES(...)                 \
+    SM90_PRODUCT_OF_BYTES(E4M3, "e4m3", __VA_ARGS__) \
+    SM90_PRODUCT_OF_BYTES(E5M2, "e5m2", __VA_ARGS__)
+
+SM90_PRODUCTS_OF_BYTES(64, 32, 32, 33, 34)
+SM90_PRODUCTS_OF_BYTES(80, 40, 40, 41, 42)
+SM90_PRODUCTS_OF_BYTES(128, 64, 64, 65, 66)
+
 // Numbers of columns, as three floats of few bits each and a zero, 16 bytes a column at `at`; `zeros` bytes further there are as
 // many zeros. broadcast: d of 64 rows, each of which has these numbers: ones times the three (in TF32, exact). Without a load a
 // thread, and in the order of products.

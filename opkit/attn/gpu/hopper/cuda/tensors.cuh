@@ -1,4 +1,4 @@
-// Tensors (batch, heads, rows, channels) of elements T in memory, and rows of results that go there from registers.
+// Tensors (batch, heads, rows, channels) in memory, and rows of results that go there from registers.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int COLUMNS = 64, ROW_BYTES = 128;  // of a box in shared memory
+constexpr int COLUMNS = 64, ROW_BYTES = 128;  // of a box in shared memory; columns of 16 bits
 
 // A tensor's first element and its strides, in elements, by batch, head and row; those of channels are 1.
 struct Rows {
@@ -46,21 +46,21 @@ SM90 void transpose(uint32_t (&w)[4]) {
     }
 }
 
-// Two rows of a product that a thread has parts of, `row` and `row + 8`, times factors; 16 bytes of a row at once.
-template <int N>
+// Two rows of a product that a thread has parts of, `row` and `row + 8`, times factors, as elements E; 16 bytes of a row at once.
+template <typename E, int N>
 SM90 void store(const Rows& rows, int batch, int head, int row, int length, int columns, const float (&x)[N], const float (&by)[2]) {
-    T* base = first_of<T>(rows, batch, head);
+    E* base = first_of<E>(rows, batch, head);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = row + 8 * half;
-        T* of_row = base + i * rows.row;
+        E* of_row = base + i * rows.row;
 #pragma unroll
         for (int j = 0; j < N / 16; j++) {
             uint32_t w[4];
 #pragma unroll
             for (int n = 0; n < 4; n++) {
                 const int first = 4 * (4 * j + n) + 2 * half;
-                w[n] = sm90::pack<T>(x[first] * by[half], x[first + 1] * by[half]);
+                w[n] = sm90::pack<E>(x[first] * by[half], x[first + 1] * by[half]);
             }
             transpose(w);
             const int column = (4 * j + threadIdx.x % 4) * 8;

@@ -1,0 +1,53 @@
+"""Calls of ``opkit::attention_float8`` for the kernel for Hopper, and numbers beside the reference's."""
+
+from __future__ import annotations
+
+import torch
+from hopper_calls import CAUSAL, bottom_right
+from hopper_masks import documents
+
+from opkit.attn import program
+from opkit.attn.float8 import attention_float8
+
+KINDS = [torch.float8_e4m3fn, torch.float8_e5m2]
+DOCUMENTS = (program.SEGMENTS, 0, 1)
+CALLS = {  # (batch, heads of queries and of keys, queries, keys), a mask, and whether it has documents
+    "tails": ((1, (2, 1), 333, 300), (), False),
+    "tails, causal": ((2, (2, 1), 300, 300), CAUSAL, False),
+    "one query": ((1, (2, 1), 1, 77), (), False),
+    "one key": ((3, (5, 1), 129, 1), (), False),
+    "dead rows": ((1, (2, 2), 500, 70), bottom_right(500, 70), False),
+    "all rows dead": ((1, (2, 1), 200, 200), (program.BAND, 1000, 2000), False),
+    "window": ((2, (4, 1), 500, 500), (program.BAND, -100, 0), False),
+    "many tiles": ((2, (4, 2), 640, 400), CAUSAL, False),
+    "documents": ((2, (2, 1), 400, 400), DOCUMENTS, True),
+    "causal documents": ((2, (2, 1), 400, 400), (*CAUSAL, *DOCUMENTS, program.AND), True),
+}
+
+
+def given(sizes, head, mask=(), documented=False, dtype=KINDS[0], heads_inside=False, device="cpu"):
+    """The operator's arguments. Descales are of either sign, and one is 0."""
+    batch, (heads, key_heads), queries, keys = sizes
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(batch, *size, generator=generator).to(dtype)
+        for size in ((heads, queries, head), (key_heads, keys, head), (key_heads, keys, head))
+    )
+    if heads_inside:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    descales = [torch.randn(batch, key_heads, generator=generator) for _ in range(3)]
+    if batch * key_heads > 1:
+        descales[1].view(-1)[-1] = 0
+    masks = [documents(batch, queries, 4)] * 2 if documented else []
+    there = [[x.to(device) for x in each] for each in ([q, k, v], descales, masks)]
+    return (*there[0], there[1], there[2], [], None, list(mask), [], head**-0.5, 0.0, heads_inside)
+
+
+def compared(call, found, of_logits=1e-4):
+    """The kernel's results beside the reference's; products of tensor cores may be off by ``of_logits``."""
+    expected, of_rows = attention_float8(*call)
+    out, lse = found
+    assert out.dtype == torch.bfloat16
+    assert (out.transpose(1, 2) if call[-1] else out).is_contiguous()
+    torch.testing.assert_close(out, expected, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(lse, of_rows, rtol=1e-5, atol=of_logits)

@@ -1,0 +1,114 @@
+"""Attention to float8 for sm_90a in CUDA C++, run on a processor: its numbers beside the reference's."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cuda_on_cpu import on_cpu, survives
+from float8_calls import CALLS, KINDS, compared, given
+from hopper_calls import CAUSAL
+
+from opkit.attn import api, float8, program
+from opkit.attn.calls import Float8Call
+from opkit.attn.gpu.hopper import float8_cuda
+from opkit.errors import KernelError
+
+
+@pytest.mark.parametrize("case", CALLS)
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+class TestNumbers:
+    def test_are_the_references(self, listed, head, case, dtype):
+        sizes, mask, documented = CALLS[case]
+        if documented and head == 256:
+            pytest.skip("heads of 256 have no segments in CUDA C++")
+        call = given(sizes, head, mask, documented, dtype)
+        compared(call, float8_cuda.forward(*call))
+
+
+@pytest.mark.parametrize("order", range(1, 4))
+def test_any_order_of_events_gives_the_same(machine, head, order):
+    call = given((1, (4, 2), 500, 500), head, CAUSAL, heads_inside=True)
+    machine[0] = 0
+    expected = float8_cuda.forward(*call)
+    machine[0] = order
+    assert all(map(torch.equal, expected, float8_cuda.forward(*call)))
+    compared(call, expected)
+
+
+def test_every_number_is_what_it_is(machine):
+    """All bytes that are finite numbers, as values of which each query sees one."""
+    for dtype in KINDS:
+        v = torch.arange(256).to(torch.uint8).view(dtype)
+        v = v[v.float().isfinite()].reshape(1, 1, -1, 1).repeat(1, 1, 1, 128)
+        q, ones = torch.zeros(1, 1, v.shape[2], 128).to(dtype), [torch.ones(1, 1)] * 3
+        out, _ = float8_cuda.forward(q, q, v, ones, [], [], None, [program.BAND, 0, 0], [], 1.0, 0.0, False)
+        assert torch.equal(out, v.to(torch.bfloat16))
+
+
+def test_what_is_hidden_does_not_leak(machine, head):
+    call = given((1, (2, 1), 200, 200), head, CAUSAL)
+    clean, _ = float8_cuda.forward(*call)
+    call[1].view(torch.uint8)[:, :, 150:] = 0x7F  # NaN
+    call[2].view(torch.uint8)[:, :, 120, 3] = 0x7F
+    out, _ = float8_cuda.forward(*call)
+    torch.testing.assert_close(out[:, :, :120], clean[:, :, :120], rtol=2**-7, atol=2**-8)
+    assert out[:, :, 120:, 3].isnan().all()
+    assert out[:, :, 150:].isnan().all()
+
+
+def test_tensors_that_tma_cannot_follow_are_copied(machine):
+    call = list(given((1, (2, 1), 200, 200), 128, CAUSAL))
+    call[:3] = [torch.cat([x, x[..., :3]], -1)[..., :128] for x in call[:3]]
+    compared(call, float8_cuda.forward(*call))
+
+
+DEFECTS = {
+    "signs are not turned round": ("DESCALED && work.tile.factor < 0", "false"),
+    "a descale of zero": ("1e-30f ? 1e-30f : factor", "0 ? 1e-30f : factor"),
+    "the descale of another head": ("+ head / problem.group;", "+ 0;"),
+    "values are not descaled": ("DESCALED ? problem.v_by[descale_of(problem, batch, head)] : 1.f", "1.f"),
+    "mended rows are not": ("Result(sums[n] * by)", "Result(sums[n])"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_defects_are_found(defect, monkeypatch, tmp_path):
+    call = given((2, (2, 2), 300, 300), 128, (program.BAND, -150, 0))
+    call[2].view(torch.uint8)[0, :, 40, ::9] = 0x7F  # NaN
+    with on_cpu(monkeypatch, tmp_path, DEFECTS[defect]) as seed:
+        expected = float8.attention_float8(*call)[0]
+        seen = expected.isfinite()
+
+        def check(found):
+            torch.testing.assert_close(found[0][seen], expected[seen], rtol=2**-6, atol=2**-6)
+
+        assert not survives(seed, lambda: float8_cuda.forward(*call), check)
+
+
+# ---- which calls it is for ------------------------------------------------------------------------------------------------
+
+
+def test_long_calls_get_it_on_hopper(a_hopper):
+    x = torch.empty(1, 2, 4096, 128, dtype=KINDS[0], device="meta")
+    call = Float8Call(*given((1, (1, 1), 1, 1), 128, CAUSAL))._replace(
+        q=x, k=x, v=x, descales=[torch.empty(1, 2, device="meta")] * 3
+    )
+    assert float8_cuda.takes(call)
+    assert not float8_cuda.takes(call._replace(softcap=1.0))
+    assert not float8_cuda.takes(call._replace(q=x[:, :, :5]))
+    assert not float8_cuda.takes(call._replace(descales=call.descales[:2]))
+    assert not float8_cuda.takes(call._replace(q=x.half(), k=x.half(), v=x.half()))
+
+
+def test_what_it_does_not_take_is_said():
+    call = Float8Call(*given((1, (1, 1), 4, 4), 64))
+    with pytest.raises(KernelError, match=r"kernel 'hopper_cuda' does not take q, k, v of torch.float8_e4m3fn"):
+        float8_cuda.forward(*call._replace(softcap=1.0))
+
+
+def test_select_names_it():
+    q = torch.empty(1, 1, 4, 64, dtype=KINDS[0])
+    assert "hopper_cuda" in str(api.select(q, q, q))
