@@ -2,7 +2,7 @@
 
 Bfloat16, batch x heads/heads of keys x keys x head size. Kernel times are those of CUDA graphs of several calls, so that no
 host time is in them, each on other keys and values where these would fit the cache (60 MB on an H200): keys come from memory.
-"warm" are calls on the same keys. "split" are calls by the kernel in Triton, of up to 16 rows of a head of keys: on Hopper calls
+"warm" are calls on the same keys. "split" are calls by the kernel in Triton, of up to 32 rows of a head of keys: on Hopper calls
 get the one in CUDA C++ then, where there is nvcc. Host times are those of calls on 256 keys, which wait for nothing. Peers run
 in the same process, in turn: torch's SDPA by cuDNN and by FlashAttention; and FlashAttention-4 where its package is installed, on
 keys that lie as it has them, (batch, keys, heads of keys, head), or in pages. On Hopper it cannot divide keys among programs.
@@ -77,6 +77,8 @@ CASES = [
     Case("J 8x32/8x2048x128, pages of 16", 8, 32, 8, 1, 2048, paged=True),
     Case("K 32x32/8x2048x128", 32, 32, 8, 1, 2048),
     Case("L 2x64/8x4096x64", 2, 64, 8, 1, 4096, 64, 64),
+    Case("M 8x32/1x16384x128, pages of 16", 8, 32, 1, 1, 16384, paged=True),
+    Case("N 8x64/2x16384x64", 8, 64, 2, 1, 16384, 64, 64),
 ]
 Call = Callable[[Tensor, Tensor], object]
 
@@ -161,7 +163,7 @@ def torchs(case: Case, backend: SDPBackend) -> Call:
 
 def calls(case: Case) -> Iterator[tuple[str, Call]]:
     yield OWN, ours(case)
-    if case.d == case.dv and case.heads // case.kv_heads * case.queries <= MOST_ROWS:
+    if case.d == case.dv and case.heads // case.kv_heads * case.queries <= MOST_ROWS.get(case.d, 0):
         yield TRITON, by_triton(case)
     if not case.paged and case.d == case.dv:
         yield "cuDNN", torchs(case, SDPBackend.CUDNN_ATTENTION)

@@ -18,7 +18,9 @@ DECODED = {  # (batch, heads of queries and of keys, queries, keys), and what el
     "some keys": ((1, (4, 1), 1, 300), {}),
     "tails": ((2, (6, 2), 2, 77), {}),
     "one key": ((1, (2, 1), 1, 1), {}),
-    "all rows": ((1, (16, 1), 1, 513), {}),
+    "a set of rows": ((1, (16, 1), 1, 513), {}),
+    "some rows of another": ((1, (40, 2), 1, 300), {"sinks": torch.linspace(-1, 3, 40)}),
+    "all rows": ((2, (16, 1), 2, 150), {"heads_inside": True}),
     "a window": ((1, (2, 1), 1, 1000), {"mask": (program.BAND, 101, 700)}),
     "queries that see all": ((1, (8, 2), 4, 50), {"mask": (program.BAND, -10, 60)}),
     "nothing to see": ((1, (2, 1), 1, 100), {"mask": (program.BAND, 300, 400)}),
@@ -41,6 +43,8 @@ class TestDecoding:
     def test_numbers_are_the_references(self, machine, monkeypatch, case, head, dtype, splits):
         divided(monkeypatch, splits)
         sizes, what = DECODED[case]
+        if sizes[1][0] // sizes[1][1] * sizes[2] > decode_cuda.MOST_ROWS[head]:
+            pytest.skip("wide heads have a set of rows")
         given = arguments(*filled(*sizes, head, head, dtype, what.get("heads_inside", False)), **what)
         compared(given, decode_cuda.decode(*given))
 
@@ -111,6 +115,14 @@ class TestPages:
         q, what = cache.queries(starts[-1], 6, dtype), what | {"scale": head**-0.5}
         of_pages(decode_pages_cuda.paged(*cache.call(q, starts, **what)), cache, q, starts, **what)
 
+    @pytest.mark.parametrize(("head", "dtype"), [(64, BF16), (128, FP16)])
+    def test_two_sets_of_rows(self, machine, monkeypatch, head, dtype):
+        divided(monkeypatch, 2)
+        cache = Cache(RAGGED, 16, 1, head, dtype=dtype)
+        starts, what = [0, 1, 2, 3, 4, 5], {"scale": head**-0.5, "lower": -90}
+        q = cache.queries(5, 27, dtype)
+        of_pages(decode_pages_cuda.paged(*cache.call(q, starts, **what)), cache, q, starts, **what)
+
     @pytest.mark.parametrize("order", range(1, 5))
     def test_any_order_of_events_gives_the_same(self, machine, monkeypatch, order):
         divided(monkeypatch, 2)
@@ -163,8 +175,8 @@ class TestPages:
 DEFECTS = {
     "values that are not waited for": ("        wait(shared.filled + 8, number % 2);\n", ""),
     "keys that are overwritten": (
-        "        multiply_keys<L>(s, q, shared.keys);\n        __syncwarp();\n        load_keys(number + 1);\n",
-        "        load_keys(number + 1);\n        multiply_keys<L>(s, q, shared.keys);\n",
+        "        multiply_keys<L>(mine, queries, shared.keys);\n        __syncwarp();\n        load_keys(number + 1);\n",
+        "        load_keys(number + 1);\n        multiply_keys<L>(mine, queries, shared.keys);\n",
     ),
     "warps that are not waited for": (
         "    __syncthreads();\n    merge_warps(", "    merge_warps("
@@ -172,13 +184,18 @@ DEFECTS = {
     "a key too many": ("at >= reach.end) s[j]", "at > reach.end) s[j]"),
     "a split too few": ("split < problem.splits ? found.x", "split < problem.splits - 1 ? found.x"),
 }  # fmt: skip
+DEFECTS_OF_SETS = {
+    "queries of the first set for all": ("at + set * 16 * L::QUERY_BYTES", "at"),
+    "sums of the first set for all": ("16 * set + lane / 4 + 8 * h", "lane / 4 + 8 * h"),
+}
 
 
-@pytest.mark.parametrize("case", DEFECTS)
+@pytest.mark.parametrize("case", [*DEFECTS, *DEFECTS_OF_SETS])
 def test_defects_are_found(case, tmp_path, monkeypatch):
     divided(monkeypatch, 2)
-    given = arguments(*filled(1, (3, 1), 1, 2049))
-    with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, DEFECTS[case]) as seed:
+    given = arguments(*filled(1, (3 if case in DEFECTS else 19, 1), 1, 2049))
+    defect = (DEFECTS | DEFECTS_OF_SETS)[case]
+    with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
         assert not survives(seed, lambda: decode_cuda.decode(*given), lambda found: compared(given, found))
 
 

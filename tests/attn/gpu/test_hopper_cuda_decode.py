@@ -35,14 +35,18 @@ TAKEN = {
     "some queries that see all": lambda: given((8, 2), 4, mask=(program.BAND, -3, 4095)),
     "a head to each": lambda: given((8, 8)),
     "many tiles": lambda: given(batch=100),
+    "many heads to one of keys": lambda: given((32, 1), head=64),
+    "many wide heads to one of keys": lambda: given((16, 1), head=256),
     "sinks": lambda: given(sinks=SINKS),
 }
 OTHERS = {
     "few keys": lambda: given(keys=200),
+    "many heads of 128 to one of keys": lambda: given((17, 1)),
     "heads that TMA cannot follow": lambda: (*given()[:1], given()[1].mT.contiguous().mT, *given()[2:]),
 }
 REFUSED = {
-    "many rows": lambda: given((136, 8)),
+    "many rows": lambda: given((264, 8)),
+    "many rows of wide heads": lambda: given((136, 8), head=256),
     "queries that see different keys": lambda: given((8, 2), 4, mask=CAUSAL),
     "queries under a window": lambda: given((8, 2), 4, mask=(program.BAND, -3, 4094)),
     "another head": lambda: given(head=96),
@@ -122,6 +126,9 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, channels), and
     "a head to each": ((1, (3, 3), 1, 2049, 128), {}),
     "some queries": ((1, (8, 2), 3, 4097, 128), {}),
     "sixteen rows": ((2, (32, 2), 1, 4000, 64), {}),
+    "thirty-two rows": ((2, (32, 1), 1, 16384, 128), {}),
+    "thirty-two rows of 64": ((2, (16, 1), 2, 4000, 64), {"sinks": torch.linspace(-1, 2, 16)}),
+    "seventeen rows": ((1, (34, 2), 1, 5000, 128), {"mask": (program.BAND, 100, 4444)}),
     "a window": ((1, (4, 1), 1, 9000, 128), {"mask": (program.BAND, 3001, 7777)}),
     "the first keys": ((1, (4, 1), 1, 9000, 128), {"mask": (program.BAND, -FAR, 4321)}),
     "nothing to see": ((1, (4, 2), 1, 500, 128), {"mask": (program.BAND, 500, 900)}),

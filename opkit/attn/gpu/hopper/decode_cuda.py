@@ -1,8 +1,8 @@
 """Decoding for sm_90a in CUDA C++ (``cuda/decode.cuh``): which calls are for it, and a call of it.
 
-It is for up to 16 rows of a head of keys. In the kernel in Triton all warps of a block take part in each product, and wait for
-one another. Here each warp has keys of its own, which it loads itself, by TMA, and meets the others when all is summed up:
-neither Triton nor Gluon can express that. Calls that are short for the GPU's memory gain the most.
+It is for up to 32 rows of a head of keys, or 16 of wide ones. In the kernel in Triton all warps of a block take part in each
+product, and wait for one another. Here each warp has keys of its own, which it loads itself, by TMA, and meets the others when
+all is summed up: neither Triton nor Gluon can express that. Calls that are short for the GPU's memory gain the most.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from opkit.op.prepared import PreparedKernel
 
 NAME = "split_cuda"
 HEADS = (64, 128, 256)  #: channels
-MOST_ROWS = 16  #: of a head of keys: its queries' heads times their queries
+MOST_ROWS = {64: 32, 128: 32, 256: 16}
+"""Of a head of keys, its queries' heads times their queries, by the channels of a head."""
+_CHOSEN_ROWS = {64: 32, 128: 16, 256: 16}
+"""Up to how many it is the faster one, of keys that do not lie in pages."""
 MOST_SPLITS = 128
 MOST = 65535  #: heads of keys, and sequences
 _PRIORITY = 3  # above the kernel in Triton
@@ -78,6 +81,7 @@ def takes(call: Call) -> bool:
         or config.get().batch_invariant
         or not fits(call)
         or call.k.shape[2] < decoding.MANY
+        or _height(call) > _CHOSEN_ROWS[call.q.shape[3]]
     ):
         return False
     return all(hopper.describable(each) for each in call[:3]) and library.there("decode", call.q.dtype)
@@ -87,10 +91,14 @@ def fits(call: Call) -> bool:
     """Whether :func:`decode` can compute a call."""
     if not hopper.fits(call) or call.q.shape[3] != call.v.shape[3] or call.q.shape[3] not in HEADS:
         return False
-    height = call.q.shape[2] * (call.q.shape[1] // call.k.shape[1])
     shape = plans.shape_of(tuple(call.mask), ())
-    few = height <= MOST_ROWS and max(call.k.shape[:2]) <= MOST
+    few = _height(call) <= MOST_ROWS[call.q.shape[3]] and max(call.k.shape[:2]) <= MOST
     return few and call.softcap == 0 and not shape.mask and not shape.lengths and _seen(call) is not None
+
+
+def _height(call: Call) -> int:
+    """Rows of a head of keys."""
+    return call.q.shape[2] * (call.q.shape[1] // call.k.shape[1])
 
 
 def _seen(call: Call) -> tuple[int, int] | None:
@@ -106,10 +114,10 @@ def _seen(call: Call) -> tuple[int, int] | None:
 def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """The operator's result and log-sum-exp, of its own arguments.
 
-    It takes bfloat16 and float16; heads of 64, 128 and 256; up to 16 queries of heads that share keys, all of which see the
-    same keys, in one piece; a positive scale; sinks. Probabilities are rounded to q's dtype before they are multiplied with
-    the values. Keys and values that are hidden are not read. The number of splits follows from shapes and the GPU alone, and
-    splits are merged in order: equal calls give equal bits. Nothing waits for the GPU.
+    It takes bfloat16 and float16; heads of 64, 128 and 256; up to 32 queries of heads that share keys, 16 of heads of 256, all
+    of which see the same keys, in one piece; a positive scale; sinks. Probabilities are rounded to q's dtype before they are
+    multiplied with the values. Keys and values that are hidden are not read. The number of splits follows from shapes and the
+    GPU alone, and splits are merged in order: equal calls give equal bits. Nothing waits for the GPU.
 
     Raises:
         KernelError: it does not take the call.
@@ -121,9 +129,9 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
         raise KernelError(
             f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
-            f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of {HEADS}, up to "
-            f"{MOST_ROWS} rows of a head of keys, and queries that see the same keys. Leave the choice to opkit, or force "
-            "kernel='split'."
+            f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of {HEADS} and "
+            f"as many rows of a head of keys as {MOST_ROWS} says, and queries that see the same keys. Leave the choice to "
+            "opkit, or force kernel='split'."
         )
     return _prepared(call)
 

@@ -54,7 +54,11 @@ def fits(call: PagedCall) -> bool:
     if q.dtype not in hopper.DTYPES or not q.dtype == k.dtype == v.dtype or 0 in (*q.shape, *k.shape, *table.shape):
         return False
     same = size == k.shape[3] == v.shape[3] and size in HEADS and heads % kv_heads == 0 and page % _BOX == 0
-    few = heads // kv_heads <= MOST_ROWS and max(tokens, kv_heads) <= MOST and 0 < lengths.shape[0] <= MOST_SEQUENCES
+    few = (
+        heads // kv_heads <= MOST_ROWS.get(size, 0)
+        and max(tokens, kv_heads) <= MOST
+        and 0 < lengths.shape[0] <= MOST_SEQUENCES
+    )
     plain = call.softcap == 0 and call.scale > 0 and call.k_scale is None and call.v_scale is None
     whole = all(each.dtype in _WHOLE for each in (table, lengths, starts))
     return same and few and plain and whole and table.shape[1] * page < decoding.FAR and count < decoding.FAR
@@ -84,8 +88,8 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         raise KernelError(
             f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {told}, scale={call.scale}, "
             f"softcap={call.softcap}, k_scale={call.k_scale}, v_scale={call.v_scale}: it takes pages of q's dtype and of a "
-            f"multiple of {_BOX} keys, heads of {HEADS}, and up to {MOST_ROWS} heads to one of keys. Leave the choice to opkit, "
-            "or force kernel='split'."
+            f"multiple of {_BOX} keys, heads of {HEADS}, and as many heads to one of keys as {MOST_ROWS} says. Leave the choice "
+            "to opkit, or force kernel='split'."
         )
     return _prepared(call)
 

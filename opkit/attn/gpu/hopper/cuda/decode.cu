@@ -31,12 +31,15 @@ cudaError_t launch(const Problem& call, cudaStream_t stream) {
     return call.splits <= 8 * AT_ONCE ? launch_merge<L::D, 8>(call, stream) : launch_merge<L::D, 16>(call, stream);
 }
 
+// By the channels of heads, and how many rows of these a tile has.
 template <bool PAGED>
 cudaError_t launch_for(const Problem& call, cudaStream_t stream) {
-    switch (call.head_size) {
-        case 64: return launch<Layout<64, PAGED>>(call, stream);
-        case 128: return launch<Layout<128, PAGED>>(call, stream);
-        case 256: return launch<Layout<256, PAGED>>(call, stream);
+    switch (call.head_size * 2 + (call.height() > 16)) {
+        case 64 * 2: return launch<Layout<64, PAGED, 1>>(call, stream);
+        case 64 * 2 + 1: return launch<Layout<64, PAGED, 2>>(call, stream);
+        case 128 * 2: return launch<Layout<128, PAGED, 1>>(call, stream);
+        case 128 * 2 + 1: return launch<Layout<128, PAGED, 2>>(call, stream);
+        case 256 * 2: return launch<Layout<256, PAGED, 1>>(call, stream);
     }
     return cudaErrorInvalidValue;
 }
@@ -53,5 +56,5 @@ extern "C" __attribute__((visibility("default"))) int hopper_decode(const Proble
 // What opkit's tests hold its own description of a call against, and what a block asks for of shared memory.
 extern "C" __attribute__((visibility("default"))) int hopper_decode_call_bytes() { return sizeof(Problem); }
 extern "C" __attribute__((visibility("default"))) int hopper_decode_shared_bytes() {
-    return max(Layout<64, true>::SHARED, Layout<256, true>::SHARED);
+    return max(Layout<128, true, 2>::SHARED, Layout<256, true, 1>::SHARED);
 }

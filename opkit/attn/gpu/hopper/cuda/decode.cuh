@@ -37,7 +37,7 @@ SM90 int sum_at(int warp, int row, int column) {
 // A tile's queries to shared memory, zeros for the rows that there are none of.
 template <typename L>
 SM90 void load_queries(const Problem& problem, const Tile& tile, uint32_t to) {
-    for (int i = threadIdx.x; i < ROWS * L::D / 8; i += THREADS) {
+    for (int i = threadIdx.x; i < L::ROWS * L::D / 8; i += THREADS) {
         const int row = i / (L::D / 8), column = i % (L::D / 8) * 8;
         int4 x = {0, 0, 0, 0};
         if (row < problem.height()) {
@@ -48,7 +48,42 @@ SM90 void load_queries(const Problem& problem, const Tile& tile, uint32_t to) {
     }
 }
 
+// The queries of a block as a warp multiplies them: one set stays in registers, of more each is read again in each step.
+template <typename L>
+struct Queries {
+    static constexpr bool KEPT = L::SETS == 1;
+    uint32_t at, kept[KEPT ? L::PARTS : 1][4];
+
+    __device__ __forceinline__ explicit Queries(uint32_t queries) {
+        const int lane = threadIdx.x % LANES;
+        at = queries + lane % 16 * L::QUERY_BYTES + lane / 16 * 16;
+        if constexpr (KEPT) {
+#pragma unroll
+            for (int part = 0; part < L::PARTS; part++) load_matrices<false>(kept[part], at + part * 32);
+        }
+    }
+    // Some channels of each set.
+    __device__ __forceinline__ void read(uint32_t (&q)[L::SETS][4], int part) const {
+#pragma unroll
+        for (int set = 0; set < L::SETS; set++) {
+            if constexpr (KEPT) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) q[set][i] = kept[part][i];
+            } else {
+                load_matrices<false>(q[set], at + set * 16 * L::QUERY_BYTES + part * 32);
+            }
+        }
+    }
+};
+
 // ---- a step of a warp -----------------------------------------------------------------------------------------------------
+
+// What a thread has of a step: of each set of rows logits, weights and what is summed up.
+template <typename L>
+struct Share {
+    float s[L::SETS][L::KEYS / 8][4], acc[L::SETS][L::D / 8][4];
+    uint32_t p[L::SETS][L::KEYS / 16][4];
+};
 
 // Where a lane's row of 16 bytes of a buffer's 16 rows from `row` lies: of the matrices that one load brings, two are beside one
 // another, and two below one another, in this order for keys and the other one for values.
@@ -61,18 +96,26 @@ SM90 uint32_t matrices_at(uint32_t buffer, int row, int part) {
 }
 
 template <typename L>
-SM90 void multiply_keys(float (&s)[L::KEYS / 8][4], const uint32_t (&q)[L::PARTS][4], uint32_t keys) {
+SM90 void multiply_keys(Share<L>& mine, const Queries<L>& queries, uint32_t keys) {
 #pragma unroll
-    for (auto& each : s) each[0] = each[1] = each[2] = each[3] = 0;
+    for (auto& s : mine.s)
 #pragma unroll
-    for (int part = 0; part < L::PARTS; part++)
+        for (auto& each : s) each[0] = each[1] = each[2] = each[3] = 0;
+#pragma unroll
+    for (int part = 0; part < L::PARTS; part++) {
+        uint32_t q[L::SETS][4];
+        queries.read(q, part);
 #pragma unroll
         for (int j = 0; j < L::KEYS / 16; j++) {
             uint32_t k[4];
             load_matrices<false>(k, matrices_at<L, false>(keys, 16 * j, part));
-            multiply_add<T>(s[2 * j], q[part], k[0], k[1]);
-            multiply_add<T>(s[2 * j + 1], q[part], k[2], k[3]);
+#pragma unroll
+            for (int set = 0; set < L::SETS; set++) {
+                multiply_add<T>(mine.s[set][2 * j], q[set], k[0], k[1]);
+                multiply_add<T>(mine.s[set][2 * j + 1], q[set], k[2], k[3]);
+            }
         }
+    }
 }
 
 // Bits of two elements, those of `key` and the next: of each, all where it is seen.
@@ -83,8 +126,7 @@ SM90 uint32_t seen_bits(const Reach& reach, int key) {
 
 // Add values times their weights. SOME: of the keys from `key` on not all are seen, and what memory has for others may be anything.
 template <typename L, bool SOME>
-SM90 void multiply_values(float (&acc)[L::D / 8][4], const uint32_t (&p)[L::KEYS / 16][4], uint32_t values, const Reach& reach,
-                          int key) {
+SM90 void multiply_values(Share<L>& mine, uint32_t values, const Reach& reach, int key) {
 #pragma unroll
     for (int j = 0; j < L::KEYS / 16; j++) {
         uint32_t bits[2];
@@ -97,8 +139,11 @@ SM90 void multiply_values(float (&acc)[L::D / 8][4], const uint32_t (&p)[L::KEYS
             uint32_t v[4];
             load_matrices<true>(v, matrices_at<L, true>(values, 16 * j, part));
             if constexpr (SOME) v[0] &= bits[0], v[1] &= bits[1], v[2] &= bits[0], v[3] &= bits[1];
-            multiply_add<T>(acc[2 * part], p[j], v[0], v[1]);
-            multiply_add<T>(acc[2 * part + 1], p[j], v[2], v[3]);
+#pragma unroll
+            for (int set = 0; set < L::SETS; set++) {
+                multiply_add<T>(mine.acc[set][2 * part], mine.p[set][j], v[0], v[1]);
+                multiply_add<T>(mine.acc[set][2 * part + 1], mine.p[set][j], v[2], v[3]);
+            }
         }
     }
 }
@@ -144,13 +189,13 @@ SM90 void weigh(float (&s)[L::KEYS / 8][4], float factor, Softmax& of, uint32_t 
     }
 }
 
-// What a warp has found to shared memory.
+// What a warp has found of a set of rows to shared memory.
 template <typename L>
-SM90 void hand_over(const Shared<L>& shared, int warp, int height, const float (&acc)[L::D / 8][4], const Softmax& of) {
+SM90 void hand_over(const Shared<L>& shared, int warp, int set, int height, const float (&acc)[L::D / 8][4], const Softmax& of) {
     const int lane = threadIdx.x % LANES;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int row = lane / 4 + 8 * h;
+        const int row = 16 * set + lane / 4 + 8 * h;
         float total = of.total[h];
         total += __shfl_xor_sync(~0u, total, 1);
         total += __shfl_xor_sync(~0u, total, 2);
@@ -210,29 +255,30 @@ __global__ void __launch_bounds__(THREADS, 1)
     next_launch_may_begin();
     load_queries<L>(problem, tile, shared.queries);
     __syncthreads();
-    uint32_t q[L::PARTS][4], p[L::KEYS / 16][4];
-#pragma unroll
-    for (int part = 0; part < L::PARTS; part++)
-        load_matrices<false>(q[part], shared.queries + lane % 16 * L::QUERY_BYTES + lane / 16 * 16 + part * 32);
-    float s[L::KEYS / 8][4], acc[L::D / 8][4] = {};
-    Softmax softmax;
+    const Queries<L> queries(shared.queries);
+    Share<L> mine{};
+    Softmax softmax[L::SETS];
 #pragma unroll 1
     for (int number = 0; number < steps.count; number++) {
         wait(shared.filled, number % 2);
-        multiply_keys<L>(s, q, shared.keys);
+        multiply_keys<L>(mine, queries, shared.keys);
         __syncwarp();
         load_keys(number + 1);
         const int key = key_of(number);
         const bool some = key + L::KEYS > reach.end || (L::PAGED && key < reach.begin);
-        if (some) hide<L>(s, reach, key);
-        weigh<L>(s, problem.factor, softmax, p, acc);
+#pragma unroll
+        for (int set = 0; set < L::SETS; set++) {
+            if (some) hide<L>(mine.s[set], reach, key);
+            weigh<L>(mine.s[set], problem.factor, softmax[set], mine.p[set], mine.acc[set]);
+        }
         wait(shared.filled + 8, number % 2);
-        if (L::PAGED && some) multiply_values<L, true>(acc, p, shared.values, reach, key);
-        else multiply_values<L, false>(acc, p, shared.values, reach, key);
+        if (L::PAGED && some) multiply_values<L, true>(mine, shared.values, reach, key);
+        else multiply_values<L, false>(mine, shared.values, reach, key);
         __syncwarp();
         load_values(number + 1);
     }
-    hand_over(shared, warp, problem.height(), acc, softmax);
+#pragma unroll
+    for (int set = 0; set < L::SETS; set++) hand_over(shared, warp, set, problem.height(), mine.acc[set], softmax[set]);
     __syncthreads();
     merge_warps(problem, shared, tile, split);
 }

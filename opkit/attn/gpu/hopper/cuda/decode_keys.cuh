@@ -5,11 +5,12 @@
 
 namespace {
 
-// How a block is laid out, for heads of D: a warp's buffers have KEYS keys and as many values, 8 KB each, which come in boxes of
-// BOX_ROWS of them: of pages 16 at once.
-template <int D_, bool PAGED_>
+// How a block is laid out, for heads of D and up to SETS sets of 16 rows of a tile: a warp's buffers have KEYS keys and as many values,
+// 8 KB each, which come in boxes of BOX_ROWS of them: of pages 16 at once.
+template <int D_, bool PAGED_, int SETS_>
 struct Layout {
     static constexpr bool PAGED = PAGED_;
+    static constexpr int SETS = SETS_, ROWS = 16 * SETS;
     static constexpr int D = D_, PARTS = D / 16, BOXES = D / COLUMNS;  // BOXES of 64 columns beside one another are one of rows
     static constexpr int KEYS = 4096 / D, BYTES = KEYS * D * 2;
     static constexpr int BOX_ROWS = PAGED ? 16 : KEYS, BOX_BYTES = BOX_ROWS * D * 2;

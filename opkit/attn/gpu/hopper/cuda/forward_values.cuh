@@ -3,6 +3,7 @@
 #pragma once
 
 #include "forward_tiles.cuh"
+#include "host.cuh"
 
 namespace {
 
