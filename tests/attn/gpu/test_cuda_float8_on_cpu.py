@@ -18,12 +18,12 @@ from opkit.errors import KernelError
 
 
 @pytest.mark.parametrize("case", CALLS)
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
 class TestNumbers:
-    def test_are_the_references(self, listed, head, case, dtype):
+    def test_are_the_references(self, listed, head, case):
         sizes, mask, documented = CALLS[case]
         if documented and head == 256:
             pytest.skip("heads of 256 have no segments in CUDA C++")
+        dtype = KINDS[([*CALLS].index(case) + head // 64) % 2]  # each case in both, and each head
         call = given(sizes, head, mask, documented, dtype)
         compared(call, float8_cuda.forward(*call))
 
