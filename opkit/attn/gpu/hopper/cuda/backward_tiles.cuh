@@ -9,7 +9,7 @@ namespace {
 
 using namespace sm90;
 
-constexpr int LANES = 32, WARPGROUP = 128, WARPS = 8;  // warps that multiply
+constexpr int WARPS = 8;                               // warps that multiply
 constexpr int HALF = 64;                               // keys of a warpgroup; rows and columns of its part of the gradient of queries
 constexpr int PART = HALF * HALF;                      // floats
 constexpr int KEYS = 2 * HALF;                         // of a block of threads

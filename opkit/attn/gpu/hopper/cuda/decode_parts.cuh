@@ -7,9 +7,8 @@ namespace {
 
 using namespace sm90;
 
-constexpr int LANES = 32, WARPS = 8, THREADS = WARPS * LANES;
-constexpr int AT_ONCE = 4;          // splits that a thread which merges reads at once
-constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
+constexpr int WARPS = 8, THREADS = WARPS * LANES;
+constexpr int AT_ONCE = 4;  // splits that a thread which merges reads at once
 
 // Whole numbers of 32 or 64 bits, of which the nearest that `most` allows counts.
 struct Numbers {

@@ -20,12 +20,11 @@ using Result = T;
 #endif
 constexpr bool DESCALED = !std::is_same<Key, T>::value;
 
-constexpr int LANES = 32, WARPGROUP = 128, GROUP_ROWS = 64;
+constexpr int GROUP_ROWS = 64;
 constexpr int NEAR = 3;                       // steps that a warpgroup may pass over on either side; with more it would wait for what
                                               // the loader has no buffers for until values are freed
 constexpr int OWNERS = 4;                     // marks of a block beside those of its tiles
 constexpr int MEETING = 1, TURN = 5;          // the first of the named barriers that the threads of one warpgroup use, or of two
-constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
 
 // A call. Query i sees key j if lower <= j - i <= upper, where there is a band. opkit/attn/gpu/hopper/forward_cuda.py fills it.
 struct Problem {

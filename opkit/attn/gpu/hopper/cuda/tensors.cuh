@@ -7,7 +7,9 @@
 
 namespace {
 
+constexpr int LANES = 32, WARPGROUP = 128;
 constexpr int COLUMNS = 64, ROW_BYTES = 128;  // of a box in shared memory; columns of 16 bits
+constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
 
 // A tensor's first element and its strides, in elements, by batch, head and row; those of channels are 1.
 struct Rows {
