@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -117,6 +117,16 @@ class AnyCall(Protocol):
     def softcap(self) -> float: ...
     @property
     def dropout_p(self) -> float: ...
+
+
+def dtypes_and_shapes(tensors: Iterable[Tensor]) -> str:
+    """What errors say of a call's tensors.
+
+    >>> import torch
+    >>> dtypes_and_shapes([torch.ones(2, 3), torch.ones(4, dtype=torch.int32)])
+    'torch.float32 (2, 3), torch.int32 (4,)'
+    """
+    return ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in tensors)
 
 
 def predicate(kind: Any, question: Callable[[Any], bool]) -> Callable[..., bool]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opkit.attn import gradients, paged_cpu, program
 from opkit.attn.allocation import address, dense_rows, overwritten, rows
-from opkit.attn.calls import AnyCall, Call, GradientCall, predicate
+from opkit.attn.calls import AnyCall, Call, GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.memory_safety import bias_fits, mask_fits, results_fit, shapes_fit, sinks_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
@@ -159,7 +159,7 @@ def _see_to(fits: bool, name: str, call: Call | GradientCall) -> None:
     told = ", ".join(
         f"{each}={getattr(call, each)}" for each in ("dropout_p", "mask", "bias") if getattr(call, each, None)
     )
-    shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in (call.q, call.k, call.v))
+    shapes = dtypes_and_shapes((call.q, call.k, call.v))
     raise KernelError(
         f"opkit::attention: kernel {name!r} does not take q, k, v of {shapes}{', ' + told if told else ''}. Leave the choice to "
         "opkit, which opkit.attn.api.select explains, or force kernel='reference'."

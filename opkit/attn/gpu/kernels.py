@@ -7,7 +7,7 @@ from typing import Any
 
 from opkit import config
 from opkit.attn import gradients
-from opkit.attn.calls import BiasCall, Call, GradientCall, predicate
+from opkit.attn.calls import BiasCall, Call, GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import tuned
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as hopper_backward
@@ -127,7 +127,7 @@ def _refuse_batch_invariance() -> None:
 def _see_to(fits: bool, call: Call | GradientCall | BiasCall) -> None:
     """A kernel that is forced is not asked whether it takes the call."""
     if not fits:
-        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in (call.q, call.k, call.v))
+        shapes = dtypes_and_shapes((call.q, call.k, call.v))
         raise KernelError(
             f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}. It "
             f"takes bfloat16, float16 and float32, heads of at most {LARGEST_HEAD} (of values {LARGEST_VALUES}), and tensors "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import dense_rows
+from opkit.attn.calls import dtypes_and_shapes
 from opkit.attn.gpu.decode.decoding import FLOATS, NAME, where
 from opkit.attn.gpu.decode.paged import MOST_SEQUENCES
 from opkit.attn.gpu.decode.plan import power
@@ -57,7 +58,7 @@ def append(*given: Any) -> Callable[..., None]:
     """
     call = AppendCall(*given)
     if not takes_append(call.k, call.v, call.k_pages, call.v_pages, call.lengths_before):
-        told = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:4])
+        told = dtypes_and_shapes(call[:4])
         raise KernelError(f"opkit::append_kv: kernel {NAME!r} does not take k, v, k_pages, v_pages of {told}")
     if 0 in call.k.shape[:2] or call.lengths_before.shape[0] == 0:
         return lambda *_: None

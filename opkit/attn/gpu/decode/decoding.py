@@ -13,7 +13,7 @@ from torch import Tensor
 from opkit import config
 from opkit.attn import program
 from opkit.attn.allocation import dense_rows, overwritten, rows
-from opkit.attn.calls import Call, predicate
+from opkit.attn.calls import Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu import examples, search
 from opkit.attn.gpu.decode.division import KERNEL, SOURCES, Divided, divided, explained, question_of
 from opkit.attn.gpu.decode.plan import Blocks, Shape, blocks_of, device_of, parts
@@ -74,7 +74,7 @@ def _see_to(call: Call) -> None:
     """A kernel that is forced is not asked whether it takes the call."""
     if takes(call):
         return
-    shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
+    shapes = dtypes_and_shapes(call[:3])
     raise KernelError(
         f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes} with mask={call.mask}, bias={call.bias}, "
         f"dropout_p={call.dropout_p}. It takes one band or no mask, and heads up to {LARGEST_HEAD}. Leave the choice to opkit, "

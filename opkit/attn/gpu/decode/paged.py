@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, like
+from opkit.attn.calls import dtypes_and_shapes
 from opkit.attn.gpu.decode.decoding import (
     FAR,
     FLOATS,
@@ -61,7 +62,7 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, ...]]:
     """
     call = PagedCall(*given)
     if not takes_pages(call.q, call.k_pages, call.v_pages, call.lengths):
-        told = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
+        told = dtypes_and_shapes(call[:3])
         raise KernelError(f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {told}")
     refuse_batch_invariance("opkit::paged_attention")
     new_out = like(call.q.new_empty((*call.q.shape[:2], call.v_pages.shape[-1])))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, overwritten, rows
-from opkit.attn.calls import GradientCall
+from opkit.attn.calls import GradientCall, dtypes_and_shapes
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.hopper.forward import counters, describable, evenly, on_hopper, processors
@@ -123,7 +123,7 @@ def backward(*given: Any) -> Run:
     """
     call = GradientCall(*given)
     if not fits(call):
-        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in (call.q, call.k, call.v))
+        shapes = dtypes_and_shapes((call.q, call.k, call.v))
         raise KernelError(
             f"opkit::attention_backward: kernel 'hopper' does not take q, k, v of {shapes}, mask={call.mask}, "
             f"bias={call.bias}, scale={call.scale}, dropout_p={call.dropout_p}. Leave the choice to opkit, or force "

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import overwritten, room_beside, rows
-from opkit.attn.calls import GradientCall, predicate
+from opkit.attn.calls import GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.hopper import backward as gluon
 from opkit.attn.gpu.hopper import forward, library
@@ -112,7 +112,7 @@ def backward(*given: Any) -> Callable[..., Results]:
     """
     call = GradientCall(*given)
     if not fits(call):
-        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in (call.q, call.k, call.v))
+        shapes = dtypes_and_shapes((call.q, call.k, call.v))
         raise KernelError(
             f"opkit::attention_backward: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
             f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of 64 and 128, under bands "

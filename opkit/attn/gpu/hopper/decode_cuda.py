@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn.allocation import overwritten, room_beside, rows
-from opkit.attn.calls import Call, predicate
+from opkit.attn.calls import Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import forward as hopper
@@ -126,7 +126,7 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     call = Call(*given)
     decoding.refuse_batch_invariance("opkit::attention")
     if not fits(call):
-        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
+        shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
             f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
             f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of {HEADS} and "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.calls import Float8Call, predicate
+from opkit.attn.calls import Float8Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda, library
 from opkit.attn.gpu.portable import float8 as portable
@@ -57,7 +57,7 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """
     call = Float8Call(*given)
     if not fits(call):
-        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
+        shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
             f"opkit::attention_float8: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
             f"scale={call.scale}, softcap={call.softcap}: it takes heads of {(*forward_cuda.GROUPS,)}, under a band, segments "

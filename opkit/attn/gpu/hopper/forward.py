@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn.allocation import overwritten, rows
-from opkit.attn.calls import AnyCall, Call
+from opkit.attn.calls import AnyCall, Call, dtypes_and_shapes
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.plans import Shape, Words
@@ -146,7 +146,7 @@ def forward(*given: Any) -> Run:
     """
     call = Call(*given)
     if not fits(call):
-        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
+        shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
             f"opkit::attention: kernel 'hopper' does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
             f"scale={call.scale}, dropout_p={call.dropout_p}. Leave the choice to opkit, or force kernel='reference'."

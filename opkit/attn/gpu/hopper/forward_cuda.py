@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import overwritten, rows
-from opkit.attn.calls import Call, predicate
+from opkit.attn.calls import Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import library
@@ -142,7 +142,7 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """
     call = Call(*given)
     if not fits(call):
-        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
+        shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
             f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
             f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of {(*GROUPS,)}, under a "

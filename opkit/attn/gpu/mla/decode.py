@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opkit.attn import program
 from opkit.attn.allocation import overwritten, rows
-from opkit.attn.calls import Call, predicate
+from opkit.attn.calls import Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.plan import device_of, splits_of
 from opkit.attn.gpu.hopper.forward import describable, on_hopper
@@ -104,7 +104,7 @@ def forward(*given: Any) -> Run:
     """
     call = Call(*given)
     if not fits(call):
-        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
+        shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
             f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
             f"scale={call.scale}, dropout_p={call.dropout_p}: it takes {VALUES} values that are the first channels of the keys, "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, like
+from opkit.attn.calls import dtypes_and_shapes
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.paged import paged as split_paged
 from opkit.attn.gpu.decode.plan import device_of, power, splits_of
@@ -84,7 +85,7 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """
     call = PagedCall(*given)
     if not fits(*call[:3], call.lengths, call.lower, call.scale, *call[10:]):
-        told = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
+        told = dtypes_and_shapes(call[:3])
         raise KernelError(
             f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {told}, lower={call.lower}, "
             f"scale={call.scale}: it takes {VALUES} values that are the first channels of the keys, and pages of a multiple "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.calls import Float8Call, predicate
+from opkit.attn.calls import Float8Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu import tuned
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, sizes_fit
 from opkit.attn.memory_safety import sinks_fit
@@ -47,7 +47,7 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """
     call = Float8Call(*given)
     if not takes(call):
-        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in call[:3])
+        shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
             f"opkit::attention_float8: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}. "
             f"It takes float8_e4m3fn and float8_e5m2, heads of at most {LARGEST_HEAD} (of values {LARGEST_VALUES}), and tensors "
