@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cuda_on_cpu import on_cpu, survives
-from float8_calls import CALLS, KINDS, compared, given
+from float8_calls import CALLS, KINDS, compared, every_number, given, hidden_stays_hidden
 from hopper_calls import CAUSAL
 
 from opkit.attn import api, float8, program
@@ -38,25 +38,13 @@ def test_any_order_of_events_gives_the_same(machine, head, order):
     compared(call, expected)
 
 
-def test_every_number_is_what_it_is(machine):
-    """All bytes that are finite numbers, as values of which each query sees one."""
-    for dtype in KINDS:
-        v = torch.arange(256).to(torch.uint8).view(dtype)
-        v = v[v.float().isfinite()].reshape(1, 1, -1, 1).repeat(1, 1, 1, 128)
-        q, ones = torch.zeros(1, 1, v.shape[2], 128).to(dtype), [torch.ones(1, 1)] * 3
-        out, _ = float8_cuda.forward(q, q, v, ones, [], [], None, [program.BAND, 0, 0], [], 1.0, 0.0, False)
-        assert torch.equal(out, v.to(torch.bfloat16))
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_every_number_is_what_it_is(machine, dtype):
+    every_number(dtype)
 
 
 def test_what_is_hidden_does_not_leak(machine, head):
-    call = given((1, (2, 1), 200, 200), head, CAUSAL)
-    clean, _ = float8_cuda.forward(*call)
-    call[1].view(torch.uint8)[:, :, 150:] = 0x7F  # NaN
-    call[2].view(torch.uint8)[:, :, 120, 3] = 0x7F
-    out, _ = float8_cuda.forward(*call)
-    torch.testing.assert_close(out[:, :, :120], clean[:, :, :120], rtol=2**-7, atol=2**-8)
-    assert out[:, :, 120:, 3].isnan().all()
-    assert out[:, :, 150:].isnan().all()
+    hidden_stays_hidden(head)
 
 
 def test_tensors_that_tma_cannot_follow_are_copied(machine):
