@@ -1,10 +1,7 @@
 // The forward on the host. Who includes this file names the elements T, and may say that steps are listed, or of which FLOAT8 queries,
 // keys and values are.
 #include "forward.cuh"
-#include "host.cuh"
-#ifdef FLOAT8
 #include "forward_values.cuh"
-#endif
 
 #ifndef STEPS_LISTED
 #define STEPS_LISTED false
@@ -21,9 +18,9 @@ cudaError_t launch(Problem problem, cudaStream_t stream) {
     if (!error) error = describe<Key>(&k, call.k, call.batch, key_heads, call.keys, call.head_size, L::KEYS, L::KEY_BOXES);
     if (!error) error = describe(&v, call.v, call.batch, key_heads, call.keys, call.value_size, L::KEYS, L::VALUE_BOXES);
     if (!error) error = cudaFuncSetAttribute(attention<L, BANDED>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::SHARED);
-#ifdef FLOAT8
-    if (!error) error = widen_values(call, stream);
-#endif
+    if constexpr (DESCALED) {
+        if (!error) error = widen_values<Key>(call, stream);
+    }
     if (error) return error;
     problem.blocks = (call.queries + L::ROWS - 1) / L::ROWS;
     problem.tiles = call.batch * call.heads * call.blocks;

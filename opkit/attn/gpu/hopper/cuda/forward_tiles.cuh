@@ -171,7 +171,7 @@ SM90 void initialize(const Ring<COUNT, BYTES>& ring, int readers) {
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------------
 
-// What a head's logits are times, and its results.
+// Where the descales of a head of queries are; what its logits are times, and its results.
 SM90 int descale_of(const Problem& problem, int batch, int head) {
     return batch * (problem.heads / problem.group) + head / problem.group;
 }

@@ -39,9 +39,10 @@ __global__ void __launch_bounds__(WIDENERS) widen(const __grid_constant__ Proble
 }
 
 // On the host.
+template <typename E>
 cudaError_t widen_values(const Problem& call, cudaStream_t stream) {
     const dim3 blocks((call.keys + keys_of_block(call) - 1) / keys_of_block(call), call.heads / call.group, call.batch);
-    return launch_early(configured(blocks, WIDENERS, 0, stream), widen<Key>, call);
+    return launch_early(configured(blocks, WIDENERS, 0, stream), widen<E>, call);
 }
 
 }  // namespace
