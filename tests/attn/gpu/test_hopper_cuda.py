@@ -74,7 +74,7 @@ def test_the_forward_compiles_without_spills(name, registers, dtype, tmp_path, r
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("name", "kernels", "spills"),  # of heads of 64 and 128, under a band, and without; of segments with any band
-    [("backward", 4, 300), ("backward_of_lists", 2, 520)],
+    [("backward", 4, 300), ("backward_of_lists", 2, 520), ("backward_in_order", 4, 300)],
 )
 def test_the_backward_compiles_with_few_spills(name, kernels, spills, dtype, tmp_path, record_property):
     found = resources(name, dtype, tmp_path)
@@ -102,7 +102,9 @@ def test_decoding_compiles_without_spills(dtype, tmp_path, record_property):
     ("name", "problem", "dtype"),
     [
         *itertools.product(["forward", "forward_of_lists"], [cuda.Problem], OF_FORWARD),
-        *itertools.product(["backward", "backward_of_lists"], [backward_cuda.Problem], [BF16, FP16]),
+        *itertools.product(
+            ["backward", "backward_of_lists", "backward_in_order"], [backward_cuda.Problem], [BF16, FP16]
+        ),
         *itertools.product(["decode"], [decode_cuda.Problem], [BF16, FP16]),
     ],
 )

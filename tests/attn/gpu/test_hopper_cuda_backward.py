@@ -169,6 +169,13 @@ GRADIENTS = {  # (batch, heads of queries and of keys, queries, keys, head, colu
 }
 
 
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def compared_gradients(call):
     found = backward_cuda.backward(*call)
     expected = gradients.attention_backward(*[x.double() if isinstance(x, torch.Tensor) else x for x in call])
@@ -201,16 +208,31 @@ class TestGradientsOnGpu:
         for _ in range(3):
             assert all(map(torch.equal, first[1:], backward_cuda.backward(*call)[1:]))
 
-    @pytest.mark.parametrize("case", ["causal, 64", "causal documents"])
+    @pytest.mark.usefixtures("deterministic")
+    @pytest.mark.parametrize("case", GRADIENTS)
     def test_with_deterministic_algorithms_all_are(self, case):
         sizes, what = GRADIENTS[case]
+        self.same_bits(gradient_call(*sizes, device="cuda", **what))
+
+    @pytest.mark.usefixtures("deterministic")
+    @pytest.mark.parametrize("mask", [CAUSAL, (program.BAND, -1000, 0), (program.BAND, -program.UNLIMITED, 300)])
+    @pytest.mark.parametrize("head", [64, 128])
+    def test_heads_that_go_one_way_and_others_that_go_the_other_are(self, monkeypatch, head, mask):
+        monkeypatch.setattr(backward_cuda, "_CACHED", 6 << 20)  # sections of a few heads
+        call = gradient_call(1, (6, 6), 2500, 2500, head, head, device="cuda", mask=mask)
+        self.same_bits(call)
+
+    @staticmethod
+    def same_bits(call):
+        first = compared_gradients(call)
+        for _ in range(5):
+            assert all(map(torch.equal, first, backward_cuda.backward(*call)))
+
+    @pytest.mark.usefixtures("deterministic")
+    def test_deterministic_ones_of_segments_are_gluons(self):
+        sizes, what = GRADIENTS["causal documents"]
         call = gradient_call(*sizes, device="cuda", **what)
-        torch.use_deterministic_algorithms(True)
-        try:
-            first = backward_cuda.backward(*call)
-            assert all(map(torch.equal, first, gluon_backward.backward(*call)))
-        finally:
-            torch.use_deterministic_algorithms(False)
+        assert all(map(torch.equal, backward_cuda.backward(*call), gluon_backward.backward(*call)))
 
     def test_a_segment_does_not_leak_into_others(self):
         call = gradient_call(

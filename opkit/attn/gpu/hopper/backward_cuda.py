@@ -4,10 +4,11 @@ What Gluon cannot express there: that neither warpgroup waits for the other, sin
 made a step late; that numbers of rows come into products by one of their own, in TF32, in place of loads; that a warp frees a
 buffer by itself; that sums go to memory from registers while others multiply; and that three warps which would have nothing to do
 prepare rows of later heads and round gradients of earlier ones beside the products, where other kernels did both before and
-after them. Long calls get it; the kernel in Gluon is called for others, and under ``torch.use_deterministic_algorithms``.
+after them. Long calls get it, the kernel in Gluon is called for others.
 
-Under segments the blocks of queries that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`); nvcc makes a library of its
-own of that way, when it is first needed.
+Under ``torch.use_deterministic_algorithms`` tiles take turns at the gradient of queries (``cuda/backward_ordered.cuh``); under
+segments the blocks of queries that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`). nvcc makes a library of its own
+of each way, when it is first needed. For both at once the kernel in Gluon is called.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ _SHORT = 1024
 _KEYS = 128  #: of a tile
 _AHEAD = 2  #: tiles of each multiprocessor, at least, whose queries' rows are prepared before the products begin
 _ALL_AHEAD = 1024  #: queries: of calls with fewer all rows are, since their products leave helpers no time for any
+_TURNED = {64: 0, 128: 16}  #: tiles of a head up to which all go from the last queries to the first; by the larger head
 _COUNTERS = 3  #: beside those of heads
 _MOST = 65535  #: heads of all batches
 _TENSORS = ("q", "k", "v", "out", "gradient", "of_q", "of_k", "of_v", "lse", "of_lse")
 _POINTERS = ("delta", "sums", "total", "counter")
 _INTS = (
     "batch", "heads", "key_heads", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "section",
-    "prepared", "tiles", "processors", "device",
+    "turned", "prepared", "tiles", "processors", "device",
 )  # fmt: skip
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -104,7 +106,7 @@ def backward(*given: Any) -> Callable[..., Results]:
     It takes bfloat16 and float16; heads of 64 and 128, those of queries and of values of any two; grouped heads; any numbers of
     queries and keys but none; no mask, a band, segments or both; a positive scale; a gradient of the log-sum-exp. What
     :func:`opkit.attn.gpu.hopper.backward.backward` says of rounding, of what is hidden, of the order of sums and of strides holds
-    here too, and with deterministic algorithms that kernel is called.
+    here too, and with deterministic algorithms that kernel is called under segments.
 
     Raises:
         KernelError: it does not take the call.
@@ -125,22 +127,31 @@ def backward(*given: Any) -> Callable[..., Results]:
     def run(*given: Any) -> Results:
         ordered = private.deterministic()
         if ordered not in runs:
-            runs[ordered] = gluon.backward.prepare(*given) if ordered else _prepared(GradientCall(*given))
+            runs[ordered] = _prepared(GradientCall(*given), ordered)
         return runs[ordered](*given)
 
     return run
 
 
-def _prepared(call: GradientCall) -> Callable[..., Results]:
+def _library(call: GradientCall, ordered: bool) -> str | None:
+    """What a call needs; None: there is none for it."""
     listed = bool(plans.shape_of(tuple(call.mask), ()).mask)
-    launch = library.launcher_or_none("backward_of_lists" if listed else "backward", call.q.dtype)
+    if listed:
+        return None if ordered else "backward_of_lists"
+    return "backward_in_order" if ordered else "backward"
+
+
+def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
+    name = _library(call, ordered)
+    launch = None if name is None else library.launcher_or_none(name, call.q.dtype)
     if launch is None:
         return gluon.backward.prepare(*call)
+    listed = name == "backward_of_lists"
     made = [rows(each, each.shape[3], call.heads_inside) for each in call[2:5]]
     delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     new = [overwritten(each) for each in (*made, delta)]
     common, gpu = _problem(call), call.q.get_device()
-    sums, total, counts = _room(call)
+    sums, total, counts = _room(call, ordered)
     tile = _rows(call), _KEYS
 
     def run(*given: Any) -> Results:
@@ -173,12 +184,13 @@ def readable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _room(call: GradientCall) -> tuple[int, int, int]:
+def _room(call: GradientCall, ordered: bool) -> tuple[int, int, int]:
     """How many floats the kernels pass one to another: numbers of rows, and the gradient of queries; and counts."""
     batch, heads, queries, _ = call.q.shape
     block = _rows(call)
     blocks = batch * heads * -(-queries // block)
-    return blocks * block * 8, blocks * 2 * _PART, _COUNTERS + batch * (heads + call.k.shape[1])
+    counts = _COUNTERS + batch * (heads + call.k.shape[1]) + (blocks if ordered else 0)
+    return blocks * block * 8, blocks * 2 * _PART, counts
 
 
 def _problem(call: GradientCall) -> Problem:
@@ -193,7 +205,21 @@ def _problem(call: GradientCall) -> Problem:
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "key_heads": k.shape[1], "queries": q.shape[2], "keys": k.shape[2],
         "head_size": q.shape[3], "value_size": v.shape[3], "lower": shape.lower, "upper": shape.upper, "banded": shape.banded,
-        "section": section, "prepared": group * min(ahead, all_heads), "processors": processors, "device": q.get_device(),
-        "scale": call.scale, "factor": call.scale * forward.LOG2E,
+        "section": section, "turned": _turned(call, shape, section), "prepared": group * min(ahead, all_heads),
+        "processors": processors, "device": q.get_device(), "scale": call.scale, "factor": call.scale * forward.LOG2E,
     }  # fmt: skip
     return Problem(**numbers)
+
+
+def _turned(call: GradientCall, shape: plans.Shape, section: int) -> int:
+    """Where sums are made in order: of tiles, how many come before those that go through queries from the last to the first.
+
+    Others, which go on from the keys of one to those before them, have tiles of the same queries two steps apart where a query
+    sees what is before it. But then the longest ones come last, and multiprocessors have nothing to do meanwhile.
+    """
+    all_heads, tiles = call.k.shape[0] * call.k.shape[1], -(-call.k.shape[2] // _KEYS)
+    if shape.lower > -call.q.shape[2]:  # a window, whose tiles are equally long
+        return all_heads * tiles
+    if tiles <= _TURNED[_widest(call)]:
+        return 0
+    return (all_heads - 1) // section * section * tiles

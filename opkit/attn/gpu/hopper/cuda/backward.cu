@@ -1,9 +1,12 @@
-// The backward on the host. Who includes this file names the elements T, and may say that steps are listed.
+// The backward on the host. Who includes this file names the elements T, and may say that steps are listed, or sums made in order.
 #include "backward.cuh"
 #include "host.cuh"
 
 #ifndef STEPS_LISTED
 #define STEPS_LISTED false
+#endif
+#ifndef SUMS_ORDERED
+#define SUMS_ORDERED false
 #endif
 
 namespace {
@@ -35,8 +38,9 @@ cudaError_t launch(Problem problem, cudaStream_t stream) {
 
 template <int D>
 cudaError_t launch_for(const Problem& call, cudaStream_t stream) {
-    if constexpr (STEPS_LISTED) return launch<Shape<D, true, true>>(call, stream);
-    else return call.banded ? launch<Shape<D, true, false>>(call, stream) : launch<Shape<D, false, false>>(call, stream);
+    constexpr bool ORDERED = SUMS_ORDERED;
+    if constexpr (STEPS_LISTED) return launch<Shape<D, true, true, false>>(call, stream);
+    else return call.banded ? launch<Shape<D, true, false, ORDERED>>(call, stream) : launch<Shape<D, false, false, ORDERED>>(call, stream);
 }
 
 }  // namespace
@@ -51,4 +55,4 @@ extern "C" __attribute__((visibility("default"))) int hopper_backward(const Prob
 
 // What opkit's tests hold its own description of a call against, and what a block asks for of shared memory.
 extern "C" __attribute__((visibility("default"))) int hopper_backward_call_bytes() { return sizeof(Problem); }
-extern "C" __attribute__((visibility("default"))) int hopper_backward_shared_bytes() { return Shape<128, true, STEPS_LISTED>::SHARED; }
+extern "C" __attribute__((visibility("default"))) int hopper_backward_shared_bytes() { return Shape<128, true, STEPS_LISTED, SUMS_ORDERED>::SHARED; }

@@ -11,6 +11,7 @@
 
 #include "backward_helpers.cuh"
 #include "backward_hidden.cuh"
+#include "backward_ordered.cuh"
 
 namespace {
 
@@ -57,8 +58,8 @@ SM90 void multiply_slopes(float (&sums)[HALF / 2], uint32_t slopes, int slot, ui
 }
 
 // Add a part of the gradient of queries to memory, `of_all` being the number of its block among all.
-SM90 void add_part(const Problem& problem, const float (&dq)[HALF / 2], int me, int thread, int64_t of_all) {
-    float* to = problem.total + (of_all * 2 + me) * PART + thread * 4;
+SM90 void add_part(const Problem& problem, const float (&dq)[HALF / 2], int me, int thread, int of_all) {
+    float* to = problem.total + (int64_t(of_all) * 2 + me) * PART + thread * 4;
 #pragma unroll
     for (int j = 0; j < HALF / 8; j++) add_four(to + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
 }
@@ -128,8 +129,8 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
 #pragma unroll
         for (int i = 0; i < S::D / 2; i++) dk[i] = dv[i] = 0;
         hold(dk), hold(dv);  // else they are set later, when products are under way
-        int block = tile.first, left = tile.steps;  // the latter of a head, where they are listed
-        int64_t of_head = int64_t(batch * problem.heads + key_head * group) * blocks, before = 0;
+        int block = S::LISTED ? tile.first : block_of<S>(problem, tile, 0), left = tile.steps;  // the latter of a head, where it is asked for
+        int of_head = (batch * problem.heads + key_head * group) * blocks, before = 0;
         const auto begin = [&](int it) {  // a step's logits
             multiply_rows<S>(s, my_keys, base + S::Q, it % STAGES, base + S::POWERS);
         };
@@ -212,6 +213,9 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             before = of_head + block;
             if constexpr (S::LISTED) {
                 if (--left == 0) left = tile.steps, of_head += blocks;
+            } else if constexpr (S::ORDERED) {
+                block += goes_down<S>(tile) ? -1 : 1;
+                if (--left == 0) left = tile.steps, of_head += blocks, block = block_of<S>(problem, tile, 0);
             } else {
                 if (++block == tile.first + tile.steps) block = tile.first, of_head += blocks;
             }
@@ -257,7 +261,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / LANES, 0);
     if (threadIdx.x == 0) {
         for (const CUtensorMap* map = &maps.q; map <= &maps.part_of_q; map++) prefetch_map(map);
-        for (int i = 0; i < BARRIER_BYTES; i += 8) barrier_init(barriers + i, i < K_EMPTY ? 1 : i < ITEM_DONE ? WARPS : WORKERS / LANES);
+        for (int i = 0; i < BARRIER_BYTES; i += 8) barrier_init(barriers + i, arrivals_at<S>(i));
         barriers_ready();
     }
     for (int i = threadIdx.x * 16; i < 2 * STAGES * S::SUM_ROOM; i += THREADS * 16) store_four(base + S::POWERS + i, {0, 0, 0, 0});
@@ -271,7 +275,9 @@ __global__ void __launch_bounds__(THREADS, 1)
     } else {
         fewer_registers<24>();
         if (warp == WARPS && elected()) Loader<S>{problem, maps, base}.load_tiles();
-        if (warp > WARPS) help<S>(problem, base, maps);
+        if (S::ORDERED && warp == THREADS / LANES - 1) {
+            if (elected()) pass_turns<S>(problem, base);
+        } else if (warp > WARPS) help<S>(problem, base, maps);
     }
 }
 

@@ -124,11 +124,16 @@ SM90 void move(const Problem& problem, uint32_t base, const Job job, int& it) {
 template <class S>
 SM90 void prepare(const Problem& problem, int item, Place<S> at) {
     constexpr int COUNT = S::ROWS / 2, OF_ROW = 8, MEETING = 1;  // rows; threads that a row has; a named barrier
+    constexpr int EACH = (COUNT + S::WORKERS - 1) / S::WORKERS;
     const int thread = threadIdx.x - FIRST_WORKER, halves = halves_of<S>(problem), column = thread % OF_ROW;
-    Numbers numbers;
-    if (thread < COUNT) numbers = numbers_of(problem, item / halves, item % halves * COUNT + thread);
+    Numbers numbers[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int row = i * S::WORKERS + thread;
+        if (row < COUNT) numbers[i] = numbers_of(problem, item / halves, item % halves * COUNT + row);
+    }
 #pragma unroll 1
-    for (int row = thread / OF_ROW; row < COUNT; row += WORKERS / OF_ROW) {
+    for (int row = thread / OF_ROW; row < COUNT; row += S::WORKERS / OF_ROW) {
         const uint32_t chunk = at.room() + row * ROW_BYTES + ((column ^ row % 8) << 4);
         float sum = 0;
 #pragma unroll
@@ -140,8 +145,12 @@ SM90 void prepare(const Problem& problem, int item, Place<S> at) {
         for (int bit = OF_ROW / 2; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
         if (column == 0) store_one(at.sums() + row * 4, sum);
     }
-    named_sync(MEETING, WORKERS);
-    if (thread < COUNT) tell_row<S>(problem, item / halves, item % halves * COUNT + thread, numbers, load_one(at.sums() + thread * 4));
+    named_sync(MEETING, S::WORKERS);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int row = i * S::WORKERS + thread;
+        if (row < COUNT) tell_row<S>(problem, item / halves, item % halves * COUNT + row, numbers[i], load_one(at.sums() + row * 4));
+    }
 }
 
 // A part of the gradient of a block of queries, times the scale, rounded, in rows of 64 channels. A warp takes 16 rows and 8 channels
@@ -151,7 +160,7 @@ SM90 void round_part(const Problem& problem, Place<S> at) {
     const int lane = threadIdx.x % LANES, quad = lane / 4;
     const uint32_t from = at.room() + lane * 16, to = at.rounded() + quad * ROW_BYTES + lane % 4 * 4;
 #pragma unroll 4
-    for (int piece = (threadIdx.x - FIRST_WORKER) / LANES; piece < 32; piece += WORKERS / LANES) {
+    for (int piece = (threadIdx.x - FIRST_WORKER) / LANES; piece < 32; piece += S::WORKERS / LANES) {
         const int eight = piece / 4, warp = piece % 4;
         const int4 x = load_four(from + (eight * WARPGROUP + warp * LANES) * 16);
         const uint32_t row = to + warp * 16 * ROW_BYTES + ((eight ^ quad) << 4);

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(ROW_THREADS) before(const __grid_constant__ Pr
         if (column == 0) tell_row<S>(problem, of_head, at * S::ROWS + i * AT_ONCE + first, numbers[i], sum);
     }
     if (block == 0)
-        for (int i = threadIdx.x; i < counts_of(problem); i += ROW_THREADS) problem.counter[i] = 0;
+        for (int i = threadIdx.x; i < counts_of<S>(problem); i += ROW_THREADS) problem.counter[i] = 0;
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ constexpr int PART = HALF * HALF;                      // floats
 constexpr int KEYS = 2 * HALF;                         // of a block of threads
 constexpr int STAGES = 2;                              // blocks of queries that are there at once
 constexpr int THREADS = 3 * WARPGROUP, ROW_THREADS = 256;
-constexpr int WORKERS = 2 * LANES, FIRST_WORKER = THREADS - WORKERS;  // threads that do what goes before products, and after
+constexpr int FIRST_WORKER = THREADS - 2 * LANES;  // threads from there on do what goes before products, and after
 
 // A call. Query i sees key j if lower <= j - i <= upper, where there is a band. opkit/attn/gpu/hopper/backward_cuda.py fills it.
 struct Problem {
@@ -27,6 +27,7 @@ struct Problem {
     int* counter;  // of tiles, of halves of blocks that helpers prepare and finish, and counts of heads, as said below
     int batch, heads, key_heads, queries, keys, head_size, value_size, lower, upper, banded;
     int section;   // heads of keys whose tiles are interleaved, so that their queries stay in the L2 cache
+    int turned;    // where sums are made in order: of tiles, how many go from the first queries to the last; the others the other way
     int prepared;  // heads of queries, the first ones, whose rows are prepared before the products
     int tiles, processors, device;
     float scale;
@@ -39,17 +40,19 @@ struct Maps {
 };
 
 // Barriers, as offsets from the first; those from Q_FULL to ITEM_FULL and from Q_EMPTY on have two stages. At the first ones one
-// thread arrives, from K_EMPTY on a thread of each warp that multiplies, at ITEM_DONE one of each that works on items.
+// thread arrives, from K_EMPTY on a thread of each warp that multiplies, at ITEM_DONE one of each that works on items. The last two are
+// for sums that are made in order (backward_ordered.cuh).
 constexpr int K_FULL = 0, V_FULL = 8, Q_FULL = 16, G_FULL = 32, ITEM_FULL = 48;
 constexpr int K_EMPTY = 64, V_EMPTY = 72, Q_EMPTY = 80, G_EMPTY = 96, SLOPES_FULL = 112, SLOPES_EMPTY = 128, SUMMED = 144;
-constexpr int ITEM_DONE = 160, BARRIER_BYTES = 176;
+constexpr int ITEM_DONE = 160, PASSED = 176, BARRIER_BYTES = 192;
 
 // How shared memory is laid out for heads of D channels: D / 64 boxes of keys, values, queries and gradients of results. LISTED:
-// there are segments, and a list of the blocks that a tile visits.
-template <int D_, bool BANDED_, bool LISTED_>
+// there are segments, and a list of the blocks that a tile visits. ORDERED: the gradient of queries is summed up in one order.
+template <int D_, bool BANDED_, bool LISTED_, bool ORDERED_>
 struct Shape {
     static constexpr int D = D_, ROWS = 2 * PART / D;  // queries of a step
-    static constexpr bool BANDED = BANDED_, LISTED = LISTED_;
+    static constexpr bool BANDED = BANDED_, LISTED = LISTED_, ORDERED = ORDERED_;
+    static constexpr int WORKERS = (ORDERED ? 1 : 2) * LANES;  // threads that work on items; a warp less where one passes turns on
     static constexpr bool AHEAD = D == 64;  // the next logits are begun before a step ends
     static constexpr int BOXES = D / COLUMNS, KEY_BOX = KEYS * ROW_BYTES, ROW_BOX = ROWS * ROW_BYTES;
     static constexpr int KEY_BYTES = BOXES * KEY_BOX, BLOCK_BYTES = BOXES * ROW_BOX, SLOPE_BYTES = 2 * ROW_BOX;
@@ -65,23 +68,46 @@ struct Shape {
     static constexpr int SHARED = BYTES + 1024;  // boxes begin at multiples of 1024
 };
 
+// How many threads arrive at a barrier before it lets others go on.
+template <class S>
+SM90 int arrivals_at(int barrier) {
+    if (barrier < K_EMPTY || barrier >= PASSED) return 1;
+    if (barrier >= ITEM_DONE) return S::WORKERS / LANES;
+    const bool of_turns = barrier == K_EMPTY || barrier / 16 == SLOPES_FULL / 16;  // who passes turns on reads what a tile is; who loads gives them
+    return WARPS + (S::ORDERED && of_turns ? 1 : 0);
+}
+
 // Counts behind those of Problem::counter: of each head of queries how many halves of blocks of rows helpers have prepared, of each
-// head of keys how many tiles have added all that they have to the gradient of queries.
+// head of keys how many tiles have added all that they have to the gradient of queries; where that is summed up in order, of each block of
+// rows how many tiles have added to it.
 constexpr int COUNTERS = 3;
-SM90 int counts_of(const Problem& problem) { return COUNTERS + problem.batch * (problem.heads + problem.key_heads); }
+SM90 int counts_of_heads(const Problem& problem) { return COUNTERS + problem.batch * (problem.heads + problem.key_heads); }
 SM90 int* ready(const Problem& problem, int head) { return problem.counter + COUNTERS + head; }
 SM90 int* summed(const Problem& problem, int key_head) { return problem.counter + COUNTERS + problem.batch * problem.heads + key_head; }
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------------
 
-// How many blocks of queries of a head a tile has, -1 after the last tile; the first of them, or where they are listed how many see all
-// of its keys; the first key; the head of keys, of all batches.
+// How many blocks of queries of a head a tile has, -1 after the last tile; the first of them, its complement if they are visited from the
+// last one on, or where they are listed how many see all of its keys; the first key; the head of keys, of all batches.
 struct Tile {
     int steps, first, at, head;
 };
 
+// From the last block to the first: some tiles where sums are made in order.
+template <class S>
+SM90 bool goes_down(const Tile& tile) { return S::ORDERED && (!S::BANDED || tile.first < 0); }
+
 template <class S>
 SM90 int blocks_of(const Problem& problem) { return (problem.queries + S::ROWS - 1) / S::ROWS; }
+
+template <class S>
+SM90 int counts_of(const Problem& problem) {
+    return counts_of_heads(problem) + (S::ORDERED ? problem.batch * problem.heads * blocks_of<S>(problem) : 0);
+}
+template <class S>
+SM90 int* added(const Problem& problem, int head, int block) {
+    return problem.counter + counts_of_heads(problem) + head * blocks_of<S>(problem) + block;
+}
 
 SM90 int tiles_of_head(const Problem& problem) { return (problem.keys + KEYS - 1) / KEYS; }
 
@@ -104,7 +130,7 @@ SM90 int place_in_list(const Problem& problem, const Tile& tile, int step) {
 // The block of queries of a step.
 template <class S>
 SM90 int block_of(const Problem& problem, const Tile& tile, int step) {
-    if (!S::LISTED) return tile.first + step;
+    if (!S::LISTED) return goes_down<S>(tile) ? (S::BANDED ? ~tile.first : 0) + tile.steps - 1 - step : tile.first + step;
     return problem.lists.blocks[place_of_list<S>(problem, tile) + place_in_list<S>(problem, tile, step)];
 }
 
@@ -113,7 +139,9 @@ SM90 Tile tile_of(const Problem& problem, int number) {
     const int of_head = tiles_of_head(problem), size = problem.section * of_head;
     const int first = number / size * problem.section, rest = number % size;
     const int width = min(problem.section, problem.tiles / of_head - first);
-    Tile tile{blocks_of<S>(problem), 0, rest / width * KEYS, first + rest % width};
+    const bool down = S::ORDERED && (!S::BANDED || number >= problem.turned);
+    const int place = S::ORDERED && !down ? of_head - 1 - rest / width : rest / width;
+    Tile tile{blocks_of<S>(problem), 0, place * KEYS, first + rest % width};
     if (S::LISTED) {
         const int* counts = counts_of_tile(problem, tile);
         tile.first = counts[0], tile.steps = counts[1];
@@ -121,8 +149,17 @@ SM90 Tile tile_of(const Problem& problem, int number) {
         const int last = min(min(tile.at + KEYS, problem.keys) - 1 - problem.lower, problem.queries - 1);
         tile.first = max(tile.at - problem.upper, 0) / S::ROWS;
         tile.steps = max((max(last, -1) + S::ROWS) / S::ROWS - tile.first, 0);
+        if (down) tile.first = ~tile.first;
     }
     return tile;
+}
+
+// How many tiles add to a block of rows before a tile does: those of later keys that see it, or of earlier ones.
+template <class S>
+SM90 int turn_of(const Problem& problem, const Tile& tile, int block) {
+    const int last = tiles_of_head(problem) - 1, place = tile.at / KEYS;
+    if (goes_down<S>(tile)) return place - (S::BANDED ? max(block * S::ROWS + problem.lower, 0) / KEYS : 0);
+    return (S::BANDED ? min(((block + 1) * S::ROWS - 1 + problem.upper) / KEYS, last) : last) - place;
 }
 
 // From the first lane, so that the compiler knows that it is the same for a warp.
@@ -189,6 +226,15 @@ struct Loader {
         if (head >= problem.prepared) wait_count(ready(problem, head), 2 * blocks_of<S>(problem));
     }
 
+    // Where sums are made in order: let the products for the gradient of queries of a tile's step be made, of that before number `it`,
+    // when the tile's turn to add them has come. Nobody multiplies any more then in the step before.
+    __device__ __forceinline__ void give_turn(const Tile& tile, int head, int step) const {
+        wait_empty(PASSED);
+        const int block = block_of<S>(problem, tile, step);
+        wait_count(added<S>(problem, head, block), turn_of<S>(problem, tile, block));
+        arrive(barrier(SLOPES_FULL + (it - 1) % STAGES * 8));
+    }
+
     // Tile n, which no query sees.
     __device__ __forceinline__ void pass_over(int n, const Tile& tile) const {
         tell(n, tile);
@@ -211,15 +257,21 @@ struct Loader {
         for (int heads = head + group;;) {
             it++;
             const int4 x = load_four(place_of(n));
+            const Tile same{x.x, x.y, x.z, x.w};
             if (++step == x.x) {
-                if (++head == heads) break;
-                step = 0;
+                if (head + 1 == heads) break;
+                head++, step = 0;
                 wait_ready(head);
             }
-            const Tile same{x.x, x.y, x.z, x.w};
             block = block_of<S>(problem, same, step);
             load_rows(head, block, partial_by_list(same, step));
             load_gradients(head, block);
+            if constexpr (S::ORDERED) give_turn(same, step > 0 ? head : head - 1, step > 0 ? step - 1 : x.x - 1);
+        }
+        if constexpr (S::ORDERED) {
+            const int4 x = load_four(place_of(n));
+            wait_empty(Q_EMPTY);
+            give_turn({x.x, x.y, x.z, x.w}, head, x.x - 1);
         }
     }
     __device__ __forceinline__ void load_tiles() {

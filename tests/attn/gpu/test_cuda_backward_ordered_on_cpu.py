@@ -1,0 +1,147 @@
+"""The backward for sm_90a in CUDA C++ with sums in one order, run on a processor in random orders of events."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cuda_on_cpu import on_cpu, survives
+from hopper_calls import BF16, CAUSAL, FP16, bottom_right
+from hopper_masks import documents
+from test_cuda_backward_on_cpu import GRADIENTS, gradient_call, off
+
+from opkit.attn import program
+from opkit.attn.calls import GradientCall
+from opkit.attn.gpu import plans
+from opkit.attn.gpu.hopper import backward_cuda, forward, library
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_numbers_are_the_references(machine, case, dtype):
+    sizes, what = GRADIENTS[case]
+    call, expected = gradient_call(sizes, dtype, **what)
+    assert off(backward_cuda.backward(*call), expected) < 2 * torch.finfo(dtype).eps
+
+
+BITS = {
+    "causal, 128": ((1, (4, 2), 500, 500, 128, 128), CAUSAL),
+    "causal, 64": ((2, (2, 2), 600, 600, 64, 64), CAUSAL),
+    "no mask": ((1, (4, 4), 300, 700, 128, 128), ()),
+    "window": ((1, (4, 1), 900, 900, 64, 64), (program.BAND, -200, 0)),
+    "band ahead": ((1, (2, 1), 300, 900, 128, 128), (program.BAND, 100, 300)),
+    "dead rows": ((1, (4, 4), 600, 300, 128, 128), bottom_right(600, 300)),
+}
+SECTIONS = {"all heads at once, last queries first": (4, 0), "first queries first": (1, 4), "one head of each": (1, 1)}
+"""Heads of keys of a section at most, and how many sections go from the first queries to the last."""
+
+
+@pytest.mark.parametrize("sections", SECTIONS)
+@pytest.mark.parametrize("case", BITS)
+def test_any_order_of_events_gives_the_same_bits(machine, monkeypatch, case, sections):
+    sizes, mask = BITS[case]
+    call, expected = gradient_call(sizes, mask=mask, of_lse=True)
+    in_sections(monkeypatch, call, *SECTIONS[sections])
+    found = []
+    for order in range(3):
+        machine[0] = order
+        found.append(backward_cuda.backward(*call))
+        assert all(map(torch.equal, found[0], found[-1]))
+    assert off(found[0], expected) < 2**-6
+
+
+def in_sections(monkeypatch, call, width, upwards):
+    heads, keys = call[3].shape[0] * call[3].shape[1], call[3].shape[2]
+    width = min(width, heads)
+    monkeypatch.setattr(forward, "evenly", lambda count, most: width)
+    tiles = min(upwards * width, heads) * -(-keys // 128)
+    monkeypatch.setattr(backward_cuda, "_turned", lambda *given: tiles)
+
+
+TURNED = {  # heads, queries and keys, head, columns; mask; share of the tiles that go from the first queries to the last
+    "short": ((64, 2048, 128), CAUSAL, 0.0),
+    "long": ((32, 8192, 128), CAUSAL, 28 / 32),
+    "short, of 64": ((64, 2048, 64), CAUSAL, 1 / 2),
+    "window": ((32, 8192, 128), (program.BAND, -1024, 0), 1.0),
+}
+
+
+@pytest.mark.parametrize("case", TURNED)
+def test_the_longest_tiles_do_not_come_last(case):
+    (heads, length, head), mask, share = TURNED[case]
+    q = torch.empty(1, heads, length, head, dtype=BF16, device="meta")
+    call = GradientCall(q, None, q, q, q, q, q, [], [], list(mask), [], 1.0, 0.0, False)
+    section = forward.evenly(heads, backward_cuda._CACHED // (length * head * 8))
+    found = backward_cuda._turned(call, plans.shape_of(mask, ()), section)
+    assert found == share * heads * (length // 128)
+
+
+def test_its_room_is_as_large_as_what_it_puts_there(machine, monkeypatch):
+    made = []
+
+    def guarded(x, size, dtype):
+        made.append(torch.full((size + 256,), 7.0))
+        return made[-1][:size]
+
+    monkeypatch.setattr(backward_cuda, "room_beside", guarded)
+    call, _ = gradient_call((2, (4, 2), 300, 300, 64, 64), mask=CAUSAL)
+    backward_cuda.backward(*call)
+    assert (made[0][-256:] == 7).all()
+    counts = made[0][:-256].view(torch.int32)
+    assert counts[-1] == 3  # tiles of keys that have added to the last block of the last head
+
+
+THE_ONE_BEFORE = """\
+                if (before) add_count(before, 1);
+                before = added<S>(problem, head, block_of<S>(problem, tile, step));
+"""
+THIS_ONE = "                add_count(added<S>(problem, head, block_of<S>(problem, tile, step)), 1);\n"
+THE_LAST_IS_ADDED = "        wait(barriers + SUMMED + (n & 1) * 8, n >> 1 & 1);\n"
+TURN = "wait_count(added<S>(problem, head, block), turn_of<S>(problem, tile, block)"
+DEFECTS = {
+    "nobody waits for a turn": (f"        {TURN});\n", ""),
+    "a turn too early": (TURN, f"{TURN} - 1"),
+    "a turn too late": (TURN, f"{TURN} + 1"),
+    "passed on before it is added": (THE_ONE_BEFORE, THIS_ONE),
+    "the last one passed on before it is added": (THE_LAST_IS_ADDED, ""),
+    "products wait for no turn": ("S::ORDERED && of_turns", "S::ORDERED && barrier == K_EMPTY"),
+    "first keys first": ("S::ORDERED && !down ? of_head - 1 - rest / width", "false ? rest / width"),
+}
+OF_BANDS = {"first keys first"}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_defects_are_found(defect, monkeypatch, tmp_path):
+    mask = CAUSAL if defect in OF_BANDS else ()
+    call, expected = gradient_call((1, (2, 1), 700, 700, 64, 64), mask=mask)
+    in_sections(monkeypatch, call, 1, 1)
+    first = []
+
+    def check(found):
+        first[:] = first or found
+        assert all(map(torch.equal, found, first))
+        assert off(found, expected) < 2**-6
+
+    with on_cpu(monkeypatch, tmp_path, DEFECTS[defect]) as seed:
+        assert not survives(seed, lambda: backward_cuda.backward(*call), check)
+
+
+def test_segments_are_left_to_gluon(machine, monkeypatch):
+    """Which has lists of the tiles' turns."""
+    asked = []
+    monkeypatch.setattr(library, "launcher_or_none", lambda name, dtype: asked.append(name))
+    monkeypatch.setattr(backward_cuda.gluon.backward, "prepare", lambda *given: lambda *same: "gluon")
+    call, _ = gradient_call(
+        (1, (2, 1), 200, 200, 64, 64), mask=(program.SEGMENTS, 0, 1), masks=[documents(1, 200, 2)] * 2
+    )
+    assert backward_cuda.backward(*call) == "gluon"
+    assert not asked
