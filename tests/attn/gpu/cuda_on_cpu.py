@@ -118,3 +118,15 @@ def lists_in_torch(call, shape, blocks, by_keys):
         tiles[b, 0, n, others - len(partly) :] = torch.tensor(partly[::-1])
         counts[b, 0, n] = torch.tensor([len(whole), len(whole) + len(partly)])
     return tile_lists.Lists(*(x.int().expand(*call.q.shape[:2], -1, -1) for x in (tiles, counts)))
+
+
+def turns_in_torch(lists, *of_call):
+    """What :func:`opkit.attn.gpu.tile_lists.turns_of_call` counts on a GPU: in how many later lists each tile is."""
+    others, (whole, total) = lists.tiles.shape[3], lists.counts.unsqueeze(-2).long().unbind(-1)
+    place = torch.arange(others)
+    there = (place < whole) | (place >= others - total + whole)
+    tiles = torch.where(there, lists.tiles, 0).long()
+    live = torch.zeros(tiles.shape, dtype=torch.int64).scatter_add_(3, tiles, there.long())
+    later = live.flip(2).cumsum(2).flip(2) - live
+    turns = torch.where(there, later.gather(3, tiles), -1).int()
+    return turns[:, :1].contiguous().expand(lists.tiles.shape)

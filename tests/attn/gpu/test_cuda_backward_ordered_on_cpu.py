@@ -9,13 +9,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from cuda_on_cpu import on_cpu, survives
 from hopper_calls import BF16, CAUSAL, FP16, bottom_right
-from hopper_masks import documents
-from test_cuda_backward_on_cpu import GRADIENTS, gradient_call, off
+from hopper_masks import packed
+from test_cuda_backward_on_cpu import GRADIENTS, SEGMENTS, gradient_call, let_helpers_prepare, off
 
 from opkit.attn import program
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu import plans
-from opkit.attn.gpu.hopper import backward_cuda, forward, library
+from opkit.attn.gpu.hopper import backward_cuda, forward
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ THE_ONE_BEFORE = """\
 """
 THIS_ONE = "                add_count(added<S>(problem, head, block_of<S>(problem, tile, step)), 1);\n"
 THE_LAST_IS_ADDED = "        wait(barriers + SUMMED + (n & 1) * 8, n >> 1 & 1);\n"
-TURN = "wait_count(added<S>(problem, head, block), turn_of<S>(problem, tile, block)"
+TURN = "wait_count(added<S>(problem, head, block), turn_of<S>(problem, tile, step, block)"
 DEFECTS = {
     "nobody waits for a turn": (f"        {TURN});\n", ""),
     "a turn too early": (TURN, f"{TURN} - 1"),
@@ -124,6 +124,11 @@ def test_defects_are_found(defect, monkeypatch, tmp_path):
     mask = CAUSAL if defect in OF_BANDS else ()
     call, expected = gradient_call((1, (2, 1), 700, 700, 64, 64), mask=mask)
     in_sections(monkeypatch, call, 1, 1)
+    shown(call, expected, DEFECTS[defect], monkeypatch, tmp_path)
+
+
+def shown(call, expected, defect, monkeypatch, tmp_path):
+    """Some order of events shows a defect."""
     first = []
 
     def check(found):
@@ -131,17 +136,27 @@ def test_defects_are_found(defect, monkeypatch, tmp_path):
         assert all(map(torch.equal, found, first))
         assert off(found, expected) < 2**-6
 
-    with on_cpu(monkeypatch, tmp_path, DEFECTS[defect]) as seed:
+    with on_cpu(monkeypatch, tmp_path, defect) as seed:
         assert not survives(seed, lambda: backward_cuda.backward(*call), check)
 
 
-def test_segments_are_left_to_gluon(machine, monkeypatch):
-    """Which has lists of the tiles' turns."""
-    asked = []
-    monkeypatch.setattr(library, "launcher_or_none", lambda name, dtype: asked.append(name))
-    monkeypatch.setattr(backward_cuda.gluon.backward, "prepare", lambda *given: lambda *same: "gluon")
-    call, _ = gradient_call(
-        (1, (2, 1), 200, 200, 64, 64), mask=(program.SEGMENTS, 0, 1), masks=[documents(1, 200, 2)] * 2
-    )
-    assert backward_cuda.backward(*call) == "gluon"
-    assert not asked
+# ---- segments: turns come from lists --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("case", SEGMENTS)
+def test_any_order_of_events_gives_the_same_bits_under_segments(listed, monkeypatch, case, head):
+    let_helpers_prepare(monkeypatch)
+    queries, keys, mask, ids = SEGMENTS[case]
+    call, expected = gradient_call((2, (4, 2), queries, keys, head, head), mask=mask, masks=ids)
+    first = backward_cuda.backward(*call)
+    assert off(first, expected) < 2 * torch.finfo(BF16).eps
+    listed[0] = 1
+    assert all(map(torch.equal, first, backward_cuda.backward(*call)))
+
+
+def test_defects_of_turns_in_lists_are_found(listed, monkeypatch, tmp_path):
+    ids = packed(650, 50)
+    call, expected = gradient_call((1, (2, 1), 700, 700, 64, 64), mask=(program.SEGMENTS, 0, 1), masks=[ids, ids])
+    defect = "if (S::LISTED) return problem.lists.turns[", "if (S::LISTED) return 0 * problem.lists.turns["
+    shown(call, expected, defect, monkeypatch, tmp_path)

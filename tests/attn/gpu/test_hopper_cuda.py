@@ -37,6 +37,7 @@ from opkit.kernels import compilation, toolchain
 from opkit.masks import Causal, Segments
 
 OF_FORWARD = [BF16, FP16, torch.float8_e4m3fn, torch.float8_e5m2]
+OF_BACKWARD = [f"backward{listed}{ordered}" for listed in ("", "_of_lists") for ordered in ("", "_in_order")]
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
@@ -74,7 +75,12 @@ def test_the_forward_compiles_without_spills(name, registers, dtype, tmp_path, r
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("name", "kernels", "spills"),  # of heads of 64 and 128, under a band, and without; of segments with any band
-    [("backward", 4, 300), ("backward_of_lists", 2, 520), ("backward_in_order", 4, 300)],
+    [
+        ("backward", 4, 300),
+        ("backward_of_lists", 2, 520),
+        ("backward_in_order", 4, 300),
+        ("backward_of_lists_in_order", 2, 760),
+    ],
 )
 def test_the_backward_compiles_with_few_spills(name, kernels, spills, dtype, tmp_path, record_property):
     found = resources(name, dtype, tmp_path)
@@ -103,7 +109,9 @@ def test_decoding_compiles_without_spills(dtype, tmp_path, record_property):
     [
         *itertools.product(["forward", "forward_of_lists"], [cuda.Problem], OF_FORWARD),
         *itertools.product(
-            ["backward", "backward_of_lists", "backward_in_order"], [backward_cuda.Problem], [BF16, FP16]
+            OF_BACKWARD,
+            [backward_cuda.Problem],
+            [BF16, FP16],
         ),
         *itertools.product(["decode"], [decode_cuda.Problem], [BF16, FP16]),
     ],

@@ -228,12 +228,6 @@ class TestGradientsOnGpu:
         for _ in range(5):
             assert all(map(torch.equal, first, backward_cuda.backward(*call)))
 
-    @pytest.mark.usefixtures("deterministic")
-    def test_deterministic_ones_of_segments_are_gluons(self):
-        sizes, what = GRADIENTS["causal documents"]
-        call = gradient_call(*sizes, device="cuda", **what)
-        assert all(map(torch.equal, backward_cuda.backward(*call), gluon_backward.backward(*call)))
-
     def test_a_segment_does_not_leak_into_others(self):
         call = gradient_call(
             1, (2, 1), 300, 300, 128, 128, device="cuda", mask=PACKED, masks=[packed(150, 100, 50)] * 2

@@ -7,8 +7,8 @@ prepare rows of later heads and round gradients of earlier ones beside the produ
 after them. Long calls get it, the kernel in Gluon is called for others.
 
 Under ``torch.use_deterministic_algorithms`` tiles take turns at the gradient of queries (``cuda/backward_ordered.cuh``); under
-segments the blocks of queries that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`). nvcc makes a library of its own
-of each way, when it is first needed. For both at once the kernel in Gluon is called.
+segments the blocks of queries that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`), and turns beside them. nvcc
+makes a library of its own of each way, when it is first needed.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def backward(*given: Any) -> Callable[..., Results]:
     It takes bfloat16 and float16; heads of 64 and 128, those of queries and of values of any two; grouped heads; any numbers of
     queries and keys but none; no mask, a band, segments or both; a positive scale; a gradient of the log-sum-exp. What
     :func:`opkit.attn.gpu.hopper.backward.backward` says of rounding, of what is hidden, of the order of sums and of strides holds
-    here too, and with deterministic algorithms that kernel is called under segments.
+    here too, but that with deterministic algorithms some heads' parts are added up from the first keys to the last.
 
     Raises:
         KernelError: it does not take the call.
@@ -133,20 +133,12 @@ def backward(*given: Any) -> Callable[..., Results]:
     return run
 
 
-def _library(call: GradientCall, ordered: bool) -> str | None:
-    """What a call needs; None: there is none for it."""
-    listed = bool(plans.shape_of(tuple(call.mask), ()).mask)
-    if listed:
-        return None if ordered else "backward_of_lists"
-    return "backward_in_order" if ordered else "backward"
-
-
 def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
-    name = _library(call, ordered)
-    launch = None if name is None else library.launcher_or_none(name, call.q.dtype)
+    listed = bool(plans.shape_of(tuple(call.mask), ()).mask)
+    name = f"backward{'_of_lists' if listed else ''}{'_in_order' if ordered else ''}"
+    launch = library.launcher_or_none(name, call.q.dtype)
     if launch is None:
         return gluon.backward.prepare(*call)
-    listed = name == "backward_of_lists"
     made = [rows(each, each.shape[3], call.heads_inside) for each in call[2:5]]
     delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     new = [overwritten(each) for each in (*made, delta)]
@@ -163,7 +155,8 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
         for name, tensor in zip(_TENSORS, (*inputs, *results[:3], lse, of_lse), strict=True):
             setattr(problem, name, Rows() if tensor is None else library.rows_of(tensor, tensor.data_ptr()))
         if listed:
-            problem.lists, _read = lists_of(GradientCall(*given), *tile, by_keys=True)  # held until the launch
+            # What is read is held until the launch.
+            problem.lists, _read = lists_of(GradientCall(*given), *tile, by_keys=True, in_order=ordered)
         problem.delta, problem.total = results[3].data_ptr(), room.data_ptr()
         problem.sums, problem.counter = room.data_ptr() + 4 * total, room.data_ptr() + 4 * (total + sums)
         launch(problem, private.current_stream(gpu))
@@ -218,7 +211,8 @@ def _turned(call: GradientCall, shape: plans.Shape, section: int) -> int:
     sees what is before it. But then the longest ones come last, and multiprocessors have nothing to do meanwhile.
     """
     all_heads, tiles = call.k.shape[0] * call.k.shape[1], -(-call.k.shape[2] // _KEYS)
-    if shape.lower > -call.q.shape[2]:  # a window, whose tiles are equally long
+    window = shape.lower > -call.q.shape[2]  # all tiles are equally long
+    if window or shape.mask:  # turns in lists are of such tiles
         return all_heads * tiles
     if tiles <= _TURNED[_widest(call)]:
         return 0

@@ -28,10 +28,12 @@ _INSTEAD = {"forward": _HOPPER, "backward": _HOPPER, "decode": ("split_cuda", "s
 """By the source, the kernel of the operator's that it is, and the one that calls get without it."""
 _INSTEAD_OF_FLOAT8 = ("hopper_cuda", "triton")
 _LISTED = "#define STEPS_LISTED true\n"
+_IN_ORDER = "#define SUMS_ORDERED true\n"
 _DEFINED = {
     "forward_of_lists": _LISTED,
     "backward_of_lists": _LISTED,
-    "backward_in_order": "#define SUMS_ORDERED true\n",
+    "backward_in_order": _IN_ORDER,
+    "backward_of_lists_in_order": _LISTED + _IN_ORDER,
 }
 """What a source is told where it is compiled in another way, by a longer name than its own."""
 _FLOAT8 = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}

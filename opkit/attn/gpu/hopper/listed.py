@@ -12,7 +12,7 @@ from opkit.attn.gpu import plans, tile_lists
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.spans import spans_of_call
 
-_POINTERS = ("of_queries", "of_keys", "blocks", "counts", "spans", "ranges")
+_POINTERS = ("of_queries", "of_keys", "blocks", "counts", "spans", "ranges", "turns")
 _STRIDES = (
     "queries_batch", "queries_row", "keys_batch", "keys_row", "blocks_batch", "counts_batch", "spans_batch", "ranges_batch",
 )  # fmt: skip
@@ -34,16 +34,20 @@ def of_segments(shape: plans.Shape) -> bool:
     return len(shape.mask) == 1 and shape.mask[0][0] == program.SEGMENTS
 
 
-def lists_of(call: Call | GradientCall, rows: int, keys: int, by_keys: bool) -> tuple[Lists, list[Tensor]]:
+def lists_of(
+    call: Call | GradientCall, rows: int, keys: int, by_keys: bool, in_order: bool = False
+) -> tuple[Lists, list[Tensor]]:
     """The lists of tiles of so many queries (``rows``) and ``keys``, kept with the tensors of the mask; and what is read there.
 
     What is read: numbers of segments, int32, (batch or 1, 1, queries, 1) and (batch or 1, 1, 1, keys), with a stride of 0 where
     a size is 1; of each tile of queries, or ``by_keys`` of keys, the tiles of the other kind that it visits, int32, (batch,
-    heads, own, others), and their counts, (batch, heads, own, 2); and :class:`~opkit.attn.gpu.spans.Spans` of its rows. These
-    must be held until the kernel is launched.
+    heads, own, others), and their counts, (batch, heads, own, 2); :class:`~opkit.attn.gpu.spans.Spans` of its rows; and where
+    sums are made ``in_order``, turns as :func:`opkit.attn.gpu.tile_lists.turns_of` gives them. These must be held until the
+    kernel is launched.
     """
     shape = plans.shape_of(tuple(call.mask), ())
-    found = tile_lists.lists_of(call, shape, Blocks(rows, keys, 0, 0), by_keys)
+    blocks = Blocks(rows, keys, 0, 0)
+    found = tile_lists.lists_of(call, shape, blocks, by_keys)
     slots = plans.slots_of(shape, call.mask_tensors, [], (*call.q.shape[:3], call.k.shape[2]), of_biases=False)
     of_queries, of_keys = (slots[number] for number in shape.mask[0][1:])  # by batch, head, query and key
     strides = (of_queries.stride(0), of_queries.stride(2), of_keys.stride(0), of_keys.stride(3))
@@ -52,6 +56,9 @@ def lists_of(call: Call | GradientCall, rows: int, keys: int, by_keys: bool) -> 
     which = shape.mask, shape.slots, call.q.shape[2], call.k.shape[2], by_keys
     spans = spans_of_call(call, own, seen, _SPAN_ROWS, which)
     read = [of_queries, of_keys, *found, *spans]
+    if in_order:
+        read.append(tile_lists.turns_of_call(found, call, shape, blocks))
     of_lists = found.tiles.stride(0), found.counts.stride(0)
     of_spans = (x.shape[1] if x.shape[0] > 1 else 0 for x in spans)
-    return Lists(*(each.data_ptr() for each in read), *strides, *of_lists, *of_spans), read
+    pointers = dict(zip(_POINTERS, (each.data_ptr() for each in read), strict=False))  # null but for those
+    return Lists(**pointers, **dict(zip(_STRIDES, (*strides, *of_lists, *of_spans), strict=True))), read

@@ -39,7 +39,7 @@ cudaError_t launch(Problem problem, cudaStream_t stream) {
 template <int D>
 cudaError_t launch_for(const Problem& call, cudaStream_t stream) {
     constexpr bool ORDERED = SUMS_ORDERED;
-    if constexpr (STEPS_LISTED) return launch<Shape<D, true, true, false>>(call, stream);
+    if constexpr (STEPS_LISTED) return launch<Shape<D, true, true, ORDERED>>(call, stream);
     else return call.banded ? launch<Shape<D, true, false, ORDERED>>(call, stream) : launch<Shape<D, false, false, ORDERED>>(call, stream);
 }
 

@@ -154,9 +154,10 @@ SM90 Tile tile_of(const Problem& problem, int number) {
     return tile;
 }
 
-// How many tiles add to a block of rows before a tile does: those of later keys that see it, or of earlier ones.
+// How many tiles add to the block of rows of a tile's step before this tile: those of later keys that see it, or of earlier ones.
 template <class S>
-SM90 int turn_of(const Problem& problem, const Tile& tile, int block) {
+SM90 int turn_of(const Problem& problem, const Tile& tile, int step, int block) {
+    if (S::LISTED) return problem.lists.turns[place_of_list<S>(problem, tile) + place_in_list<S>(problem, tile, step)];
     const int last = tiles_of_head(problem) - 1, place = tile.at / KEYS;
     if (goes_down<S>(tile)) return place - (S::BANDED ? max(block * S::ROWS + problem.lower, 0) / KEYS : 0);
     return (S::BANDED ? min(((block + 1) * S::ROWS - 1 + problem.upper) / KEYS, last) : last) - place;
@@ -231,7 +232,7 @@ struct Loader {
     __device__ __forceinline__ void give_turn(const Tile& tile, int head, int step) const {
         wait_empty(PASSED);
         const int block = block_of<S>(problem, tile, step);
-        wait_count(added<S>(problem, head, block), turn_of<S>(problem, tile, block));
+        wait_count(added<S>(problem, head, block), turn_of<S>(problem, tile, step, block));
         arrive(barrier(SLOPES_FULL + (it - 1) % STAGES * 8));
     }
 

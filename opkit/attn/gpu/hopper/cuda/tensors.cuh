@@ -26,11 +26,13 @@ SM90 E* first_of(const Rows& rows, int batch, int head) {
 // backward and of keys in the forward: those in which all see all from a list's front on, the others from its back; and the numbers
 // of the first and of all. A row's span is what it sees if the numbers of what is visited are in order: from `x` on and before `y`; else
 // that is all. A range is what some of 64 rows see, and from `z` on and before `w` what all see; if they are not in order x is -1.
+// Turns are as the lists: of a block in one, how many later tiles visit it too; where sums are made in order, else null.
 struct Lists {
     const int *of_queries, *of_keys;  // (batch, rows), by strides
     const int *blocks, *counts;       // (batch, tiles of a head, blocks) and (.., tiles, 2), dense but for batch
     const int2* spans;                // (batch, rows of the tiles)
     const int4* ranges;               // (batch, 64 rows of the tiles each)
+    const int* turns;
     int64_t queries_batch, queries_row, keys_batch, keys_row, blocks_batch, counts_batch, spans_batch, ranges_batch;
 };
 
