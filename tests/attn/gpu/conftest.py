@@ -105,6 +105,13 @@ def listing_process():
 
 
 @pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def listed(machine, monkeypatch):
     """Has lists and spans of tiles built by torch, since the kernels that build them run on no processor."""
     monkeypatch.setattr(tile_lists, "lists_of", lists_in_torch)

@@ -121,12 +121,16 @@ def lists_in_torch(call, shape, blocks, by_keys):
 
 
 def turns_in_torch(lists, *of_call):
-    """What :func:`opkit.attn.gpu.tile_lists.turns_of_call` counts on a GPU: in how many later lists each tile is."""
-    others, (whole, total) = lists.tiles.shape[3], lists.counts.unsqueeze(-2).long().unbind(-1)
-    place = torch.arange(others)
-    there = (place < whole) | (place >= others - total + whole)
-    tiles = torch.where(there, lists.tiles, 0).long()
-    live = torch.zeros(tiles.shape, dtype=torch.int64).scatter_add_(3, tiles, there.long())
+    """What :func:`opkit.attn.gpu.tile_lists.turns_of_call` counts on a GPU, of masks that are the same for all heads."""
+    return turns_of(*lists)[:, :1].contiguous().expand(lists.tiles.shape)
+
+
+def turns_of(tiles, counts):
+    """Of each tile in a list how many later lists have it too, (batch, heads, own, others) as ``tiles``; -1 for no tile."""
+    place, (whole, total) = torch.arange(tiles.shape[3]), counts.unsqueeze(-2).unbind(-1)
+    there = (place < whole) | (place >= tiles.shape[3] - total + whole)
+    tiles = torch.where(there, tiles, 0).long()
+    live = torch.zeros(tiles.shape, dtype=torch.int32).scatter_add_(3, tiles, there.int())
+    assert live.max() <= 1
     later = live.flip(2).cumsum(2).flip(2) - live
-    turns = torch.where(there, later.gather(3, tiles), -1).int()
-    return turns[:, :1].contiguous().expand(lists.tiles.shape)
+    return torch.where(there, later.gather(3, tiles), -1).int()

@@ -17,12 +17,7 @@ from opkit.attn.calls import GradientCall
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.hopper import backward_cuda, forward
 
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

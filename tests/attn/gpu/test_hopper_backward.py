@@ -34,14 +34,6 @@ from opkit.op.triton.examples import request_for
 from opkit.op.triton.launch import recording
 from opkit.testing import compile_launches
 
-
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 COMPILED = {  # most bytes of registers that a thread may put into memory, and the call

@@ -37,7 +37,9 @@ from opkit.kernels import compilation, toolchain
 from opkit.masks import Causal, Segments
 
 OF_FORWARD = [BF16, FP16, torch.float8_e4m3fn, torch.float8_e5m2]
-OF_BACKWARD = [f"backward{listed}{ordered}" for listed in ("", "_of_lists") for ordered in ("", "_in_order")]
+OF_BACKWARD = {  # how many kernels multiply, and the most bytes that a thread puts aside
+    "backward": (4, 300), "backward_of_lists": (2, 520), "backward_in_order": (4, 300), "backward_of_lists_in_order": (2, 760),
+}  # fmt: skip
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
@@ -75,12 +77,7 @@ def test_the_forward_compiles_without_spills(name, registers, dtype, tmp_path, r
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("name", "kernels", "spills"),  # of heads of 64 and 128, under a band, and without; of segments with any band
-    [
-        ("backward", 4, 300),
-        ("backward_of_lists", 2, 520),
-        ("backward_in_order", 4, 300),
-        ("backward_of_lists_in_order", 2, 760),
-    ],
+    [(name, *of) for name, of in OF_BACKWARD.items()],
 )
 def test_the_backward_compiles_with_few_spills(name, kernels, spills, dtype, tmp_path, record_property):
     found = resources(name, dtype, tmp_path)
@@ -108,11 +105,7 @@ def test_decoding_compiles_without_spills(dtype, tmp_path, record_property):
     ("name", "problem", "dtype"),
     [
         *itertools.product(["forward", "forward_of_lists"], [cuda.Problem], OF_FORWARD),
-        *itertools.product(
-            OF_BACKWARD,
-            [backward_cuda.Problem],
-            [BF16, FP16],
-        ),
+        *itertools.product(OF_BACKWARD, [backward_cuda.Problem], [BF16, FP16]),
         *itertools.product(["decode"], [decode_cuda.Problem], [BF16, FP16]),
     ],
 )

@@ -169,13 +169,6 @@ GRADIENTS = {  # (batch, heads of queries and of keys, queries, keys, head, colu
 }
 
 
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def compared_gradients(call):
     found = backward_cuda.backward(*call)
     expected = gradients.attention_backward(*[x.double() if isinstance(x, torch.Tensor) else x for x in call])

@@ -139,10 +139,3 @@ def test_turns_are_kept_beside_the_lists(deterministic):
     assert turned(documents) == ["tile_lists", "tile_lists", "tile_turns"]
     del documents
     assert len(tile_lists._kept_turns) == 0
-
-
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
