@@ -39,6 +39,7 @@ SHAPES = {  # batch, heads, sequence, head, and how many keys back a query sees:
 }
 KERNELS = ("gluon", "cuda", "cudnn")
 _MILLISECONDS = 8.0  #: of a graph
+_WIDTH = 13  #: of a column
 Call = Callable[[], object]
 
 
@@ -112,9 +113,9 @@ def measure(shape: tuple[int, int, int, int, int | None], rounds: int) -> dict[s
 
 def print_table(rows: dict[str, dict[str, float]], kernels: Sequence[str]) -> None:
     """A row for each case; a kernel that does not take it has none."""
-    print(f"{'batch x heads x length x head':32}", *(f"{kernel:>8}" for kernel in kernels), "  TFLOP/s")
+    print(f"{'batch x heads x length x head':32}", *(f"{kernel:>{_WIDTH}}" for kernel in kernels), "  TFLOP/s")
     for name, row in rows.items():
-        print(f"{name:32}", *(f"{row.get(kernel, math.nan):8.0f}" for kernel in kernels))
+        print(f"{name:32}", *(f"{row.get(kernel, math.nan):{_WIDTH}.0f}" for kernel in kernels))
 
 
 def host(call: Call) -> float:

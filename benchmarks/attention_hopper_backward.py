@@ -3,15 +3,15 @@
     python benchmarks/attention_hopper_backward.py
 
 All are captured into CUDA graphs of several calls, which take turns; the table has medians over rounds. What goes before the
-kernel that multiplies, and after it, is part of a call. "determ." is the one in Gluon where
-``torch.use_deterministic_algorithms`` is on. Operations are those of five products: half of them of a causal call, of a window
-those of its width, and of documents those within each. Lists of tiles are built in each captured call, as a graph may be replayed
-with other documents.
+kernel that multiplies, and after it, is part of a call. "determ." is with ``torch.use_deterministic_algorithms``. Operations are
+those of five products: half of them of a causal call, of a window those of its width, and of documents those within each. Lists
+of tiles are built in each captured call, as a graph may be replayed with other documents.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 
 import torch
@@ -23,7 +23,7 @@ from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import backward_cuda, library
 from opkit.attn.gpu.hopper import forward as hopper
 
-KERNELS = ("gluon", "determ.", "cuda", "cudnn")
+KERNELS = ("gluon", "gluon determ.", "cuda", "cuda determ.", "cudnn")
 
 Shape = tuple[int, int, int, int, int | None, int | None]
 SHAPES: dict[str, Shape] = {
@@ -63,20 +63,22 @@ def calls(batch: int, heads: int, length: int, head: int, back: int | None, size
     (mask, masks), scale = masked(length, back, size), head**-0.5
     out, lse = hopper.forward(q, k, v, masks, [], None, None, mask, [], scale, 0.0, 0.0, False)
     given = (gradient, None, q, k, v, out, lse, masks, [], mask, [], scale, 0.0, False)
-    run = hopper_backward.backward.prepare(*given)
-
-    def deterministic() -> None:
-        torch.use_deterministic_algorithms(True)
-        run(*given)
-        torch.use_deterministic_algorithms(False)
-
-    found: dict[str, Call] = {"gluon": lambda: run(*given), "determ.": deterministic}
+    kernels = {"gluon": hopper_backward.backward}
     if backward_cuda.fits(GradientCall(*given)) and library.compiler_there():
-        cuda = backward_cuda.backward.prepare(*given)
-        found["cuda"] = lambda: cuda(*given)
+        kernels["cuda"] = backward_cuda.backward
+    found: dict[str, Call] = {}
+    for name, kernel in kernels.items():
+        found[name] = functools.partial(kernel.prepare(*given), *given)
+        found[f"{name} determ."] = functools.partial(deterministically, found[name])
     if size is None and (back is None or back < 0):
         found["cudnn"] = cudnn(q, k, v, gradient, back is not None)
     return found
+
+
+def deterministically(call: Call) -> None:
+    torch.use_deterministic_algorithms(True)
+    call()
+    torch.use_deterministic_algorithms(False)
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, causal: bool) -> Call:
