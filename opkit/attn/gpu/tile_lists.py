@@ -21,7 +21,7 @@ from opkit.op.triton.kernel import TritonKernel
 
 T = TypeVar("T")
 _LISTS = Named("opkit.attn.gpu.device.tile_lists", "tile_lists")
-_TURNS = Named("opkit.attn.gpu.device.tile_turns", "tile_turns")
+_TURNS, _VISITS = (Named("opkit.attn.gpu.device.tile_turns", name) for name in ("tile_turns", "tile_visits"))
 _SOME = 32  # tiles that a program looks at together
 _MOST = 64  # lists that are kept, and as many turns
 FEW = 4  #: tiles; of fewer keys or queries each tile is asked in the kernel itself
@@ -51,12 +51,22 @@ def lists_of(call: Any, shape: Shape, blocks: Blocks, by_keys: bool) -> Lists:
 
 
 def turns_of_call(lists: Lists, call: Any, shape: Shape, blocks: Blocks) -> Tensor:
-    """The turns of a call's ``lists`` by keys among those by queries."""
+    """The :func:`turns_of` a call's ``lists`` by keys among those by queries."""
+    return _turned(turns_of, lists, call, shape, blocks)
 
+
+def visits_of_call(lists: Lists, call: Any, shape: Shape, blocks: Blocks) -> Tensor:
+    """The :func:`visits_of` a call's ``lists`` by keys among those by queries."""
+    return _turned(visits_of, lists, call, shape, blocks)
+
+
+def _turned(
+    count: Callable[[Lists, Lists], Tensor], lists: Lists, call: Any, shape: Shape, blocks: Blocks
+) -> Tensor:
     def build() -> Tensor:
-        return turns_of(lists, lists_of(call, shape, blocks, by_keys=False))
+        return count(lists, lists_of(call, shape, blocks, by_keys=False))
 
-    return found_or(_kept_turns, (shape, blocks[:2], _sizes(call)), call, build)
+    return found_or(_kept_turns, (count, shape, blocks[:2], _sizes(call)), call, build)
 
 
 def _sizes(call: Any) -> tuple[int, int, int, int]:
@@ -77,14 +87,31 @@ def turns_of(lists: Lists, others: Lists) -> Tensor:
 
     The result is as ``lists.tiles``, with its strides.
     """
-    tiles, counts, theirs, their_counts = (_own(x) for x in (*lists, *others))
-    turns = torch.empty_like(tiles)
-    own, count = tiles.shape[2:]
-    _turns_kernel()(
-        tiles=tiles, counts=counts, theirs=theirs, their_counts=their_counts, turns=turns, own=own, others=count,
-        programs=tiles.shape[0] * tiles.shape[1],
-    )  # fmt: skip
+    turns = torch.empty_like(_own(lists.tiles))
+    _launch(_turns_kernel(), lists, others, turns=turns)
     return turns.expand(lists.tiles.shape)
+
+
+def visits_of(lists: Lists, others: Lists) -> Tensor:
+    """The tiles of each list from the least to the greatest, with their turns.
+
+    The result is int32, (batch, heads, own, others, 2): twice a tile, and one more if it is partly visible; and its turn, as
+    :func:`turns_of` has it. What is behind the last tile of a list is any number. Batches and heads that share their lists share
+    these.
+    """
+    tiles = _own(lists.tiles)
+    visits = tiles.new_empty((*tiles.shape, 2))
+    _launch(_visits_kernel(), lists, others, visits=visits)
+    return visits.expand(*lists.tiles.shape, 2)
+
+
+def _launch(kernel: TritonKernel, lists: Lists, others: Lists, **results: Tensor) -> None:
+    tiles, counts, theirs, their_counts = (_own(x) for x in (*lists, *others))
+    own, count = tiles.shape[2:]
+    kernel(
+        tiles=tiles, counts=counts, theirs=theirs, their_counts=their_counts, own=own, others=count,
+        programs=tiles.shape[0] * tiles.shape[1], **results,
+    )  # fmt: skip
 
 
 def _own(x: Tensor) -> Tensor:
@@ -95,6 +122,11 @@ def _own(x: Tensor) -> Tensor:
 @functools.cache
 def _turns_kernel() -> TritonKernel:
     return triton_kernel(_TURNS, grid=lambda own, programs: (own, programs), SOME=_SOME, num_warps=4)
+
+
+@functools.cache
+def _visits_kernel() -> TritonKernel:
+    return triton_kernel(_VISITS, grid=lambda own, programs: (own, programs), SOME=_SOME, num_warps=4)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).parent))
 import listing_kernels
-from cuda_on_cpu import lists_in_torch, on_cpu, turns_in_torch
+from cuda_on_cpu import lists_in_torch, on_cpu, visits_in_torch
 
 from opkit.attn import gradients
 from opkit.attn.gpu import spans, tile_lists
@@ -115,6 +115,6 @@ def deterministic():
 def listed(machine, monkeypatch):
     """Has lists and spans of tiles built by torch, since the kernels that build them run on no processor."""
     monkeypatch.setattr(tile_lists, "lists_of", lists_in_torch)
-    monkeypatch.setattr(tile_lists, "turns_of_call", turns_in_torch)
+    monkeypatch.setattr(tile_lists, "visits_of_call", visits_in_torch)
     monkeypatch.setattr(spans, "spans_of", listing_kernels.spans_in_torch)
     return machine

@@ -120,9 +120,14 @@ def lists_in_torch(call, shape, blocks, by_keys):
     return tile_lists.Lists(*(x.int().expand(*call.q.shape[:2], -1, -1) for x in (tiles, counts)))
 
 
-def turns_in_torch(lists, *of_call):
-    """What :func:`opkit.attn.gpu.tile_lists.turns_of_call` counts on a GPU, of masks that are the same for all heads."""
-    return turns_of(*lists)[:, :1].contiguous().expand(lists.tiles.shape)
+def visits_in_torch(lists, *of_call):
+    """What :func:`opkit.attn.gpu.tile_lists.visits_of_call` finds on a GPU, of masks that are the same for all heads; else -1."""
+    (whole, total), turns = lists.counts.unsqueeze(-2).unbind(-1), turns_of(*lists)
+    place = torch.arange(turns.shape[3])
+    numbers = torch.stack([2 * lists.tiles + (place >= turns.shape[3] - total + whole), turns], -1)
+    behind = numbers[..., :1].masked_fill(turns[..., None] < 0, torch.iinfo(torch.int32).max)
+    numbers = numbers.where(turns[..., None] >= 0, -1).gather(3, behind.argsort(3).expand_as(numbers))
+    return numbers[:, :1].int().contiguous().expand_as(numbers)
 
 
 def turns_of(tiles, counts):

@@ -1,13 +1,15 @@
-"""Tiles of bools and spans of segments, as operators for the interpreter's process: there they run on the CPU."""
+"""Tiles of bools, spans of segments and visits of tiles, as operators for the interpreter's process: there they run on the CPU."""
 
 import os
 
 import torch
+from cuda_on_cpu import visits_in_torch
 from torch import Tensor
 
 import opkit
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.spans import Spans, spans_of
+from opkit.attn.gpu.tile_lists import Lists, visits_of
 from opkit.attn.gpu.tile_states import states_of
 
 
@@ -66,6 +68,19 @@ def spans_by_kernel(own: Tensor, others: Tensor, tile: int) -> tuple[Tensor, Ten
     return rows, tiles
 
 
+@opkit.custom_op("listing_tests::visits", mutates_args=(), inline=False)
+def visits(tiles: Tensor, counts: Tensor, theirs: Tensor, their_counts: Tensor) -> Tensor:
+    """The tiles of each list in order with their turns, (batch, heads, own, others, 2), and -1 behind them."""
+    return visits_in_torch(Lists(tiles, counts)).contiguous()
+
+
+def visits_by_kernel(tiles: Tensor, counts: Tensor, theirs: Tensor, their_counts: Tensor) -> Tensor:
+    """The kernel's."""
+    found = visits_of(Lists(tiles, counts), Lists(theirs, their_counts))
+    return found.where((torch.arange(found.shape[3], device=found.device) < counts[..., 1:])[..., None], -1)
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     states.register_kernel("cpu", states_by_kernel, name="interpreted")
     spans.register_kernel("cpu", spans_by_kernel, name="interpreted")
+    visits.register_kernel("cpu", visits_by_kernel, name="interpreted")

@@ -97,9 +97,9 @@ def test_its_room_is_as_large_as_what_it_puts_there(machine, monkeypatch):
 
 THE_ONE_BEFORE = """\
                 if (before) add_count(before, 1);
-                before = added<S>(problem, head, block_of<S>(problem, tile, step));
+                before = added<S>(problem, head, visit_of<S>(problem, tile, step).block);
 """
-THIS_ONE = "                add_count(added<S>(problem, head, block_of<S>(problem, tile, step)), 1);\n"
+THIS_ONE = "                add_count(added<S>(problem, head, visit_of<S>(problem, tile, step).block), 1);\n"
 THE_LAST_IS_ADDED = "        wait(barriers + SUMMED + (n & 1) * 8, n >> 1 & 1);\n"
 TURN = "wait_count(added<S>(problem, head, block), turn_of<S>(problem, tile, step, block)"
 DEFECTS = {
@@ -150,8 +150,15 @@ def test_any_order_of_events_gives_the_same_bits_under_segments(listed, monkeypa
     assert all(map(torch.equal, first, backward_cuda.backward(*call)))
 
 
-def test_defects_of_turns_in_lists_are_found(listed, monkeypatch, tmp_path):
+DEFECTS_OF_LISTS = {
+    "no turns": ("return listed_visit<S>(problem, tile, step).y;", "return 0;"),
+    "parts not known": ("(mark & 1) != 0}", "false}"),
+    "always the first visit": ("lists.visits[place_of_list<S>(problem, tile) + step]", "lists.visits[place_of_list<S>(problem, tile)]"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS_OF_LISTS)
+def test_defects_of_turns_in_lists_are_found(listed, defect, monkeypatch, tmp_path):
     ids = packed(650, 50)
     call, expected = gradient_call((1, (2, 1), 700, 700, 64, 64), mask=(program.SEGMENTS, 0, 1), masks=[ids, ids])
-    defect = "if (S::LISTED) return problem.lists.turns[", "if (S::LISTED) return 0 * problem.lists.turns["
-    shown(call, expected, defect, monkeypatch, tmp_path)
+    shown(call, expected, DEFECTS_OF_LISTS[defect], monkeypatch, tmp_path)

@@ -12,7 +12,7 @@ from opkit.attn.gpu import plans, tile_lists
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.spans import spans_of_call
 
-_POINTERS = ("of_queries", "of_keys", "blocks", "counts", "spans", "ranges", "turns")
+_POINTERS = ("of_queries", "of_keys", "blocks", "counts", "spans", "ranges", "visits")
 _STRIDES = (
     "queries_batch", "queries_row", "keys_batch", "keys_row", "blocks_batch", "counts_batch", "spans_batch", "ranges_batch",
 )  # fmt: skip
@@ -42,7 +42,7 @@ def lists_of(
     What is read: numbers of segments, int32, (batch or 1, 1, queries, 1) and (batch or 1, 1, 1, keys), with a stride of 0 where
     a size is 1; of each tile of queries, or ``by_keys`` of keys, the tiles of the other kind that it visits, int32, (batch,
     heads, own, others), and their counts, (batch, heads, own, 2); :class:`~opkit.attn.gpu.spans.Spans` of its rows; and where
-    sums are made ``in_order``, turns as :func:`opkit.attn.gpu.tile_lists.turns_of` gives them. These must be held until the
+    sums are made ``in_order``, what :func:`opkit.attn.gpu.tile_lists.visits_of` gives. These must be held until the
     kernel is launched.
     """
     shape = plans.shape_of(tuple(call.mask), ())
@@ -57,7 +57,7 @@ def lists_of(
     spans = spans_of_call(call, own, seen, _SPAN_ROWS, which)
     read = [of_queries, of_keys, *found, *spans]
     if in_order:
-        read.append(tile_lists.turns_of_call(found, call, shape, blocks))
+        read.append(tile_lists.visits_of_call(found, call, shape, blocks))
     of_lists = found.tiles.stride(0), found.counts.stride(0)
     of_spans = (x.shape[1] if x.shape[0] > 1 else 0 for x in spans)
     pointers = dict(zip(_POINTERS, (each.data_ptr() for each in read), strict=False))  # null but for those

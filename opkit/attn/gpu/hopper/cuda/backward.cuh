@@ -129,7 +129,7 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
 #pragma unroll
         for (int i = 0; i < S::D / 2; i++) dk[i] = dv[i] = 0;
         hold(dk), hold(dv);  // else they are set later, when products are under way
-        int block = S::LISTED ? tile.first : block_of<S>(problem, tile, 0), left = tile.steps;  // the latter of a head, where it is asked for
+        int block = S::LISTED ? tile.first : visit_of<S>(problem, tile, 0).block, left = tile.steps;  // the latter of a head, where it is asked for
         int of_head = (batch * problem.heads + key_head * group) * blocks, before = 0;
         const auto begin = [&](int it) {  // a step's logits
             multiply_rows<S>(s, my_keys, base + S::Q, it % STAGES, base + S::POWERS);
@@ -215,7 +215,7 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
                 if (--left == 0) left = tile.steps, of_head += blocks;
             } else if constexpr (S::ORDERED) {
                 block += goes_down<S>(tile) ? -1 : 1;
-                if (--left == 0) left = tile.steps, of_head += blocks, block = block_of<S>(problem, tile, 0);
+                if (--left == 0) left = tile.steps, of_head += blocks, block = visit_of<S>(problem, tile, 0).block;
             } else {
                 if (++block == tile.first + tile.steps) block = tile.first, of_head += blocks;
             }

@@ -26,7 +26,7 @@ SM90 void pass_turns(const Problem& problem, uint32_t base) {
                 wait(barriers + Q_EMPTY + it % STAGES * 8, it / STAGES & 1);
                 arrive(barriers + PASSED + it % STAGES * 8);
                 if (before) add_count(before, 1);
-                before = added<S>(problem, head, block_of<S>(problem, tile, step));
+                before = added<S>(problem, head, visit_of<S>(problem, tile, step).block);
             }
         }
         if (!before) continue;

@@ -120,18 +120,32 @@ SM90 int64_t place_of_list(const Problem& problem, const Tile& tile) {
     return tile.head / problem.key_heads * problem.lists.blocks_batch + int64_t(tile.at / KEYS) * blocks_of<S>(problem);
 }
 
-// Where steps are listed, those come first in which some queries do not see some keys: at the back of the list.
-SM90 bool partial_by_list(const Tile& tile, int step) { return step < tile.steps - tile.first; }
+// A block of queries that a tile visits, and whether by a list some of those do not see some keys.
+struct Visit {
+    int block;
+    bool part;
+};
+
+// Where sums are made in order twice a step's block, and one more if it is such a part; and the tile's turn there.
 template <class S>
-SM90 int place_in_list(const Problem& problem, const Tile& tile, int step) {
-    return partial_by_list(tile, step) ? blocks_of<S>(problem) - 1 - step : step - (tile.steps - tile.first);
+SM90 int2 listed_visit(const Problem& problem, const Tile& tile, int step) {
+    return problem.lists.visits[place_of_list<S>(problem, tile) + step];
 }
 
-// The block of queries of a step.
+// A step of a tile. In lists parts come first, from the back; where sums are made in order steps are in order too, since the parts of
+// several tiles are often of one block, at which all would meet.
 template <class S>
-SM90 int block_of(const Problem& problem, const Tile& tile, int step) {
-    if (!S::LISTED) return goes_down<S>(tile) ? (S::BANDED ? ~tile.first : 0) + tile.steps - 1 - step : tile.first + step;
-    return problem.lists.blocks[place_of_list<S>(problem, tile) + place_in_list<S>(problem, tile, step)];
+SM90 Visit visit_of(const Problem& problem, const Tile& tile, int step) {
+    if constexpr (!S::LISTED) {
+        return {goes_down<S>(tile) ? (S::BANDED ? ~tile.first : 0) + tile.steps - 1 - step : tile.first + step, false};
+    } else if constexpr (S::ORDERED) {
+        const int mark = listed_visit<S>(problem, tile, step).x;
+        return {mark >> 1, (mark & 1) != 0};
+    } else {
+        const int parts = tile.steps - tile.first;
+        const int place = step < parts ? blocks_of<S>(problem) - 1 - step : step - parts;
+        return {problem.lists.blocks[place_of_list<S>(problem, tile) + place], step < parts};
+    }
 }
 
 template <class S>
@@ -157,7 +171,7 @@ SM90 Tile tile_of(const Problem& problem, int number) {
 // How many tiles add to the block of rows of a tile's step before this tile: those of later keys that see it, or of earlier ones.
 template <class S>
 SM90 int turn_of(const Problem& problem, const Tile& tile, int step, int block) {
-    if (S::LISTED) return problem.lists.turns[place_of_list<S>(problem, tile) + place_in_list<S>(problem, tile, step)];
+    if (S::LISTED) return listed_visit<S>(problem, tile, step).y;
     const int last = tiles_of_head(problem) - 1, place = tile.at / KEYS;
     if (goes_down<S>(tile)) return place - (S::BANDED ? max(block * S::ROWS + problem.lower, 0) / KEYS : 0);
     return (S::BANDED ? min(((block + 1) * S::ROWS - 1 + problem.upper) / KEYS, last) : last) - place;
@@ -197,10 +211,10 @@ struct Loader {
         load_bytes(base + numbers + slot * S::SUM_ROOM, sums, S::SUM_BYTES, barrier(full + slot * 8));
     }
     __device__ __forceinline__ void wait_empty(int empty) const { wait(barrier(empty + it % STAGES * 8), (it / STAGES & 1) ^ 1); }
-    __device__ __forceinline__ void load_rows(int head, int block, bool part) const {
+    __device__ __forceinline__ void load_rows(int head, const Visit& visit) const {
         wait_empty(Q_EMPTY);
-        if (S::LISTED) store_four(base + S::STEPS_TOLD + it % STAGES * 16, {block, part, 0, 0});
-        load_block(Q_FULL, S::Q, &maps.q, head, block, S::POWERS, sums_of<S>(problem, head, block));
+        if (S::LISTED) store_four(base + S::STEPS_TOLD + it % STAGES * 16, {visit.block, visit.part, 0, 0});
+        load_block(Q_FULL, S::Q, &maps.q, head, visit.block, S::POWERS, sums_of<S>(problem, head, visit.block));
     }
     __device__ __forceinline__ void load_gradients(int head, int block) const {
         wait_empty(G_EMPTY);
@@ -231,7 +245,7 @@ struct Loader {
     // when the tile's turn to add them has come. Nobody multiplies any more then in the step before.
     __device__ __forceinline__ void give_turn(const Tile& tile, int head, int step) const {
         wait_empty(PASSED);
-        const int block = block_of<S>(problem, tile, step);
+        const int block = visit_of<S>(problem, tile, step).block;
         wait_count(added<S>(problem, head, block), turn_of<S>(problem, tile, step, block));
         arrive(barrier(SLOPES_FULL + (it - 1) % STAGES * 8));
     }
@@ -246,12 +260,13 @@ struct Loader {
     }
     __device__ __forceinline__ void load_tile(int n, const Tile& tile) {
         const int group = problem.heads / problem.key_heads;
-        int head = tile.head * group, step = 0, block = block_of<S>(problem, tile, 0);
+        int head = tile.head * group, step = 0;
+        Visit visit = visit_of<S>(problem, tile, 0);
         wait_ready(head);
-        load_rows(head, block, partial_by_list(tile, 0));
+        load_rows(head, visit);
         tell(n, tile);
         load_keys(K_FULL, S::K, &maps.k, tile);
-        load_gradients(head, block);
+        load_gradients(head, visit.block);
         wait(barrier(V_EMPTY), (n & 1) ^ 1);
         load_keys(V_FULL, S::V, &maps.v, tile);
         tell_summed(n - 1);
@@ -264,9 +279,9 @@ struct Loader {
                 head++, step = 0;
                 wait_ready(head);
             }
-            block = block_of<S>(problem, same, step);
-            load_rows(head, block, partial_by_list(same, step));
-            load_gradients(head, block);
+            visit = visit_of<S>(problem, same, step);
+            load_rows(head, visit);
+            load_gradients(head, visit.block);
             if constexpr (S::ORDERED) give_turn(same, step > 0 ? head : head - 1, step > 0 ? step - 1 : x.x - 1);
         }
         if constexpr (S::ORDERED) {

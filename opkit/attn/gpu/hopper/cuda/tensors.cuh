@@ -32,7 +32,7 @@ struct Lists {
     const int *blocks, *counts;       // (batch, tiles of a head, blocks) and (.., tiles, 2), dense but for batch
     const int2* spans;                // (batch, rows of the tiles)
     const int4* ranges;               // (batch, 64 rows of the tiles each)
-    const int* turns;
+    const int2* visits;               // (batch, tiles of a head, blocks), as the blocks, where sums are made in order
     int64_t queries_batch, queries_row, keys_batch, keys_row, blocks_batch, counts_batch, spans_batch, ranges_batch;
 };
 
