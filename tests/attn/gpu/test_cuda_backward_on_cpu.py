@@ -81,7 +81,7 @@ class TestBackward:
     def test_rows_that_helpers_prepare(self, machine, monkeypatch, head, mask, order):
         let_helpers_prepare(monkeypatch)
         call, expected = gradient_call((2, (6, 3), 200, 170, head, head), of_lse=True, mask=mask)
-        assert backward_cuda._problem(GradientCall(*call)).prepared < 12
+        assert backward_cuda._problem(GradientCall(*call), False).prepared < 12
         machine[0] = order
         assert off(backward_cuda.backward(*call), expected) < 2 * torch.finfo(BF16).eps
 
@@ -94,13 +94,13 @@ class TestBackward:
         call = GradientCall(q, None, q, q, q, q, q[..., 0], [], [], list(CAUSAL), [], 1.0, 0.0, False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backward_cuda.forward, "processors", lambda device: 132)
-            assert backward_cuda._problem(call).section == section
+            assert backward_cuda._problem(call, False).section == section
 
     @pytest.mark.parametrize(("queries", "all_of_them"), [(512, True), (1023, True), (1024, False)])
     def test_all_rows_of_short_calls_are_prepared_before(self, machine, queries, all_of_them):
         q, k = (torch.empty(64, heads, queries, 128, dtype=BF16) for heads in (8, 4))
         call = GradientCall(q, None, q, k, k, q, torch.empty(q.shape[:3]), [], [], list(CAUSAL), [], 1.0, 0.0, False)
-        assert (backward_cuda._problem(call).prepared == 64 * 8) == all_of_them
+        assert (backward_cuda._problem(call, False).prepared == 64 * 8) == all_of_them
 
     def test_a_gradient_of_the_log_sum_exp(self, machine):
         call, expected = gradient_call((1, (2, 1), 200, 150, 64, 64), of_lse=True, mask=CAUSAL)

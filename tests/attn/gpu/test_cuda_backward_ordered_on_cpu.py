@@ -80,6 +80,24 @@ def test_the_longest_tiles_do_not_come_last(case):
     assert found == share * heads * (length // 128)
 
 
+IDS = (program.SEGMENTS, 0, 1)
+INTERLEAVED = {  # a mask, and heads that are interleaved, of 64 and of 128 channels: in any order, and in order
+    "causal": (CAUSAL, (4, 4), (2, 2)),
+    "window": ((program.BAND, -1024, 0), (4, 8), (2, 2)),
+    "causal documents": ((*CAUSAL, *IDS, program.AND), (4, 8), (2, 2)),
+    "documents": (IDS, (4, 11), (2, 4)),
+}
+
+
+@pytest.mark.parametrize("case", INTERLEAVED)
+def test_more_heads_are_interleaved_where_tiles_would_wait_for_one_another(case):
+    mask, *sections = INTERLEAVED[case]
+    for head, expected in zip((64, 128), sections, strict=True):
+        q, ids = torch.empty(2, 16, 16384, head, dtype=BF16, device="meta"), torch.empty(1, 16384, device="meta")
+        call = GradientCall(q, None, q, q, q, q, q, [ids, ids], [], list(mask), [], 1.0, 0.0, False)
+        assert tuple(backward_cuda._problem(call, ordered).section for ordered in (False, True)) == expected
+
+
 def test_its_room_is_as_large_as_what_it_puts_there(machine, monkeypatch):
     made = []
 

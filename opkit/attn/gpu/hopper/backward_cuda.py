@@ -40,6 +40,9 @@ _PART = 64 * 64  #: floats of a warpgroup's part of the gradient of a block of q
 _CACHED, _CACHED_SHORT = 36 << 20, 16 << 20
 """Bytes of queries, their gradients and the sums of those that shall stay in the L2 cache; of calls of up to 1024 queries fewer.
 "Sections" in docs/attention_gpu_figures.md has the figures."""
+_WIDER = {64: 2, 128: 1}
+"""Of deterministic calls under windows or segments so many times as many, by the larger head, and once more without a band: the
+more heads are interleaved, the less do tiles of one head wait for one another."""
 _SHORT = 1024
 _KEYS = 128  #: of a tile
 _AHEAD = 2  #: tiles of each multiprocessor, at least, whose queries' rows are prepared before the products begin
@@ -142,7 +145,7 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
     made = [rows(each, each.shape[3], call.heads_inside) for each in call[2:5]]
     delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     new = [overwritten(each) for each in (*made, delta)]
-    common, gpu = _problem(call), call.q.get_device()
+    common, gpu = _problem(call, ordered), call.q.get_device()
     sums, total, counts = _room(call, ordered)
     tile = _rows(call), _KEYS
 
@@ -186,14 +189,13 @@ def _room(call: GradientCall, ordered: bool) -> tuple[int, int, int]:
     return blocks * block * 8, blocks * 2 * _PART, counts
 
 
-def _problem(call: GradientCall) -> Problem:
+def _problem(call: GradientCall, ordered: bool) -> Problem:
     """What is the same for all calls like this one, but for tensors."""
     q, k, v = call[2:5]
     shape = plans.shape_of(tuple(call.mask), ())
     group, processors = q.shape[1] // k.shape[1], forward.processors(q.device)
     all_heads, tiles = k.shape[0] * k.shape[1], -(-k.shape[2] // _KEYS)
-    cached = _CACHED_SHORT if q.shape[2] <= _SHORT else _CACHED
-    section = forward.evenly(all_heads, cached // (group * q.shape[2] * _widest(call) * 8))
+    section = forward.evenly(all_heads, _cached(call, shape, ordered) // (group * q.shape[2] * _widest(call) * 8))
     ahead = all_heads if q.shape[2] < _ALL_AHEAD else max(section, -(-_AHEAD * processors // tiles))
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "key_heads": k.shape[1], "queries": q.shape[2], "keys": k.shape[2],
@@ -204,6 +206,18 @@ def _problem(call: GradientCall) -> Problem:
     return Problem(**numbers)
 
 
+def _cached(call: GradientCall, shape: plans.Shape, ordered: bool) -> int:
+    cached = _CACHED_SHORT if call.q.shape[2] <= _SHORT else _CACHED
+    if not (ordered and _local(call, shape)):
+        return cached
+    return cached * (_WIDER[_widest(call)] + (not shape.banded))
+
+
+def _local(call: GradientCall, shape: plans.Shape) -> bool:
+    """Whether keys are seen by some queries of their head alone: tiles are about equally long, or few are of the same queries."""
+    return bool(shape.mask) or shape.lower > -call.q.shape[2]
+
+
 def _turned(call: GradientCall, shape: plans.Shape, section: int) -> int:
     """Where sums are made in order: of tiles, how many come before those that go through queries from the last to the first.
 
@@ -211,8 +225,7 @@ def _turned(call: GradientCall, shape: plans.Shape, section: int) -> int:
     sees what is before it. But then the longest ones come last, and multiprocessors have nothing to do meanwhile.
     """
     all_heads, tiles = call.k.shape[0] * call.k.shape[1], -(-call.k.shape[2] // _KEYS)
-    window = shape.lower > -call.q.shape[2]  # all tiles are equally long
-    if window or shape.mask:  # turns in lists are of such tiles
+    if _local(call, shape):  # turns in lists are of such tiles
         return all_heads * tiles
     if tiles <= _TURNED[_widest(call)]:
         return 0
