@@ -1,9 +1,10 @@
 """What do lists of live tiles cost on a GPU, and what do attention's kernels get of their rate under masks that have some?
 
 ``lists``: microseconds of the GPU for building the lists of a call, from CUDA graphs of many: those of the forward for Hopper,
-those of its backward, which has lists the other way round, and the turns of that where it is deterministic, which the one in CUDA
-C++ has with its visits; and where there are segments, those of the forward in CUDA C++ with its spans of keys. Microseconds of the
-processor to find a list in the cache, and to build one. Milliseconds of calls whose lists are found, and of such as build theirs.
+those of its backward, which has lists the other way round, and the turns of that where it is deterministic, or the visits, which
+the one in CUDA C++ has instead; and where there are segments, those of the forward in CUDA C++ with its spans of keys.
+Microseconds of the processor to find a list in the cache, and to build one. Milliseconds of calls whose lists are found, and of
+such as build theirs.
 
 ``shares``: the rate of live tiles, 128 queries by 128 keys that see at least one another in part, as the lists count them, beside
 the rate without a mask at the same length, in turn with it; FlexAttention (``--flex``) and FlashAttention-4 (windows; documents

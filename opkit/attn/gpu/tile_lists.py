@@ -60,9 +60,7 @@ def visits_of_call(lists: Lists, call: Any, shape: Shape, blocks: Blocks) -> Ten
     return _turned(visits_of, lists, call, shape, blocks)
 
 
-def _turned(
-    count: Callable[[Lists, Lists], Tensor], lists: Lists, call: Any, shape: Shape, blocks: Blocks
-) -> Tensor:
+def _turned(count: Callable[[Lists, Lists], Tensor], lists: Lists, call: Any, shape: Shape, blocks: Blocks) -> Tensor:
     def build() -> Tensor:
         return count(lists, lists_of(call, shape, blocks, by_keys=False))
 

@@ -1,4 +1,4 @@
-"""Tiles of bools, spans of segments and visits of tiles, as operators for the interpreter's process: there they run on the CPU."""
+"""Tiles of bools, spans of segments and visits of tiles, as operators for the process in which they run on the CPU."""
 
 import os
 

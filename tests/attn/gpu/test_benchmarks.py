@@ -43,7 +43,9 @@ def test_live_tiles_are_counted(child_environment):
 def test_lists_are_built_for_both_directions_and_turns_are_counted(child_environment):
     rows = table("attention_gpu_lists", "lists", "--only", "unequal causal", environment=child_environment)
     assert [each["case"] for each in rows] == ["unequal causal documents"]
-    assert {"forward, us", "backward, us", "its other way, us", "turns, us", "visits, us", "found, host us"} <= set(rows[0])
+    assert {"forward, us", "backward, us", "its other way, us", "turns, us", "visits, us", "found, host us"} <= set(
+        rows[0]
+    )
 
 
 @pytest.mark.parametrize(("name", "what"), [("attention_gpu_float8", "float8"), ("attention_gpu", "host")])

@@ -171,7 +171,10 @@ def test_any_order_of_events_gives_the_same_bits_under_segments(listed, monkeypa
 DEFECTS_OF_LISTS = {
     "no turns": ("return listed_visit<S>(problem, tile, step).y;", "return 0;"),
     "parts not known": ("(mark & 1) != 0}", "false}"),
-    "always the first visit": ("lists.visits[place_of_list<S>(problem, tile) + step]", "lists.visits[place_of_list<S>(problem, tile)]"),
+    "always the first visit": (
+        "lists.visits[place_of_list<S>(problem, tile) + step]",
+        "lists.visits[place_of_list<S>(problem, tile)]",
+    ),
 }
 
 

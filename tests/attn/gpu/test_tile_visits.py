@@ -9,6 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import listing_kernels as kernels
 from cuda_on_cpu import lists_in_torch
+from hopper_calls import CAUSAL
 from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn import program
@@ -18,7 +19,7 @@ from opkit.attn.gpu.tile_lists import Lists, visits_of
 from opkit.testing import compile_launches
 
 BLOCKS = Blocks(16, 32, 0, 0)
-CAUSAL = (program.BAND, -(2**31), 0, program.AND)
+SEGMENTS = (program.SEGMENTS, 0, 1)
 CASES = {  # whether it is causal; numbers of queries and of keys
     "documents": (False, lambda: [documents(2, 700, 6)] * 2),
     "causal documents": (True, lambda: [documents(2, 700, 6)] * 2),
@@ -34,7 +35,8 @@ def lists(causal, numbers):
     """By keys and by queries, tensors of their own."""
     own, others = numbers
     q, k = (torch.empty(2, 3, x.shape[1], 16) for x in numbers)
-    call = Call(q, k, k, [own, others], [], None, None, [program.SEGMENTS, 0, 1, *(CAUSAL if causal else ())], [], 1.0, 0.0, 0.0, False)
+    mask = [*CAUSAL, *SEGMENTS, program.AND] if causal else [*SEGMENTS]
+    call = Call(q, k, k, [own, others], [], None, None, mask, [], 1.0, 0.0, 0.0, False)
     return [x.contiguous() for by_keys in (True, False) for x in lists_in_torch(call, None, BLOCKS, by_keys)]
 
 
@@ -63,6 +65,8 @@ def test_those_of_two_documents():
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_compiles(target):
-    tiles, counts = torch.empty(2, 1, 40, 80, dtype=torch.int32, device="meta"), torch.empty(2, 1, 40, 2, dtype=torch.int32, device="meta")
-    theirs, their_counts = tiles.mT.contiguous(), torch.empty(2, 1, 80, 2, dtype=torch.int32, device="meta")
-    compile_launches(lambda: visits_of(Lists(tiles, counts), Lists(theirs, their_counts)), [target]).raise_for_failures()
+    mine, theirs = (
+        Lists(*(torch.empty(2, 1, own, size, dtype=torch.int32, device="meta") for size in (others, 2)))
+        for own, others in ((40, 80), (80, 40))
+    )
+    compile_launches(lambda: visits_of(mine, theirs), [target]).raise_for_failures()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ARGUMENTS = ("own", "others")
+RUN_TIME = ("own", "others")  #: arguments whose value no kernel is compiled for
 
 
-@triton.jit(do_not_specialize=ARGUMENTS)
+@triton.jit(do_not_specialize=RUN_TIME)
 def tile_turns(tiles, counts, theirs, their_counts, turns, own, others, SOME: tl.constexpr):
     """Of each tile in the list of tile ``program_id(0)`` how many of the tiles in its list are greater than ``program_id(0)``.
 
@@ -26,7 +26,7 @@ def tile_turns(tiles, counts, theirs, their_counts, turns, own, others, SOME: tl
         tl.store(turns + row * others + place, turn, mask=there)
 
 
-@triton.jit(do_not_specialize=ARGUMENTS)
+@triton.jit(do_not_specialize=RUN_TIME)
 def tile_visits(tiles, counts, theirs, their_counts, visits, own, others, SOME: tl.constexpr):
     """The list of tile ``program_id(0)`` in order, with turns: of each tile in it, the least first, two numbers.
 

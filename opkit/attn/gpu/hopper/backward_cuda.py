@@ -214,7 +214,7 @@ def _cached(call: GradientCall, shape: plans.Shape, ordered: bool) -> int:
 
 
 def _local(call: GradientCall, shape: plans.Shape) -> bool:
-    """Whether keys are seen by some queries of their head alone: tiles are about equally long, or few are of the same queries."""
+    """Whether keys are seen by the queries near them alone: in a window, or, as a rule, in segments."""
     return bool(shape.mask) or shape.lower > -call.q.shape[2]
 
 
@@ -225,7 +225,7 @@ def _turned(call: GradientCall, shape: plans.Shape, section: int) -> int:
     sees what is before it. But then the longest ones come last, and multiprocessors have nothing to do meanwhile.
     """
     all_heads, tiles = call.k.shape[0] * call.k.shape[1], -(-call.k.shape[2] // _KEYS)
-    if _local(call, shape):  # turns in lists are of such tiles
+    if _local(call, shape):  # no tile is much longer than others, and lists have turns of that order alone
         return all_heads * tiles
     if tiles <= _TURNED[_widest(call)]:
         return 0
