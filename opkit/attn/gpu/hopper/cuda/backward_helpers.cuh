@@ -3,8 +3,9 @@
 // does, of which the products leave most.
 //
 // They go through items, halves of blocks of rows of all heads. One thread, the mover, brings items to shared memory and results
-// from there, both by TMA, and two warps work on them, or one where another passes turns on. Stores of their own to global memory would be in the way of those who
-// multiply, whose fences between stores and products wait for them: that took a microsecond for 16 KB.
+// from there, both by TMA, and two warps work on them, or one where another passes turns on. Stores of their own to global memory
+// would be in the way of those who multiply, whose fences between stores and products wait for them: that took a microsecond for
+// 16 KB.
 #pragma once
 
 #include "backward_rows.cuh"
