@@ -21,7 +21,7 @@ from opkit.op.triton.kernel import TritonKernel
 
 T = TypeVar("T")
 _LISTS = Named("opkit.attn.gpu.device.tile_lists", "tile_lists")
-_TURNS, _VISITS = (Named("opkit.attn.gpu.device.tile_turns", name) for name in ("tile_turns", "tile_visits"))
+_TURNS = "opkit.attn.gpu.device.tile_turns"
 _SOME = 32  # tiles that a program looks at together
 _MOST = 64  # lists that are kept, and as many turns
 FEW = 4  #: tiles; of fewer keys or queries each tile is asked in the kernel itself
@@ -86,7 +86,7 @@ def turns_of(lists: Lists, others: Lists) -> Tensor:
     The result is as ``lists.tiles``, with its strides.
     """
     turns = torch.empty_like(_own(lists.tiles))
-    _launch(_turns_kernel(), lists, others, turns=turns)
+    _launch("tile_turns", lists, others, turns=turns)
     return turns.expand(lists.tiles.shape)
 
 
@@ -99,14 +99,14 @@ def visits_of(lists: Lists, others: Lists) -> Tensor:
     """
     tiles = _own(lists.tiles)
     visits = tiles.new_empty((*tiles.shape, 2))
-    _launch(_visits_kernel(), lists, others, visits=visits)
+    _launch("tile_visits", lists, others, visits=visits)
     return visits.expand(*lists.tiles.shape, 2)
 
 
-def _launch(kernel: TritonKernel, lists: Lists, others: Lists, **results: Tensor) -> None:
+def _launch(name: str, lists: Lists, others: Lists, **results: Tensor) -> None:
     tiles, counts, theirs, their_counts = (_own(x) for x in (*lists, *others))
     own, count = tiles.shape[2:]
-    kernel(
+    _turns_kernel(name)(
         tiles=tiles, counts=counts, theirs=theirs, their_counts=their_counts, own=own, others=count,
         programs=tiles.shape[0] * tiles.shape[1], **results,
     )  # fmt: skip
@@ -118,13 +118,8 @@ def _own(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _turns_kernel() -> TritonKernel:
-    return triton_kernel(_TURNS, grid=lambda own, programs: (own, programs), SOME=_SOME, num_warps=4)
-
-
-@functools.cache
-def _visits_kernel() -> TritonKernel:
-    return triton_kernel(_VISITS, grid=lambda own, programs: (own, programs), SOME=_SOME, num_warps=4)
+def _turns_kernel(name: str) -> TritonKernel:
+    return triton_kernel(Named(_TURNS, name), grid=lambda own, programs: (own, programs), SOME=_SOME, num_warps=4)
 
 
 @functools.cache

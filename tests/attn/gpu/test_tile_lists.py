@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from opkit.attn import kept, program
+from opkit.attn.calls import GradientCall
 from opkit.attn.gpu import kernels, tile_lists
 from opkit.attn.gpu.hopper import backward as hopper_backward
+from opkit.attn.gpu.hopper import listed
 from opkit.attn.lowering import Sizes, lower
 from opkit.attn.program import AND, BAND, LENGTH, SEGMENTS
 from opkit.masks import Causal, Dense, Segments, VarLen
@@ -139,3 +141,16 @@ def test_turns_are_kept_beside_the_lists(deterministic):
     assert turned(documents) == ["tile_lists", "tile_lists", "tile_turns"]
     del documents
     assert len(tile_lists._kept_turns) == 0
+
+
+def test_visits_are_kept_beside_the_lists_and_apart_from_turns(deterministic):
+    documents = ids()
+    q, lse = torch.empty(2, 4, 1024, 64, dtype=torch.bfloat16, device="meta"), torch.empty(2, 4, 1024, device="meta")
+    call = GradientCall(q, None, q, q, q, q, lse, [documents], [], DOCUMENTS, [], 0.1, 0.0, False)
+    tile = hopper_backward.TILES[64]
+    assert turned(documents) == ["tile_lists", "tile_lists", "tile_turns"]
+    with recording() as launches:
+        for _ in range(2):
+            _, read = listed.lists_of(call, tile.rows, tile.keys, by_keys=True, in_order=True)
+    assert [each.bound.kernel.name for each in launches if "tile" in each.bound.kernel.name] == ["tile_visits"]
+    assert read[-1].shape == (*read[2].shape, 2)
