@@ -77,8 +77,10 @@ def calls(batch: int, heads: int, length: int, head: int, back: int | None, size
 
 def deterministically(call: Call) -> None:
     torch.use_deterministic_algorithms(True)
-    call()
-    torch.use_deterministic_algorithms(False)
+    try:
+        call()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, causal: bool) -> Call:

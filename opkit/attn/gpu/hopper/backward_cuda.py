@@ -207,6 +207,7 @@ def _problem(call: GradientCall, ordered: bool) -> Problem:
 
 
 def _cached(call: GradientCall, shape: plans.Shape, ordered: bool) -> int:
+    """Bytes that the heads of a section have, at most."""
     cached = _CACHED_SHORT if call.q.shape[2] <= _SHORT else _CACHED
     if not (ordered and _local(call, shape)):
         return cached
