@@ -2,8 +2,8 @@
 
 Bfloat16, batch x heads/heads of keys x keys x head size. Kernel times are those of CUDA graphs of several calls, so that no
 host time is in them, each on other keys and values where these would fit the cache (60 MB on an H200): keys come from memory.
-"warm" are calls on the same keys. "split" are calls by the kernel in Triton, of up to 32 rows of a head of keys: on Hopper calls
-get the one in CUDA C++ then, where there is nvcc. Host times are those of calls on 256 keys, which wait for nothing. Peers run
+"warm" are calls on the same keys. "split" are calls by the kernel in Triton, where the one in CUDA C++ takes them too, which on
+Hopper is what most of them get, where there is nvcc. Host times are those of calls on 256 keys, which wait for nothing. Peers run
 in the same process, in turn: torch's SDPA by cuDNN and by FlashAttention; and FlashAttention-4 where its package is installed, on
 keys that lie as it has them, (batch, keys, heads of keys, head), or in pages. On Hopper it cannot divide keys among programs.
 Figures are medians over rounds, the ratio to the fastest peer that of the rounds' own.
@@ -79,6 +79,9 @@ CASES = [
     Case("L 2x64/8x4096x64", 2, 64, 8, 1, 4096, 64, 64),
     Case("M 8x32/1x16384x128, pages of 16", 8, 32, 1, 1, 16384, paged=True),
     Case("N 8x64/2x16384x64", 8, 64, 2, 1, 16384, 64, 64),
+    Case("O 4x32/1x8192x256", 4, 32, 1, 1, 8192, 256, 256),
+    Case("Q 8x64/1x16384x128", 8, 64, 1, 1, 16384),
+    Case("R 8x512/8x2048x128, pages of 16", 8, 512, 8, 1, 2048, paged=True),
 ]
 Call = Callable[[Tensor, Tensor], object]
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,8 +31,11 @@ from opkit.kernels import toolchain
 MACHINE = Path(__file__).parent / "hopper_on_cpu"
 
 
-def build(name: str, dtype: torch.dtype, folder: Path, defect: tuple[str, str] = ("", "")) -> Path:
-    """The library of ``name``.cu, for this processor; with the first text of ``defect`` replaced by the second."""
+def build(name: str, dtype: torch.dtype, folder: Path, defect: tuple[str, str] = ("", ""), unused: str = "") -> Path:
+    """The library of ``name``.cu, for this processor; with the first text of ``defect`` replaced by the second.
+
+    ``unused`` is a pattern of what is left out of that file: kernels that nobody calls, for which a compiler takes long.
+    """
     texts = {file.name: file.read_text() for file in (*library.SOURCES.glob("*.cuh"), *MACHINE.iterdir())}
     for file, text in texts.items():  # the machine's sm90.cuh in place of the other
         (folder / file).write_text(text.replace(*defect) if defect[0] else text)
@@ -39,11 +43,12 @@ def build(name: str, dtype: torch.dtype, folder: Path, defect: tuple[str, str] =
         folder / f"{name}_{dtype}.cpp".replace("torch.", ""),
         folder / f"{name}_{dtype}.so".replace("torch.", ""),
     )
-    source.write_text(library.request(name, dtype).units[0].text)
+    text = library.request(name, dtype).units[0].text
+    source.write_text(re.sub(unused, "", text) if unused else text)
     command = [
         *toolchain.find("c++").command,
         "-std=c++17",
-        "-O3",
+        "-O1" if unused else "-O3",
         "-U_FORTIFY_SOURCE",
         "-fPIC",
         "-shared",
@@ -57,7 +62,9 @@ def build(name: str, dtype: torch.dtype, folder: Path, defect: tuple[str, str] =
 
 
 @contextlib.contextmanager
-def on_cpu(monkeypatch, folder: Path, defect: tuple[str, str] = ("", ""), processors: int = 2) -> Iterator[list[int]]:
+def on_cpu(
+    monkeypatch, folder: Path, defect: tuple[str, str] = ("", ""), processors: int = 2, unused: str = ""
+) -> Iterator[list[int]]:
     """Launches of such kernels go to the machine, with so few multiprocessors that each has several tiles.
 
     Gives a list whose one number is the seed of the next launches' order of events.
@@ -68,7 +75,7 @@ def on_cpu(monkeypatch, folder: Path, defect: tuple[str, str] = ("", ""), proces
 
     @functools.cache
     def launcher(name: str, dtype: torch.dtype):
-        function = ctypes.CDLL(str(build(name, dtype, folder, defect)))[f"hopper_{library.source_of(name)}"]
+        function = ctypes.CDLL(str(build(name, dtype, folder, defect, unused)))[f"hopper_{library.source_of(name)}"]
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
         def launch(call: ctypes.Structure, stream: int) -> None:

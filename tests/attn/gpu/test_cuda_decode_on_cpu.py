@@ -21,6 +21,10 @@ DECODED = {  # (batch, heads of queries and of keys, queries, keys), and what el
     "a set of rows": ((1, (16, 1), 1, 513), {}),
     "some rows of another": ((1, (40, 2), 1, 300), {"sinks": torch.linspace(-1, 3, 40)}),
     "all rows": ((2, (16, 1), 2, 150), {"heads_inside": True}),
+    "more rows": ((1, (66, 2), 1, 700), {"sinks": torch.linspace(-1, 3, 66)}),
+    "as many as there may be": ((1, (32, 1), 2, 130), {}),
+    "many rows in a window": ((1, (40, 1), 1, 1000), {"mask": (program.BAND, 101, 700)}),
+    "many rows with nothing to see": ((1, (40, 1), 1, 100), {"mask": (program.BAND, 300, 400)}),
     "a window": ((1, (2, 1), 1, 1000), {"mask": (program.BAND, 101, 700)}),
     "queries that see all": ((1, (8, 2), 4, 50), {"mask": (program.BAND, -10, 60)}),
     "nothing to see": ((1, (2, 1), 1, 100), {"mask": (program.BAND, 300, 400)}),
@@ -44,7 +48,7 @@ class TestDecoding:
         divided(monkeypatch, splits)
         sizes, what = DECODED[case]
         if sizes[1][0] // sizes[1][1] * sizes[2] > decode_cuda.MOST_ROWS[head]:
-            pytest.skip("wide heads have a set of rows")
+            pytest.skip("wide heads have fewer rows")
         given = arguments(*filled(*sizes, head, head, dtype, what.get("heads_inside", False)), **what)
         compared(given, decode_cuda.decode(*given))
 
@@ -54,24 +58,27 @@ class TestDecoding:
         given = arguments(*filled(1, (2, 1), 1, 4000))
         compared(given, decode_cuda.decode(*given))
 
+    @pytest.mark.parametrize("heads", [(6, 2), (34, 2)])
     @pytest.mark.parametrize("order", range(1, 6))
-    def test_any_order_of_events_gives_the_same(self, machine, monkeypatch, order):
+    def test_any_order_of_events_gives_the_same(self, machine, monkeypatch, order, heads):
         divided(monkeypatch, 2)
-        given = arguments(*filled(1, (6, 2), 2, 1500))
+        given = arguments(*filled(1, heads, 2, 1500))
         machine[0] = order
         found = decode_cuda.decode(*given)
         machine[0] = 0
         assert all(map(torch.equal, found, decode_cuda.decode(*given)))
 
-    def test_hidden_keys_and_values_do_not_leak(self, machine, monkeypatch):
+    @pytest.mark.parametrize("heads", [(4, 2), (40, 2)])
+    def test_hidden_keys_and_values_do_not_leak(self, machine, monkeypatch, heads):
         divided(monkeypatch, 2)
-        q, k, v = filled(1, (4, 2), 1, 400, 128, 128)
+        q, k, v = filled(1, heads, 1, 400, 128, 128)
         for at in (slice(None, 50), slice(333, None)):
             k[:, :, at], v[:, :, at] = float("nan"), float("inf")
         given = arguments(q, k, v, mask=(program.BAND, 50, 332))
         compared(given, decode_cuda.decode(*given))
 
-    def test_its_room_is_as_large_as_what_it_puts_there(self, machine, monkeypatch):
+    @pytest.mark.parametrize("heads", [(6, 2), (22, 2)])
+    def test_its_room_is_as_large_as_what_it_puts_there(self, machine, monkeypatch, heads):
         divided(monkeypatch, 3)
         made = []
 
@@ -80,7 +87,7 @@ class TestDecoding:
             return made[-1][:size]
 
         monkeypatch.setattr(decode_cuda, "room_beside", guarded)
-        decode_cuda.decode(*arguments(*filled(2, (6, 2), 3, 500)))
+        decode_cuda.decode(*arguments(*filled(2, heads, 3, 500)))
         assert (made[0][-256:] == 7).all()
         assert made[0][-257] != 7  # the last sum
 
@@ -115,12 +122,15 @@ class TestPages:
         q, what = cache.queries(starts[-1], 6, dtype), what | {"scale": head**-0.5}
         of_pages(decode_pages_cuda.paged(*cache.call(q, starts, **what)), cache, q, starts, **what)
 
-    @pytest.mark.parametrize(("head", "dtype"), [(64, BF16), (128, FP16)])
-    def test_two_sets_of_rows(self, machine, monkeypatch, head, dtype):
-        divided(monkeypatch, 2)
+    @pytest.mark.parametrize("splits", [1, 2])
+    @pytest.mark.parametrize(
+        ("head", "dtype", "heads"), [(64, BF16, 27), (128, FP16, 27), (64, BF16, 60), (128, FP16, 64), (256, BF16, 20)]
+    )
+    def test_many_rows(self, machine, monkeypatch, head, dtype, heads, splits):
+        divided(monkeypatch, splits)
         cache = Cache(RAGGED, 16, 1, head, dtype=dtype)
         starts, what = [0, 1, 2, 3, 4, 5], {"scale": head**-0.5, "lower": -90}
-        q = cache.queries(5, 27, dtype)
+        q = cache.queries(5, heads, dtype)
         of_pages(decode_pages_cuda.paged(*cache.call(q, starts, **what)), cache, q, starts, **what)
 
     @pytest.mark.parametrize("order", range(1, 5))
@@ -172,6 +182,9 @@ class TestPages:
         of_pages(decode_pages_cuda.paged(*given), cache, q, [0, 1, 2])
 
 
+OTHERS = r"(?m)^.*{} && rows.*\n"  # what is launched for other heads
+TO_PAGES = r"call->pages.count \? launch_for<true>\(\*call, stream\) :"
+TO_NONE = r"call->pages.count \?| : launch_for<false>\(\*call, stream\)"
 DEFECTS = {
     "values that are not waited for": ("        wait(shared.filled + 8, number % 2);\n", ""),
     "keys that are overwritten": (
@@ -188,14 +201,41 @@ DEFECTS_OF_SETS = {
     "queries of the first set for all": ("at + set * 16 * L::QUERY_BYTES", "at"),
     "sums of the first set for all": ("16 * set + lane / 4 + 8 * h", "lane / 4 + 8 * h"),
 }
+DEFECTS_TOGETHER = {
+    "keys that are not waited for": (
+        "        wait(shared.filled(at.stage, 0), at.parity);\n        begin_logits(at);\n", "        begin_logits(at);\n"
+    ),
+    "keys that are overwritten": (
+        "        products_wait<LATER>();\n        hold(s);\n        free(at.stage, 0);\n",
+        "        free(at.stage, 0);\n        products_wait<LATER>();\n        hold(s);\n",
+    ),
+    "values that are overwritten": (
+        "            sums_done();\n            free(before.stage, 1);\n",
+        "            free(before.stage, 1);\n            sums_done();\n",
+    ),
+    "weights that are overwritten": ("shared.weights(number % 2)", "shared.weights(0)"),
+    "weights that are not waited for": (
+        "        fence_stores();\n        named_sync(MULTIPLIERS, WARPGROUP);\n    }", "        fence_stores();\n    }"
+    ),
+    "maxima of each warp for itself": ("tops + warp * L::ROWS + 8", "tops + threadIdx.x / LANES * L::ROWS + 8"),
+    "a key too many": ("key < reach.end; }", "key <= reach.end; }"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*DEFECTS, *DEFECTS_OF_SETS])
-def test_defects_are_found(case, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("heads", "defect"),
+    [
+        *((3, each) for each in DEFECTS.values()),
+        *((19, each) for each in DEFECTS_OF_SETS.values()),
+        *((35, each) for each in DEFECTS_TOGETHER.values()),
+    ],
+    ids=[*DEFECTS, *DEFECTS_OF_SETS, *(f"together: {name}" for name in DEFECTS_TOGETHER)],
+)
+def test_defects_are_found(heads, defect, tmp_path, monkeypatch):
     divided(monkeypatch, 2)
-    given = arguments(*filled(1, (3 if case in DEFECTS else 19, 1), 1, 2049))
-    defect = (DEFECTS | DEFECTS_OF_SETS)[case]
-    with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
+    given = arguments(*filled(1, (heads, 1), 1, 1537))
+    unused = f"{OTHERS.format('d == (128|256)')}|{TO_PAGES}"
+    with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect, unused=unused) as seed:
         assert not survives(seed, lambda: decode_cuda.decode(*given), lambda found: compared(given, found))
 
 
@@ -204,13 +244,25 @@ PAGED_DEFECTS = {
     "a key before the first": ("at < reach.begin ||", "at + 1 < reach.begin ||"),
     "a page that another has": ("reach.row + number,", "number,"),
 }
+PAGED_DEFECTS_TOGETHER = {
+    "values after the last key": ("if (L::PAGED && some(key_of(number)))", "if (false)"),
+    "channels of another box": ("place.within, box,", "place.within, 0,"),
+}
 
 
-@pytest.mark.parametrize("case", PAGED_DEFECTS)
-def test_defects_of_pages_are_found(case, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("head", "heads", "defect"),
+    [
+        *((64, 2, each) for each in PAGED_DEFECTS.values()),
+        *((128, 33, each) for each in PAGED_DEFECTS_TOGETHER.values()),
+    ],
+    ids=[*PAGED_DEFECTS, *(f"together: {name}" for name in PAGED_DEFECTS_TOGETHER)],
+)
+def test_defects_of_pages_are_found(head, heads, defect, tmp_path, monkeypatch):
     divided(monkeypatch, 2)
-    cache = Cache([333, 290], 16, 1, 64, dtype=BF16)
-    q, starts, what = cache.queries(2, 2, BF16), [0, 1, 2], {"lower": -200}
-    with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, PAGED_DEFECTS[case]) as seed:
+    cache = Cache([333, 290], 16, 1, head, dtype=BF16)
+    q, starts, what = cache.queries(2, heads, BF16), [0, 1, 2], {"lower": -200, "scale": head**-0.5}
+    unused = f"{OTHERS.format(f'd == (?!{head} )[0-9]+')}|{TO_NONE}"
+    with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect, unused=unused) as seed:
         run = lambda: decode_pages_cuda.paged(*cache.call(q, starts, **what))  # noqa: E731
         assert not survives(seed, run, lambda found: of_pages(found, cache, q, starts, **what))

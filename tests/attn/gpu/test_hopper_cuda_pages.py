@@ -44,6 +44,8 @@ TAKEN = {
     "fewer queries than sequences": lambda: given(tokens=3),
     "sinks": lambda: given(sinks=torch.empty(32, device="meta")),
     "many tiles": lambda: given(tokens=100, sequences=100),
+    "sixty-four heads to one of keys": lambda: given(heads=512),
+    "thirty-two wide heads to one of keys": lambda: given(heads=256, head=256),
 }
 OTHERS = {
     "more queries than sequences": lambda: given(tokens=5),
@@ -53,8 +55,8 @@ REFUSED = {
     "pages of 8": lambda: given(page=8),
     "another head": lambda: given(head=96),
     "other values": lambda: given(columns=64),
-    "many heads to one of keys": lambda: given(heads=264),
-    "many wide heads to one of keys": lambda: given(heads=136, head=256),
+    "many heads to one of keys": lambda: given(heads=520),
+    "many wide heads to one of keys": lambda: given(heads=264, head=256),
     "float32": lambda: given(dtype=torch.float32),
     "int8": lambda: given(of_pages=torch.int8),
     "a soft cap": lambda: given(softcap=3.0),
@@ -100,6 +102,9 @@ CALLS = {  # lengths, starts, the size of pages, heads of queries and of keys, a
     "a window": ([3000, 4000], [0, 1, 2], 16, (8, 2), {"lower": -1023}),
     "sinks": ([3000, 0, 400], [0, 1, 2, 3], 16, (8, 2), {"sinks": torch.linspace(-1, 2, 8)}),
     "many heads to one of keys": ([5000, 1, 777], [0, 1, 2, 3], 16, (31, 1), {}),
+    "more heads to one of keys": ([5000, 1, 777], [0, 1, 2, 3], 16, (63, 1), {}),
+    "more, in a window of pages of 48": ([3000, 4000], [0, 1, 2], 48, (40, 1), {"lower": -1023}),
+    "more, undivided": ([300, 5] * 70, list(range(141)), 16, (40, 1), {}),
     "as many tiles as the GPU has multiprocessors": ([300] * 16, list(range(17)), 16, (32, 8), {}),
 }
 
@@ -112,7 +117,7 @@ class TestNumbers:
     def test_are_those_of_float64(self, case, dtype, head):
         lengths, starts, page, heads, what = CALLS[case]
         if heads[0] // heads[1] > decode_cuda.MOST_ROWS[head]:
-            pytest.skip("wide heads have 16 rows")
+            pytest.skip("wide heads have 32 rows")
         cache = Cache(lengths, page, heads[1], head, dtype=dtype)
         q, what = cache.queries(starts[-1], heads[0], dtype), what | {"scale": head**-0.5}
         call = [x.cuda() if isinstance(x, torch.Tensor) else x for x in cache.call(q, starts, **what)]

@@ -1,8 +1,10 @@
 """Decoding for sm_90a in CUDA C++ (``cuda/decode.cuh``): which calls are for it, and a call of it.
 
-It is for up to 32 rows of a head of keys, or 16 of wide ones. In the kernel in Triton all warps of a block take part in each
-product, and wait for one another. Here each warp has keys of its own, which it loads itself, by TMA, and meets the others when
-all is summed up: neither Triton nor Gluon can express that. Calls that are short for the GPU's memory gain the most.
+It is for up to 64 rows of a head of keys, or 32 of wide ones. In the kernel in Triton all warps of a block take part in each
+product, and wait for one another. Here, of few rows, each warp has keys of its own, which it loads itself, by TMA, and meets the
+others when all is summed up: neither Triton nor Gluon can express that. More rows are the columns of a warpgroup's products
+(``cuda/decode_together.cuh``), a warp loads, and products of one step go on beside the softmax of the next. Calls that are short
+for the GPU's memory gain the most.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ from opkit.op.prepared import PreparedKernel
 
 NAME = "split_cuda"
 HEADS = (64, 128, 256)  #: channels
-MOST_ROWS = {64: 32, 128: 32, 256: 16}
+MOST_ROWS = {64: 64, 128: 64, 256: 32}
 """Of a head of keys, its queries' heads times their queries, by the channels of a head."""
-_CHOSEN_ROWS = {64: 32, 128: 16, 256: 16}
-"""Up to how many it is the faster one, of keys that do not lie in pages."""
+_FAST_ROWS = {64: 32, 128: 16, 256: 16}
+"""Up to how many it is the faster one, of keys that do not lie in pages; of others see :func:`_faster`."""
+_LONG = 1024  #: keys of a split that are many
 MOST_SPLITS = 128
 MOST = 65535  #: heads of keys, and sequences
 _PRIORITY = 3  # above the kernel in Triton
@@ -81,10 +84,25 @@ def takes(call: Call) -> bool:
         or config.get().batch_invariant
         or not fits(call)
         or call.k.shape[2] < decoding.MANY
-        or _height(call) > _CHOSEN_ROWS[call.q.shape[3]]
+        or not _faster(call)
     ):
         return False
     return all(hopper.describable(each) for each in call[:3]) and library.there("decode", call.q.dtype)
+
+
+def _faster(call: Call) -> bool:
+    """Whether it is the faster one: of few rows; of more where wide heads are divided, or few tiles of many keys."""
+    rows, channels = _height(call), call.q.shape[3]
+    if rows <= _FAST_ROWS[channels]:
+        return True
+    splits, seen = _splits(call), (_seen(call) or (0, 0))[1]
+    return splits > 1 if channels == 256 else channels == 128 and splits >= 8 and seen >= splits * _LONG
+
+
+def _splits(call: Call) -> int:
+    """Splits of each of its tiles."""
+    tiles, seen = call.k.shape[0] * call.k.shape[1], (_seen(call) or (0, 0))[1]
+    return splits_of(tiles, seen, call.q.shape[3], hopper.processors(call.q.device))
 
 
 def fits(call: Call) -> bool:
@@ -114,7 +132,7 @@ def _seen(call: Call) -> tuple[int, int] | None:
 def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """The operator's result and log-sum-exp, of its own arguments.
 
-    It takes bfloat16 and float16; heads of 64, 128 and 256; up to 32 queries of heads that share keys, 16 of heads of 256, all
+    It takes bfloat16 and float16; heads of 64, 128 and 256; up to 64 queries of heads that share keys, 32 of heads of 256, all
     of which see the same keys, in one piece; a positive scale; sinks. Probabilities are rounded to q's dtype before they are
     multiplied with the values. Keys and values that are hidden are not read. The number of splits follows from shapes and the
     GPU alone, and splits are merged in order: equal calls give equal bits. Nothing waits for the GPU.
@@ -180,8 +198,7 @@ def _problem(call: Call, out: Tensor) -> Problem:
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "key_heads": k.shape[1], "group": q.shape[1] // k.shape[1],
         "queries": q.shape[2], "head_size": q.shape[3], "first": first, "seen": seen, "device": q.get_device(),
-        "factor": call.scale * hopper.LOG2E,
-        "splits": splits_of(k.shape[0] * k.shape[1], seen, q.shape[3], hopper.processors(q.device)),
+        "factor": call.scale * hopper.LOG2E, "splits": _splits(call),
     }  # fmt: skip
     return Problem(*map(library.rows_of, (q, k, v, out)), **numbers)
 

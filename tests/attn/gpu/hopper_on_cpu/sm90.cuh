@@ -66,17 +66,20 @@ void each_element(machine::Block& block, const CUtensorMap& map, std::array<int,
              machine::at(block, machine::swizzled(shared + map.element * number)));
     }
 }
-SM90 void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int head, int batch) {
+SM90 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int box, int head, int batch) {
     machine::Block& block = *self().block;
     machine::copy_later([=, &block, map = *map] {  // which lives longer than the thread here, as it does there
-        each_element(block, map, {0, row, 0, head, batch}, to, [&map](const unsigned char* from, unsigned char* at) {
+        each_element(block, map, {0, row, box, head, batch}, to, [&map](const unsigned char* from, unsigned char* at) {
             if (from) std::memcpy(at, from, map.element);
             else std::memset(at, 0, map.element);
         });
-        const int* box = map.box;
-        barrier_at(block, barrier).bytes -= map.element * box[0] * box[1] * box[2] * box[3] * box[4];
+        const int* size = map.box;
+        barrier_at(block, barrier).bytes -= map.element * size[0] * size[1] * size[2] * size[3] * size[4];
         barrier_at(block, barrier).settle();
     });
+}
+SM90 void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int head, int batch) {
+    load_box(to, map, barrier, row, 0, head, batch);
 }
 
 SM90 void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {

@@ -39,12 +39,7 @@ template <typename L>
 SM90 void load_queries(const Problem& problem, const Tile& tile, uint32_t to) {
     for (int i = threadIdx.x; i < L::ROWS * L::D / 8; i += THREADS) {
         const int row = i / (L::D / 8), column = i % (L::D / 8) * 8;
-        int4 x = {0, 0, 0, 0};
-        if (row < problem.height()) {
-            const Row of = row_of(problem, tile, row);
-            x = *reinterpret_cast<const int4*>(first_of<const T>(problem.q, of.batch, of.head) + of.query * problem.q.row + column);
-        }
-        store_four(to + row * L::QUERY_BYTES + column * 2, x);
+        store_four(to + row * L::QUERY_BYTES + column * 2, eight_of_query(problem, tile, row, column));
     }
 }
 
@@ -244,7 +239,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     launches_before_done();
     const Steps steps = steps_of<L>(reach_of<L>(problem, tile), problem.splits, split, warp);
     const Reach& reach = steps.reach;
-    const auto key_of = [&](int number) { return steps.first + number * (WARPS * L::KEYS); };
+    const auto key_of = [&](int number) { return steps.first + number * (L::SHARERS * L::KEYS); };
     const auto load_keys = [&](int number) {
         if (number < steps.count) load<L>(problem, &k, tile, reach, key_of(number), shared.keys, shared.filled);
     };

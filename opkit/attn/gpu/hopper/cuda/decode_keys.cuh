@@ -5,15 +5,17 @@
 
 namespace {
 
+constexpr int PAGE_ROWS = 16;  // keys that are loaded at once of a page, which has a multiple of them
+
 // How a block is laid out, for heads of D and up to SETS sets of 16 rows of a tile: a warp's buffers have KEYS keys and as many values,
-// 8 KB each, which come in boxes of BOX_ROWS of them: of pages 16 at once.
+// 8 KB each, which come in boxes of BOX_ROWS of them.
 template <int D_, bool PAGED_, int SETS_>
 struct Layout {
     static constexpr bool PAGED = PAGED_;
-    static constexpr int SETS = SETS_, ROWS = 16 * SETS;
+    static constexpr int SETS = SETS_, ROWS = 16 * SETS, SHARERS = WARPS;
     static constexpr int D = D_, PARTS = D / 16, BOXES = D / COLUMNS;  // BOXES of 64 columns beside one another are one of rows
     static constexpr int KEYS = 4096 / D, BYTES = KEYS * D * 2;
-    static constexpr int BOX_ROWS = PAGED ? 16 : KEYS, BOX_BYTES = BOX_ROWS * D * 2;
+    static constexpr int BOX_ROWS = PAGED ? PAGE_ROWS : KEYS, AT_ONCE = BOXES, BOX_BYTES = BOX_ROWS * D * 2;
     static constexpr int QUERY_BYTES = D * 2 + 16;  // of a row of queries: 8 of them lie in different banks
     static constexpr int BUFFERS = WARPS * 2 * BYTES, QUERIES = ROWS * QUERY_BYTES, FOUND = WARPS * ROWS * sizeof(float2);
     static constexpr int SHARED = BUFFERS + QUERIES + FOUND + WARPS * 2 * 8 + 1024;  // boxes begin at multiples of 1024
@@ -55,17 +57,18 @@ SM90 Reach reach_of(const Problem& problem, const Tile& tile) {
     else return {problem.first, problem.first, problem.first + problem.seen, 0};
 }
 
-// The steps of a warp, KEYS keys each: the first's first key, and how many there are, each WARPS steps after the one before.
+// The steps of one of SHARERS that share a split, KEYS keys each: the first's first key, and how many there are, each SHARERS steps
+// after the one before.
 struct Steps {
     Reach reach;
     int first, count;
 };
 
 template <typename L>
-SM90 Steps steps_of(const Reach& reach, unsigned splits, int split, int warp) {
+SM90 Steps steps_of(const Reach& reach, unsigned splits, int split, int sharer) {
     const unsigned all = (reach.end - reach.base + L::KEYS - 1) / L::KEYS;
-    const int each = all / splits, more = all % splits, first = split * each + min(split, more) + warp;
-    return {reach, reach.base + first * L::KEYS, (each + (split < more) - warp + WARPS - 1) / WARPS};
+    const int each = all / splits, more = all % splits, first = split * each + min(split, more) + sharer;
+    return {reach, reach.base + first * L::KEYS, (each + (split < more) - sharer + L::SHARERS - 1) / L::SHARERS};
 }
 
 // ---- loading --------------------------------------------------------------------------------------------------------------
@@ -78,6 +81,13 @@ struct Place {
 SM90 Place place_of(const Pages& pages, const Reach& reach, int key) {
     const int number = key / pages.size;
     return {pages.table.at(reach.row + number, pages.count - 1), key - number * pages.size};
+}
+
+// Eight channels of a row of a tile's queries from `column` on, zeros where there is no such row.
+SM90 int4 eight_of_query(const Problem& problem, const Tile& tile, int row, int column) {
+    if (row >= problem.height()) return {0, 0, 0, 0};
+    const Row of = row_of(problem, tile, row);
+    return *reinterpret_cast<const int4*>(first_of<const T>(problem.q, of.batch, of.head) + of.query * problem.q.row + column);
 }
 
 // The keys from `key` on, or their values, to a warp's buffer; of pages a lane loads a box, if some of it is seen.

@@ -67,12 +67,15 @@ SM90 void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;"
 
 SM90 void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// Boxes of 64 columns beside one another, one after another: the third dimension counts them.
-SM90 void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int head, int batch) {
+// Boxes of 64 columns beside one another, one after another, from a box on: the third dimension counts them.
+SM90 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int box, int head, int batch) {
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %3, %5, %6}], [%2];" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(head), "r"(batch)
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(box), "r"(head), "r"(batch)
         : "memory");
+}
+SM90 void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int head, int batch) {
+    load_box(to, map, barrier, row, 0, head, batch);
 }
 
 // Bytes that follow one another, to shared memory.
@@ -145,10 +148,14 @@ struct Product;
 
 #define SM90_8(op, i) op(d[i]), op(d[i + 1]), op(d[i + 2]), op(d[i + 3]), op(d[i + 4]), op(d[i + 5]), op(d[i + 6]), op(d[i + 7])
 #define SM90_32(op, i) SM90_8(op, i), SM90_8(op, i + 8), SM90_8(op, i + 16), SM90_8(op, i + 24)
+#define SM90_OF_8(op) SM90_8(op, 0)
+#define SM90_OF_16(op) SM90_8(op, 0), SM90_8(op, 8)
 #define SM90_OF_32(op) SM90_32(op, 0)
 #define SM90_OF_40(op) SM90_32(op, 0), SM90_8(op, 32)
 #define SM90_OF_64(op) SM90_32(op, 0), SM90_32(op, 32)
 #define SM90_OF_128(op) SM90_OF_64(op), SM90_32(op, 64), SM90_32(op, 96)
+#define SM90_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define SM90_R16 SM90_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define SM90_R32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define SM90_R40 SM90_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define SM90_R64 SM90_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -185,6 +192,8 @@ struct Product;
     SM90_PRODUCT(__nv_bfloat16, "bf16", __VA_ARGS__)    \
     SM90_PRODUCT(__half, "f16", __VA_ARGS__)
 
+SM90_PRODUCTS(16, 8, 8, 9, 10, 11, 12, 13, 14)
+SM90_PRODUCTS(32, 16, 16, 17, 18, 19, 20, 21, 22)
 SM90_PRODUCTS(64, 32, 32, 33, 34, 35, 36, 37, 38)
 SM90_PRODUCTS(80, 40, 40, 41, 42, 43, 44, 45, 46)
 SM90_PRODUCTS(128, 64, 64, 65, 66, 67, 68, 69, 70)
