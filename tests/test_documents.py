@@ -24,6 +24,8 @@ SHOWING = [ROOT / "docs" / "compiler.md"]
 _END = "\0"
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>.*)$")
 _CHEAP = ("doctor", "list", "describe", "--help")
+_LIMIT = 560  # seconds of a document's blocks; the README's took 261 on a slow processor, beside another test
+pytestmark = pytest.mark.timeout(_LIMIT + 20)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,7 @@ def marking(text: str) -> str:
 def run(arguments: list[str], folder: Path, environment: dict[str, str]) -> str:
     command = [sys.executable, *arguments]
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=170, check=False
+        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=_LIMIT, check=False
     )
     assert done.returncode == 0, f"{' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
