@@ -16,8 +16,8 @@ cudaError_t launch_merge(const Problem& call, cudaStream_t stream) {
 template <typename L>
 cudaError_t described(const Problem& call, CUtensorMap* k, CUtensorMap* v) {
     const int batch = L::PAGED ? call.pages.count : call.batch, keys = L::PAGED ? call.pages.size : max(call.first + call.seen, 1);
-    const cudaError_t error = describe(k, call.k, batch, call.key_heads, keys, L::D, L::BOX_ROWS, L::AT_ONCE);
-    return error ? error : describe(v, call.v, batch, call.key_heads, keys, L::D, L::BOX_ROWS, L::AT_ONCE);
+    const cudaError_t error = describe(k, call.k, batch, call.key_heads, keys, L::D, L::BOX_ROWS, L::BOXES_AT_ONCE);
+    return error ? error : describe(v, call.v, batch, call.key_heads, keys, L::D, L::BOX_ROWS, L::BOXES_AT_ONCE);
 }
 
 template <typename L>

@@ -15,7 +15,7 @@ struct Layout {
     static constexpr int SETS = SETS_, ROWS = 16 * SETS, SHARERS = WARPS;
     static constexpr int D = D_, PARTS = D / 16, BOXES = D / COLUMNS;  // BOXES of 64 columns beside one another are one of rows
     static constexpr int KEYS = 4096 / D, BYTES = KEYS * D * 2;
-    static constexpr int BOX_ROWS = PAGED ? PAGE_ROWS : KEYS, AT_ONCE = BOXES, BOX_BYTES = BOX_ROWS * D * 2;
+    static constexpr int BOX_ROWS = PAGED ? PAGE_ROWS : KEYS, BOXES_AT_ONCE = BOXES, BOX_BYTES = BOX_ROWS * D * 2;
     static constexpr int QUERY_BYTES = D * 2 + 16;  // of a row of queries: 8 of them lie in different banks
     static constexpr int BUFFERS = WARPS * 2 * BYTES, QUERIES = ROWS * QUERY_BYTES, FOUND = WARPS * ROWS * sizeof(float2);
     static constexpr int SHARED = BUFFERS + QUERIES + FOUND + WARPS * 2 * 8 + 1024;  // boxes begin at multiples of 1024

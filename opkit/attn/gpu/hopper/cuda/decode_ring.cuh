@@ -14,7 +14,7 @@ struct Together {
     static constexpr bool PAGED = PAGED_;
     static constexpr int D = D_, ROWS = ROWS_, SHARERS = 1;
     static constexpr int KEYS = 64, BOXES = D / COLUMNS, BOX_BYTES = KEYS * ROW_BYTES, BYTES = BOXES * BOX_BYTES;
-    static constexpr int BOX_ROWS = PAGED ? PAGE_ROWS : KEYS, AT_ONCE = PAGED ? 1 : BOXES;
+    static constexpr int BOX_ROWS = PAGED ? PAGE_ROWS : KEYS, BOXES_AT_ONCE = PAGED ? 1 : BOXES;
     static constexpr int STAGES = 65536 / BYTES + 1;
     static constexpr int BUFFERS = STAGES * 2 * BYTES, QUERIES = ROWS * D * 2, WEIGHTS = ROWS * ROW_BYTES;
     static constexpr int FOUND = 2 * WARPGROUP / LANES * ROWS * sizeof(float);
