@@ -1,5 +1,6 @@
 """Where kernels for GPUs run in tests: in Triton's interpreter, on CPU tensors, and on a GPU where there is one."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -86,7 +87,10 @@ def head(request, monkeypatch):
 
 @pytest.fixture(scope="module")
 def machine_built(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path_factory.mktemp("machine")) as seed:
+    folder = tmp_path_factory.getbasetemp()  # by pytest-xdist, of one process among those that build libraries together
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "machine"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch, on_cpu(patch, folder) as seed:
         yield seed
 
 

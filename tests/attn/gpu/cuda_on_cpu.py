@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import filelock
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,41 +30,53 @@ from opkit.errors import KernelError
 from opkit.kernels import toolchain
 
 MACHINE = Path(__file__).parent / "hopper_on_cpu"
+NONE = ("", "")
+"""No defect."""
+LISTS_OF_128 = r"call\.head_size == 128 \? launch<Listed<Middle>, true>\(call, stream\) :"
+"""Of the forward's kernels of lists those of heads of 128, as a pattern in forward.cu."""
 
 
-def build(name: str, dtype: torch.dtype, folder: Path, defect: tuple[str, str] = ("", ""), unused: str = "") -> Path:
+def all_but(head: int) -> str:
+    """Of the forward's kernels those without a band, or of heads of other sizes, as a pattern in forward.cu."""
+    narrow = "" if head == 64 else "|return call\\.banded.*"
+    return (
+        rf"(?m)^ {{8}}(if \(call\.head_size == (?!{head}\)).*|if \(call\.brief.*{narrow})\n"
+        r"|call\.banded \? | : launch<(L|Narrow<true>), false>\(call, stream\)"
+    )
+
+
+def build(name: str, dtype: torch.dtype, folder: Path, defect: tuple[str, str] = NONE, unused: str = "") -> Path:
     """The library of ``name``.cu, for this processor; with the first text of ``defect`` replaced by the second.
 
-    ``unused`` is a pattern of what is left out of that file: kernels that nobody calls, for which a compiler takes long.
+    ``unused`` is a pattern of what is left out of that file: kernels that nobody calls, for which a compiler takes long. The
+    processes that share ``folder`` build a library once.
     """
-    texts = {file.name: file.read_text() for file in (*library.SOURCES.glob("*.cuh"), *MACHINE.iterdir())}
-    for file, text in texts.items():  # the machine's sm90.cuh in place of the other
-        (folder / file).write_text(text.replace(*defect) if defect[0] else text)
-    source, built = (
-        folder / f"{name}_{dtype}.cpp".replace("torch.", ""),
-        folder / f"{name}_{dtype}.so".replace("torch.", ""),
-    )
-    text = library.request(name, dtype).units[0].text
-    source.write_text(re.sub(unused, "", text) if unused else text)
-    command = [
-        *toolchain.find("c++").command,
-        "-std=c++17",
-        "-O1" if unused else "-O3",
-        "-U_FORTIFY_SOURCE",
-        "-fPIC",
-        "-shared",
-        f"-I{folder}",
-        "-o",
-        built,
-        source,
-    ]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    place = folder / f"{name}_{dtype}".replace("torch.", "")
+    place.mkdir(exist_ok=True)
+    built = place / "built.so"
+    with filelock.FileLock(place / "lock"):
+        if not built.exists():
+            text = library.request(name, dtype).units[0].text
+            compile_at(place, re.sub(unused, "", text) if unused else text, defect).rename(built)
     return built
+
+
+def compile_at(place: Path, text: str, defect: tuple[str, str]) -> Path:
+    """A library of ``text``, compiled in a folder of its own."""
+    texts = {file.name: file.read_text() for file in (*library.SOURCES.glob("*.cuh"), *MACHINE.iterdir())}
+    for file, each in texts.items():  # the machine's sm90.cuh in place of the other
+        (place / file).write_text(each.replace(*defect) if defect[0] else each)
+    source, made = place / "source.cpp", place / "made.so"
+    source.write_text(text)
+    flags = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-fPIC", "-shared"]
+    command = [*toolchain.find("c++").command, *flags, f"-I{place}", "-o", made, source]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return made
 
 
 @contextlib.contextmanager
 def on_cpu(
-    monkeypatch, folder: Path, defect: tuple[str, str] = ("", ""), processors: int = 2, unused: str = ""
+    monkeypatch, folder: Path, defect: tuple[str, str] = NONE, processors: int = 2, unused: str = ""
 ) -> Iterator[list[int]]:
     """Launches of such kernels go to the machine, with so few multiprocessors that each has several tiles.
 

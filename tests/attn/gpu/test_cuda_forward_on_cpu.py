@@ -7,7 +7,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cuda_on_cpu import filled, on_cpu, survives
+from cuda_on_cpu import LISTS_OF_128, NONE, all_but, filled, on_cpu, survives
 from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, compared
 from hopper_masks import documents, packed, padded, shuffled
 
@@ -153,6 +153,7 @@ class TestSegments:
 # ---- the machine finds what it is for ---------------------------------------------------------------------------------
 
 DEFECTS = {
+    "none": NONE,
     "values that are not waited for": ("    shared.values.wait_full();\n", ""),
     "keys that are freed before they are multiplied": (
         "    products_wait<1>();\n    hold(mine.s);\n    shared.keys.free();\n",
@@ -167,12 +168,14 @@ DEFECTS = {
     "a buffer that is never freed": ("    skip(shared.values, done.after);\n", ""),
 }
 DEFECTS_OF_LISTS = {
+    "none": NONE,
     "a step that is told too early": ("        shared.keys.wait_empty();\n        store_four(", "        store_four("),
     "steps that are whole by mistake": ("n < parts ? OTHERS : NOTHING};", "NOTHING};"),
     "a segment that is not asked for": ("if (step.hidden == OTHERS) hide_others", "if (false) hide_others"),
     "results that are computed again of all keys": ("        if (!of_one<L>(problem, batch, i, j)) continue;\n", ""),
 }
 DEFECTS_OF_SPANS = {
+    "none": NONE,
     "a step that is told too early": DEFECTS_OF_LISTS["a step that is told too early"],
     "steps that are whole by mistake": ("plan.to ? BEYOND : NOTHING};", "plan.to ? NOTHING : NOTHING};"),
     "a key too many": ("columns_to(end - 1 - column)", "columns_to(end - column)"),
@@ -183,6 +186,7 @@ DEFECTS_OF_SPANS = {
     ),
 }
 DEFECTS_OF_TURNS = {
+    "none": NONE,
     "a turn that is not passed on": ("    pass_turn<L>(group);\n    products_wait", "    products_wait"),
     "a turn too many": (
         "    if (group == 0) take_turn<L>(group);  // the last one that was passed on\n",
@@ -200,8 +204,9 @@ class TestDefects:
     def test_of_the_forward_are_found(self, case, head, tmp_path):
         given = arguments(*filled(1, (3, 1), 500, 700, head, head), mask=(program.BAND, -250, 100))
         defect = (DEFECTS | DEFECTS_OF_TURNS)[case]
-        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
-            assert not survives(seed, lambda: forward_cuda.forward(*given), lambda found: compared(given, found))
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect, unused=all_but(head)) as seed:
+            found = survives(seed, lambda: forward_cuda.forward(*given), lambda found: compared(given, found))
+            assert found == (defect is NONE)
 
     @pytest.mark.parametrize(
         "case", [*((case, True) for case in DEFECTS_OF_SPANS), *((case, False) for case in DEFECTS_OF_LISTS)]
@@ -220,11 +225,11 @@ class TestDefects:
                 torch.testing.assert_close(x[:, :, others].double(), exact[:, :, others], rtol=1e-2, atol=1e-2)
 
         defect = (DEFECTS_OF_SPANS if in_order else DEFECTS_OF_LISTS)[name]
-        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
-            assert not survives(seed, lambda: forward_cuda.forward(*given), check)
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect, unused=LISTS_OF_128) as seed:
+            assert survives(seed, lambda: forward_cuda.forward(*given), check) == (defect is NONE)
 
     def test_warpgroups_that_pass_over_more_than_there_are_buffers_for_are_found(self, tmp_path, listed):
         given = arguments(*filled(1, (2, 1), 1300, 1300, 64, 64), mask=DOCUMENTS, masks=[packed(600, 50, 650)] * 2)
         defect = ("constexpr int NEAR = 3;", "constexpr int NEAR = 99;")
-        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect, unused=LISTS_OF_128) as seed:
             assert not survives(seed, lambda: forward_cuda.forward(*given), lambda found: compared(given, found))
