@@ -1,7 +1,12 @@
-"""What every test shares: GPU tests are skipped, with the reason, where there is no GPU; child processes find opkit."""
+"""What every test shares: GPU tests are skipped, with the reason, where there is no GPU; child processes find opkit.
+
+``--budget SECONDS`` is for slow machines: the first case of every test function is run before further ones, and what has not
+begun when the time is spent is skipped, with the reason.
+"""
 
 import importlib.metadata
 import os
+import time
 import tomllib
 from pathlib import Path
 
@@ -10,14 +15,40 @@ import torch
 
 import opkit
 
+_STARTED = time.monotonic()
 
-def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
+
+def pytest_addoption(parser):
+    text = "run the first case of every test function first, and skip what has not begun after so many seconds"
+    parser.addoption("--budget", type=float, metavar="SECONDS", help=text)
+
+
+def pytest_collection_modifyitems(config, items):
+    if not torch.cuda.is_available():
+        skip_those_for_gpus(items)
+    if config.getoption("budget") is not None:
+        items[:] = first_cases_first(items)
+
+
+def skip_those_for_gpus(items):
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none")
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+def first_cases_first(items):
+    """The first case of each function, then all others; of cases that are run here, if there are some."""
+    first = {}
+    for item in sorted(items, key=lambda item: item.get_closest_marker("skip") is not None):
+        first.setdefault(item.nodeid.partition("[")[0], item)
+    return sorted(items, key=lambda item: first[item.nodeid.partition("[")[0]] is not item)
+
+
+def pytest_runtest_setup(item):
+    budget = item.config.getoption("budget")
+    if budget is not None and time.monotonic() - _STARTED > budget:
+        pytest.skip(f"had not begun when {budget:.0f} seconds, the budget, were spent")
 
 
 @pytest.fixture(scope="session")
