@@ -184,7 +184,7 @@ SM90 float half_of(uint32_t both, int which) {
     return float(found);
 }
 
-// What all threads of a warp have of a product, d, once they have begun it; and the numbers of columns, in place of a product.
+// The numbers of columns, in place of a product, for all threads of a warp.
 SM90 void finish_broadcast(const machine::Warp& warp, size_t number) {
     for (int lane = 0; lane < 32; lane++) {
         const auto& product = warp.lanes[lane]->products[number];
@@ -196,6 +196,7 @@ SM90 void finish_broadcast(const machine::Warp& warp, size_t number) {
         }
     }
 }
+// What all threads of a warp have of a product, d, once they have begun it.
 template <typename E>
 __attribute__((optimize("O3"))) SM90 void finish(const machine::Warp& warp, size_t number) {
     static float left[32], right[32][256];
