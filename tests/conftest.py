@@ -38,11 +38,18 @@ def skip_those_for_gpus(items):
 
 
 def first_cases_first(items):
-    """The first case of each function, then all others; of cases that are run here, if there are some."""
+    """The first case of each function, then all others; of cases that are run here, if there are some.
+
+    Those on emulated GPUs, which take longest, come after those of the rest.
+    """
     first = {}
     for item in sorted(items, key=lambda item: item.get_closest_marker("skip") is not None):
         first.setdefault(item.nodeid.partition("[")[0], item)
-    return sorted(items, key=lambda item: first[item.nodeid.partition("[")[0]] is not item)
+
+    def later(item):
+        return first[item.nodeid.partition("[")[0]] is not item, "gpu" in item.path.parts
+
+    return sorted(items, key=later)
 
 
 def pytest_runtest_setup(item):
