@@ -57,8 +57,7 @@ struct Thread;
 
 struct Warp {
     Thread* lanes[32] = {};
-    uint64_t number = 0;  // among all of the grid
-    int arrived = 0, members = 0, ended = 0;
+    int arrived = 0, members = 0;
     unsigned pace = 1;  // of so many times that it could go on it does once
     uint64_t generation = 0;
     uint64_t values[2][32] = {};
@@ -99,9 +98,8 @@ struct Machine {
     Thread* now = nullptr;
     Index grid;
     std::vector<std::function<void()>> copies;
-    unsigned patience = 1;  // how many warps go on, on average, before a copy is made
+    unsigned patience = 1;  // how many threads go on, on average, before a copy is made
     std::mt19937 random;
-    uint64_t salt = 0;  // of choices that a warp's threads make together
     std::exception_ptr error;
 };
 
@@ -140,32 +138,23 @@ inline unsigned char* at(Block& block, uint32_t address) {
 // Where a byte of a matrix with a swizzle of 128 bytes lies.
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-// All threads of a warp go on from here, once the last of them has come and has done what there is to do.
-template <typename F>
-void meet_warp(F last) {
+inline void meet_warp() {
     Warp& warp = *self().warp;
     const uint64_t generation = warp.generation;
-    if (++warp.arrived == warp.members) last(), warp.arrived = 0, warp.generation++;
+    if (++warp.arrived == warp.members) warp.arrived = 0, warp.generation++;
     wait_until([&warp, generation] { return warp.generation != generation; });
-}
-inline void meet_warp() { meet_warp([] {}); }
-
-// One and the same choice for all threads of a warp, at random: of what they do for the `number`th time.
-inline bool chosen_together(int number) {
-    const uint64_t mixed = (here().salt + number * 0x9E3779B97F4A7C15u) ^ self().warp->number * 0xBF58476D1CE4E5B9u;
-    return (mixed ^ mixed >> 32) * 0x94D049BB133111EBu >> 63;
 }
 
 // The values that the threads of a warp give.
 template <typename V>
-std::array<V, 32> exchange(V value) {
+std::vector<V> exchange(V value) {
     Warp& warp = *self().warp;
     const auto side = warp.generation & 1;
     uint64_t bits = 0;
     std::memcpy(&bits, &value, sizeof(V));
     warp.values[side][self().thread.x % 32] = bits;
     meet_warp();
-    std::array<V, 32> found;
+    std::vector<V> found(32);
     for (int i = 0; i < 32; i++) std::memcpy(&found[i], &warp.values[side][i], sizeof(V));
     return found;
 }
@@ -215,82 +204,58 @@ __attribute__((noinline, noipa)) inline void go_on(Machine& machine, Thread& thr
     setcontext(&thread.context);
 }
 
-// Whether a thread can go on.
-inline bool ready(const Thread& thread) { return !thread.ended && (!thread.waits || thread.waits()); }
-
-// Let the threads of a warp that can go on do so, from a random one on; whether there was any.
-inline bool go_on(Machine& machine, Warp& warp) {
-    const unsigned first = machine.random() % 32;
-    bool moved = false;
-    for (unsigned i = 0; i < 32; i++) {
-        Thread& thread = *warp.lanes[(first + i) % 32];
-        if (!ready(thread)) {
-            moved |= thread.breathes;
-            continue;
-        }
-        thread.waits = nullptr, thread.breathes = false;
-        machine.now = &thread;
-        go_on(machine, thread);
-        if (machine.error) std::rethrow_exception(machine.error);
-        warp.ended += thread.ended;
-        moved = true;
-    }
-    return moved;
-}
-
-// Whether any of these warps has a thread that can go on, or will by itself.
-inline bool any_ready(const std::vector<Warp*>& warps) {
-    const auto can = [](const Thread* lane) { return lane->breathes || ready(*lane); };
-    return std::any_of(warps.begin(), warps.end(), [&](Warp* warp) { return std::any_of(warp->lanes, warp->lanes + 32, can); });
-}
-
-// A block, with its threads where they begin; but for the seed 0, some warps are slow.
-inline std::unique_ptr<Block> block_at(Machine& machine, Index index, int threads, bool paced, std::vector<std::unique_ptr<Thread>>& all) {
-    auto block = std::make_unique<Block>();
-    block->index = index, block->threads = threads, block->warps.resize(threads / 32);
-    std::fill(block->shared.begin(), block->shared.end(), 0xFF);  // NaN: what was never written
-    for (Warp& warp : block->warps) warp.pace = paced ? 1u << machine.random() % 5 : 1;
-    for (int t = 0; t < threads; t++) {
-        all.push_back(std::make_unique<Thread>());
-        Thread& thread = *all.back();
-        thread.thread.x = t, thread.block = block.get(), thread.warp = &block->warps[t / 32];
-        thread.warp->lanes[t % 32] = &thread, thread.warp->members++;
-        constexpr size_t STACK = 1 << 16;
-        thread.stack.reset(new char[STACK]);
-        getcontext(&thread.context);
-        thread.context.uc_stack = {thread.stack.get(), 0, STACK};
-        makecontext(&thread.context, reinterpret_cast<void (*)()>(begin_thread), 0);
-    }
-    return block;
-}
-
-// Run a kernel's blocks, all at once, in an order that follows from `seed`.
+// Run a kernel's blocks, all at once, in an order that follows from `seed`; but for 0, some warps are slow.
 inline void run(const unsigned (&size)[3], int threads, unsigned seed, std::function<void()> kernel) {
     Machine& machine = here();
     machine.random.seed(seed);
-    machine.salt = machine.random() * uint64_t(0x9E3779B97F4A7C15);
-    machine.patience = 1u << machine.random() % 4 * 3;
+    machine.patience = 16u << machine.random() % 4 * 3;
     machine.grid = {size[0], size[1], size[2]};
     machine.copies.clear();
     machine.error = nullptr;
     body() = std::move(kernel);
     std::vector<std::unique_ptr<Block>> grid;
     std::vector<std::unique_ptr<Thread>> all;
-    std::vector<Warp*> order;
     for (unsigned b = 0; b < size[0] * size[1] * size[2]; b++) {
-        grid.push_back(block_at(machine, {b % size[0], b / size[0] % size[1], b / size[0] / size[1]}, threads, seed != 0, all));
-        for (Warp& warp : grid.back()->warps) warp.number = order.size(), order.push_back(&warp);
+        grid.push_back(std::make_unique<Block>());
+        Block& block = *grid.back();
+        block.index = {b % size[0], b / size[0] % size[1], b / size[0] / size[1]}, block.threads = threads, block.warps.resize(threads / 32);
+        std::fill(block.shared.begin(), block.shared.end(), 0xFF);  // NaN: what was never written
+        for (Warp& warp : block.warps) warp.pace = seed ? 1u << machine.random() % 5 : 1;
+        for (int t = 0; t < threads; t++) {
+            all.push_back(std::make_unique<Thread>());
+            Thread& thread = *all.back();
+            thread.thread.x = t, thread.block = &block, thread.warp = &block.warps[t / 32];
+            thread.warp->lanes[t % 32] = &thread, thread.warp->members++;
+            constexpr size_t STACK = 1 << 16;
+            thread.stack.reset(new char[STACK]);
+            getcontext(&thread.context);
+            thread.context.uc_stack = {thread.stack.get(), 0, STACK};
+            makecontext(&thread.context, reinterpret_cast<void (*)()>(begin_thread), 0);
+        }
     }
+    std::vector<Thread*> order;
+    for (auto& thread : all) order.push_back(thread.get());
     while (!order.empty()) {
         bool moved = false;
         std::shuffle(order.begin(), order.end(), machine.random);
-        for (Warp* warp : order) {
+        for (Thread* thread : order) {
             if (machine.random() % machine.patience == 0) moved |= run_a_copy(machine);
-            if (machine.random() % warp->pace == 0) moved |= go_on(machine, *warp);
+            if (thread->waits && !thread->waits()) {
+                moved |= thread->breathes;
+                continue;
+            }
+            if (machine.random() % thread->warp->pace) {
+                moved = true;
+                continue;
+            }
+            thread->waits = nullptr, thread->breathes = false;
+            machine.now = thread;
+            go_on(machine, *thread);
+            if (machine.error) std::rethrow_exception(machine.error);
+            moved = true;
         }
-        order.erase(std::remove_if(order.begin(), order.end(), [](Warp* warp) { return warp->ended == 32; }), order.end());
-        if (moved || order.empty() || any_ready(order)) continue;
-        if (!run_a_copy(machine)) throw std::runtime_error("all threads wait for what never comes");
+        order.erase(std::remove_if(order.begin(), order.end(), [](Thread* thread) { return thread->ended; }), order.end());
+        if (!moved && !run_a_copy(machine)) throw std::runtime_error("all threads wait for what never comes");
     }
     while (run_a_copy(machine)) {}
 }

@@ -54,20 +54,16 @@ SM90 void prefetch_map(const CUtensorMap*) {}
 template <typename F>
 void each_element(machine::Block& block, const CUtensorMap& map, std::array<int, 5> first, uint32_t shared, F copy) {
     const int* box = map.box;
-    const int rows = box[1] * box[2] * box[3] * box[4];
-    for (int row = 0; row < rows; row++) {
+    const int count = box[0] * box[1] * box[2] * box[3] * box[4];
+    for (int number = 0; number < count; number++) {
         int64_t offset = 0;
         bool inside = true;
-        for (int d = 1, rest = row; d < 5; rest /= box[d++]) {
+        for (int d = 0, rest = number; d < 5; rest /= box[d++]) {
             const int64_t place = first[d] + rest % box[d];
             inside &= place >= 0 && place < map.sizes[d], offset += place * map.strides[d];
         }
-        for (int i = 0; i < box[0]; i++, shared += map.element) {
-            const int64_t place = first[0] + i;
-            const bool there = inside && place >= 0 && place < map.sizes[0];
-            copy(there ? const_cast<unsigned char*>(map.data) + offset + place * map.strides[0] : nullptr,
-                 machine::at(block, machine::swizzled(shared)));
-        }
+        copy(inside ? const_cast<unsigned char*>(map.data) + offset : nullptr,
+             machine::at(block, machine::swizzled(shared + map.element * number)));
     }
 }
 SM90 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int box, int head, int batch) {
@@ -184,39 +180,35 @@ SM90 float half_of(uint32_t both, int which) {
     return float(found);
 }
 
-// The numbers of columns, in place of a product, for all threads of a warp.
-SM90 void finish_broadcast(const machine::Warp& warp, size_t number) {
-    for (int lane = 0; lane < 32; lane++) {
-        const auto& product = warp.lanes[lane]->products[number];
+// What a thread has of a product, d, once all of its warp have begun it.
+template <typename E>
+SM90 void finish(const machine::Product& product, size_t number) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    if (product.broadcast) {
         for (int c = 0; c < product.columns / 4; c++) {
             float parts[3];
             const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
             std::memcpy(parts, machine::at(*self().block, ((product.b & 0x3FFF) << 4) + column * 16), 12);
             for (int h = 0; h < 2; h++) product.d[c / 2 * 4 + 2 * h + c % 2] = parts[0] + parts[1] + parts[2];
         }
+        return;
     }
-}
-// What all threads of a warp have of a product, d, once they have begun it.
-template <typename E>
-__attribute__((optimize("O3"))) SM90 void finish(const machine::Warp& warp, size_t number) {
-    static float left[32], right[32][256];
-    const auto& product = self().products[number];
-    const int columns = product.columns, depth = product.depth, first = threadIdx.x % 128 / 32 * 16;
-    for (int c = 0; c < columns; c++)
-        for (int k = 0; k < depth; k++) right[k][c] = element(product, product.b, product.b_across, c, k);
-    for (int row = 0; row < 16; row++) {
-        const int h = row / 8;
-        for (int k = 0; k < depth; k++) {
-            const auto& mate = warp.lanes[row % 8 * 4 + k % 8 / 2]->products[number];
-            left[k] = product.registers ? half_of<E>(mate.left[k / 8 * 2 + h], k % 2) : element(product, product.a, product.a_across, first + row, k);
-        }
-        double sums[256] = {};
+    const int depth = product.depth;
+    std::vector<float> right(product.columns / 4 * depth);
+    for (int c = 0; c < product.columns / 4; c++)
         for (int k = 0; k < depth; k++)
-            for (int c = 0; c < columns; c++) sums[c] += double(left[k]) * right[k][c];
-        for (int c = 0; c < columns; c++) {
-            const auto& mine = warp.lanes[row % 8 * 4 + c % 8 / 2]->products[number];
-            float& d = mine.d[c / 8 * 4 + 2 * h + c % 2];
-            d = float(sums[c] + (mine.add ? d : 0));
+            right[c * depth + k] = element(product, product.b, product.b_across, c / 2 * 8 + lane % 4 * 2 + c % 2, k);
+    for (int h = 0; h < 2; h++) {
+        float left[32];
+        for (int k = 0; k < depth; k++) {
+            const auto& mate = self().warp->lanes[lane / 4 * 4 + k % 8 / 2]->products[number];
+            left[k] = product.registers ? half_of<E>(mate.left[k / 8 * 2 + h], k % 2) : element(product, product.a, product.a_across, first + 8 * h, k);
+        }
+        for (int c = 0; c < product.columns / 4; c++) {
+            double sum = 0;
+            for (int k = 0; k < depth; k++) sum += double(left[k]) * right[c * depth + k];
+            float& d = product.d[c / 2 * 4 + 2 * h + c % 2];
+            d = float(sum + (product.add ? d : 0));
         }
     }
 }
@@ -227,13 +219,14 @@ SM90 void finish_all(int pending) {
     auto& me = self();
     size_t count = 0;
     while (count < me.products.size() && me.products[count].group < me.groups - pending) count++;
-    machine::meet_warp([&] {
-        for (size_t i = 0; i < count; i++) me.products[i].broadcast ? finish_broadcast(*me.warp, i) : finish<E>(*me.warp, i);
-    });
+    machine::meet_warp();
+    for (size_t i = 0; i < count; i++) finish<E>(me.products[i], i);
+    machine::meet_warp();
     me.products.erase(me.products.begin(), me.products.begin() + count);
 }
 SM90 void products_commit() {
-    if (machine::chosen_together(++self().groups)) finish_all<T>(0);
+    self().groups++;
+    if (machine::exchange(machine::here().random())[0] % 2) finish_all<T>(0);
 }
 template <int PENDING>
 SM90 void products_wait() { finish_all<T>(PENDING); }
@@ -279,7 +272,7 @@ SM90 void load_matrices(uint32_t (&x)[4], uint32_t at) {
 template <typename E>
 SM90 void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     const int lane = threadIdx.x % 32;
-    std::array<uint32_t, 32> left[4], right[2] = {machine::exchange(b0), machine::exchange(b1)};
+    std::vector<uint32_t> left[4], right[2] = {machine::exchange(b0), machine::exchange(b1)};
     for (int i = 0; i < 4; i++) left[i] = machine::exchange(a[i]);
     for (int i = 0; i < 4; i++) {
         double sum = d[i];
