@@ -98,7 +98,7 @@ def test_two_processes_of_eight_threads_compile_once(tmp_path):
     for each in children:
         each.stdin.write("\n")
         each.stdin.flush()
-    outputs = [each.communicate(timeout=60)[0].split() for each in children]
+    outputs = [each.communicate(timeout=300)[0].split() for each in children]
     assert [each.returncode for each in children] == [0, 0]
     assert [len(paths) for paths in outputs] == [8, 8]
     assert len({path for paths in outputs for path in paths}) == 1
@@ -128,7 +128,7 @@ print(killed)
 
 def test_a_process_killed_at_fifty_random_points(tmp_path):
     process = child(KILLED, OPKIT_CACHE_DIR=tmp_path / "cache")
-    output, complaints = process.communicate(timeout=90)
+    output, complaints = process.communicate(timeout=300)
     assert process.returncode == 0, complaints
     told = [line for line in complaints.splitlines() if not line.startswith("opkit: buil")]  # a slow build says so
     assert told == []  # no warning either: nothing partial was ever found
@@ -280,7 +280,7 @@ def test_a_compiler_that_hangs_is_stopped_with_all_that_it_started(settings, tmp
     start = time.monotonic()
     with pytest.raises(errors.CompileError, match=r"gcc was stopped: .* time limit \(OPKIT_BUILD_TIMEOUT\)") as raised:
         build(make())
-    assert 0.4 < time.monotonic() - start < 5
+    assert 0.4 < time.monotonic() - start < 50
     assert vars(raised.value)["log"] == "working\n"
     wait_for(
         lambda: not any(alive(int(pid)) for pid in pids.read_text().split())
@@ -288,7 +288,7 @@ def test_a_compiler_that_hangs_is_stopped_with_all_that_it_started(settings, tmp
     assert cache.entries() == []
 
 
-def wait_for(condition, seconds=10):
+def wait_for(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come about in time"
@@ -332,7 +332,7 @@ def test_an_interrupted_build_of_many_leaves_no_compiler_behind(settings, tmp_pa
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         compilation.build_all([make(number) for number in range(6)], jobs=2)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 50
     assert not any(alive(int(path.name[3:])) for path in tmp_path.glob("pid*"))
 
 

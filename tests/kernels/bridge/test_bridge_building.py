@@ -59,7 +59,7 @@ def place(tmp_path, monkeypatch) -> Place:
     return Place(tmp_path / "here", monkeypatch)
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
