@@ -34,7 +34,7 @@ def test_first_cases_come_first_and_what_is_late_is_skipped(child_environment, t
         tmp_path,
     ]
     environment = child_environment | {"CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     shown = [
         line.split()[0].removeprefix("test_made.py::")
         for line in run.stdout.splitlines()

@@ -126,7 +126,7 @@ pytestmark = pytest.mark.skipif(not can_make_wheels(), reason="needs gcc, and se
 
 def checked(command, folder, environment):
     done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, cwd=folder, env=environment, timeout=500
+        list(map(str, command)), capture_output=True, text=True, cwd=folder, env=environment, timeout=900
     )
     assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -224,7 +224,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Dynamo starts CUDA, which cannot be used in a forked child")
 def test_a_forked_child_and_another_number_of_threads(child_environment):
-    subprocess.run([sys.executable, "-c", FORK], env={**child_environment, **os.environ}, check=True, timeout=500)
+    subprocess.run([sys.executable, "-c", FORK], env={**child_environment, **os.environ}, check=True, timeout=900)
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def run(tmp_path, child_environment):
         ]
         environment = child_environment | {"COLUMNS": "200"}
         done = subprocess.run(
-            command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=500, check=False
+            command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=900, check=False
         )
         return done.stdout, done.returncode
 

@@ -80,7 +80,7 @@ def run(scripts, folder, environment):
         paths.append(folder / name)
         paths[-1].write_text(text)
     command = [sys.executable, "-c", RUN, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -153,7 +153,7 @@ def test_scripts_for_what_a_script_defines_and_for_a_crash_show_the_failure(tmp_
     main = tmp_path / "main.py"
     main.write_text(MAIN)
     command = [sys.executable, str(main)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=child_environment, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=child_environment, timeout=900)
     assert done.returncode == 0, done.stderr
     scripts = json.loads(done.stdout.splitlines()[-1])
     found = run(scripts, tmp_path, child_environment)

@@ -27,7 +27,7 @@ def in_new_process(folder, source, **environment):
         env={**os.environ, **caches, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]

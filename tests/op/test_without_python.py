@@ -125,7 +125,7 @@ def made(environment):
     ]
     checked(build, variables, folder)
     for each in running:
-        _, errors = each.communicate(timeout=500)
+        _, errors = each.communicate(timeout=900)
         assert each.returncode == 0, errors.decode()
     return folder
 
@@ -194,7 +194,7 @@ def test_a_library_that_cannot_be_loaded_is_named(made, tmp_path, broken, compla
         str(tmp_path),
         str(kernel),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 1
     assert complaint in done.stderr
     assert "kernel.so" in done.stderr

@@ -270,7 +270,7 @@ def test_of_two_processes_one_searches(tmp_path):
     both = [subprocess.Popen([sys.executable, "-c", CHILD], env=given, **pipes) for _ in range(2)]
     assert [each.stdout.readline() for each in both] == ["ready\n"] * 2
     outputs = [each.stdin.write("\n") and each.stdin.flush() for each in both]
-    outputs = sorted((each.communicate(timeout=500) for each in both), key=lambda said: len(said[0]))
+    outputs = sorted((each.communicate(timeout=900) for each in both), key=lambda said: len(said[0]))
     assert not any("Traceback" in said[1] for said in outputs), outputs
     assert outputs[0][0].splitlines() == ["chosen 64"]
     assert outputs[1][0].splitlines() == ["measuring 32", "measuring 64", "measuring 128", "chosen 64"]

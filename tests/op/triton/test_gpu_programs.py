@@ -100,7 +100,7 @@ print("right")
 def test_ahead_of_time(tmp_path):
     def run(what):
         command = [sys.executable, "-c", _AHEAD_OF_TIME, str(_FILE.parent), what, str(tmp_path / f"{what}.pt2")]
-        return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
 
     if (done := run("kernel")).returncode == 0:
         return
