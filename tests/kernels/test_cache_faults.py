@@ -275,7 +275,7 @@ def test_names_and_sources_of_all_kinds(settings, tmp_path, form, compiler):
 
 def test_a_compiler_that_hangs_is_stopped_with_all_that_it_started(settings, tmp_path):
     pids = tmp_path / "pids"
-    compiler = script(tmp_path / "gcc", f"sleep 60 &\necho $$ $! > {pids}; echo working\nwait")
+    compiler = script(tmp_path / "gcc", f"sleep 600 &\necho $$ $! > {pids}; echo working\nwait")
     settings(cc=compiler, build_timeout=0.5)
     start = time.monotonic()
     with pytest.raises(errors.CompileError, match=r"gcc was stopped: .* time limit \(OPKIT_BUILD_TIMEOUT\)") as raised:
@@ -304,7 +304,7 @@ def alive(pid):
 
 def test_an_interrupted_build_leaves_no_compiler_behind(settings, tmp_path):
     pids = tmp_path / "pids"
-    settings(cc=script(tmp_path / "gcc", f"echo $$ > {pids}; exec sleep 60"))
+    settings(cc=script(tmp_path / "gcc", f"echo $$ > {pids}; exec sleep 600"))
 
     def interrupt():
         while not (pids.exists() and pids.read_text()):
@@ -320,7 +320,7 @@ def test_an_interrupted_build_leaves_no_compiler_behind(settings, tmp_path):
 
 
 def test_an_interrupted_build_of_many_leaves_no_compiler_behind(settings, tmp_path):
-    settings(cc=script(tmp_path / "gcc", f"echo $$ > {tmp_path}/pid$$; exec sleep 60"))
+    settings(cc=script(tmp_path / "gcc", f"echo $$ > {tmp_path}/pid$$; exec sleep 600"))
 
     def interrupt():
         while len(list(tmp_path.glob("pid*"))) < 2:

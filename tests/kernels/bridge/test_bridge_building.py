@@ -154,7 +154,7 @@ def alive(pid: int) -> bool:
 
 def test_a_compiler_that_hangs_is_stopped(place):
     pid = place.folder / "pid"
-    place.compile_by(f"sleep 60 & echo $! > '{pid}'; wait")
+    place.compile_by(f"sleep 600 & echo $! > '{pid}'; wait")
     place.settings(build_timeout=0.3)
     with pytest.raises(CompileError, match=r"within 0\.3 s"):
         bridge.build(place.paths)
@@ -237,7 +237,7 @@ def test_two_that_want_it_build_it_once(place, capfd):
 
 
 def test_a_build_that_was_killed_is_built_again(place):
-    place.compile_by("exec sleep 60")
+    place.compile_by("exec sleep 600")
     started: list[subprocess.Popen[bytes]] = []
     real = subprocess.Popen
 
