@@ -1,61 +1,123 @@
-"""What every test shares: GPU tests are skipped, with the reason, where there is no GPU; child processes find opkit.
+"""Which cases run, where what they build is stored, and an environment for child processes.
 
-``--budget SECONDS`` is for slow machines: the first case of every test function is run before further ones, and what has not
-begun when the time is spent is skipped, with the reason.
+The default run leaves out the cases with a marker of ``LEFT_OUT``. ``--exhaustive`` runs them too, and ``-m`` those whose marker
+it names. A test with the marker ``sweep`` keeps a few of its cases (see :func:`telling`): the others get the marker
+``exhaustive``.
 """
 
 import importlib.metadata
+import itertools
 import os
-import time
+import re
+import shutil
+import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
+# `python -m pytest` puts the checkout first on the path, without the compiled part that an installed opkit has.
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
+
+try:
+    import opkit._core
+except ImportError as error:
+    raise pytest.UsageError(f"opkit is not installed ({error}). Run `pip install '.[test]'` in {ROOT}.") from error
+
 import torch
 
-import opkit
-
-_STARTED = time.monotonic()
+LEFT_OUT = ("exhaustive", "emulated", "build", "gpu")
+_CHUNK = 20  # consecutive cases that run in one shard, which share what their fixtures build
 
 
 def pytest_addoption(parser):
-    text = "run the first case of every test function first, and skip what has not begun after so many seconds"
-    parser.addoption("--budget", type=float, metavar="SECONDS", help=text)
+    group = parser.getgroup("opkit")
+    group.addoption("--exhaustive", action="store_true", help="run all cases, not only those of the default run")
+    text = "run part K of N of the cases that the default run leaves out"
+    group.addoption("--shard", metavar="K/N", type=_shard, help=text)
 
 
+def _shard(text):
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError(text)
+    return int(match[1]), int(match[2])
+
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        return
+    # Processes of tests share the cores: none spins while it waits. They build kernels into one folder.
+    folder = tempfile.mkdtemp(prefix="opkit-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ.update(OMP_WAIT_POLICY="passive", OPKIT_CACHE_DIR=folder)
+
+
+def pytest_report_header(config):
+    return f"left out: cases marked {', '.join(left_out(config)) or 'by none'} (run them by -m MARKER, or all by --exhaustive)"
+
+
+def left_out(config):
+    """The markers whose cases this run leaves out."""
+    if config.getoption("exhaustive") or config.getoption("shard"):
+        return []
+    named = re.findall(r"\w+", config.getoption("markexpr"))
+    return [marker for marker in LEFT_OUT if marker not in named]
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m reads the markers
 def pytest_collection_modifyitems(config, items):
+    for _, cases in itertools.groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        mark_exhaustive(list(cases))
     if not torch.cuda.is_available():
-        skip_those_for_gpus(items)
-    if config.getoption("budget") is not None:
-        items[:] = first_cases_first(items)
+        skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none")
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(skip)
+    wanted = items
+    if shard := config.getoption("shard"):
+        further = [item for item in items if has_marker(item, LEFT_OUT)]
+        wanted = [item for i, item in enumerate(further) if i // _CHUNK % shard[1] == shard[0] - 1]
+    elif leave := left_out(config):
+        wanted = [item for item in items if not has_marker(item, leave)]
+    if len(wanted) < len(items):
+        chosen = set(wanted)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = wanted
 
 
-def skip_those_for_gpus(items):
-    skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none")
-    for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(skip)
+def has_marker(item, names):
+    return any(item.get_closest_marker(name) is not None for name in names)
 
 
-def first_cases_first(items):
-    """The first case of each function, then all others; of cases that are run here, if there are some.
-
-    Those on emulated GPUs, which take longest, come after those of the rest.
-    """
-    first = {}
-    for item in sorted(items, key=lambda item: item.get_closest_marker("skip") is not None):
-        first.setdefault(item.nodeid.partition("[")[0], item)
-
-    def later(item):
-        return first[item.nodeid.partition("[")[0]] is not item, "gpu" in item.path.parts
-
-    return sorted(items, key=later)
+def mark_exhaustive(cases):
+    """Mark the cases of one test function that say little beyond others, if it is a sweep."""
+    sweep = cases[0].get_closest_marker("sweep")
+    if sweep is None:
+        return
+    for _, alike in itertools.groupby(sorted(cases, key=_where), key=_where):
+        alike = list(alike)
+        kept = telling(alike, *sweep.args)
+        for case in alike:
+            if case not in kept:
+                case.add_marker(pytest.mark.exhaustive)
 
 
-def pytest_runtest_setup(item):
-    budget = item.config.getoption("budget")
-    if budget is not None and time.monotonic() - _STARTED > budget:
-        pytest.skip(f"had not begun when {budget:.0f} seconds, the budget, were spent")
+def _where(case):
+    return has_marker(case, ("gpu", "skip"))
+
+
+def telling(cases, most=sys.maxsize):
+    """Of a sweep's cases, few that together have every value of every parameter, the first of equals; at most ``most``."""
+    values = {case: {(name, index) for name, index in case.callspec.indices.items()} for case in cases}
+    missing = set().union(*values.values())
+    kept = []
+    while missing and len(kept) < most:
+        kept.append(max(cases, key=lambda case: len(values[case] & missing)))
+        missing -= values[kept[-1]]
+    return kept
 
 
 @pytest.fixture(scope="session")
