@@ -16,6 +16,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 # `python -m pytest` puts the checkout first on the path, without the compiled part that an installed opkit has.
@@ -25,8 +26,6 @@ try:
     import opkit._core
 except ImportError as error:
     raise pytest.UsageError(f"opkit is not installed ({error}). Run `pip install '.[test]'` in {ROOT}.") from error
-
-import torch
 
 LEFT_OUT = ("exhaustive", "emulated", "build", "gpu")
 _CHUNK = 20  # consecutive cases that run in one shard, which share what their fixtures build

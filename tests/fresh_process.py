@@ -45,10 +45,11 @@ class Child:
 
     def __init__(self, arguments: list[str], env: Mapping[str, str], cwd: Path) -> None:
         self.arguments = arguments
-        self._files = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._folder = tempfile.TemporaryDirectory()
+        self._files = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
         installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
-        places = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._files]
-        self._process = _context.Process(target=_run, args=(arguments, dict(env), str(cwd), installed, places))
+        settings = (arguments, dict(env), str(cwd), installed, self._files)
+        self._process = _context.Process(target=_run, args=settings)
         self._process.start()
 
     def wait(self, check: bool = True, timeout: float = 900) -> subprocess.CompletedProcess[str]:
@@ -64,7 +65,8 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.join()
-        stdout, stderr = (self._read(file) for file in self._files)
+        stdout, stderr = (file.read_text() if file.exists() else "" for file in self._files)
+        self._folder.cleanup()
         if status is None:
             raise subprocess.TimeoutExpired(self.arguments, timeout, stdout, stderr)
         done = subprocess.CompletedProcess(self.arguments, status, stdout, stderr)
@@ -73,19 +75,14 @@ class Child:
             done.check_returncode()
         return done
 
-    def _read(self, file) -> str:
-        file.seek(0)
-        with file:
-            return file.read().decode()
 
-
-def _run(arguments: list[str], env: dict[str, str], cwd: str, installed: list[str], places: list[str]) -> None:
+def _run(arguments: list[str], env: dict[str, str], cwd: str, installed: list[str], files: list[Path]) -> None:
     """Be Python with these arguments, in a child of the server."""
     os.setsid()
-    for number, place in enumerate([os.devnull, *places]):
-        file = os.open(place, os.O_RDWR | os.O_APPEND)
-        os.dup2(file, number)
-        os.close(file)
+    for number, file in enumerate([os.devnull, *files]):
+        opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, number)
+        os.close(opened)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -1,11 +1,13 @@
 """The compiled core, against what the operating system says of the same processor."""
 
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-_core = pytest.importorskip("opkit._core", reason="opkit runs from a source tree that was not installed")
+from opkit import _core
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -37,3 +39,13 @@ def test_every_name_that_kernels_are_chosen_by_is_there():
     features = _core.cpu_features()
     assert expected <= features.keys()
     assert all(type(usable) is bool for usable in features.values())
+
+
+def test_a_source_tree_says_that_it_must_be_installed():
+    program = "from opkit import _core"
+    tree = Path(__file__).parents[1]
+    run = subprocess.run([sys.executable, "-c", program], cwd=tree, capture_output=True, text=True)
+    if any((tree / "opkit").glob("_core*.so")):
+        assert run.returncode == 0, run.stderr
+    else:
+        assert "Run `pip install .` in it" in run.stderr

@@ -12,7 +12,7 @@ ROOT = Path(opkit.__file__).parent
 ROOMS = {}
 for path in sorted(ROOT.rglob("*.py")):
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
-    if parts[-1] != "__main__":
+    if parts[-1] not in ("__main__", "_core"):
         ROOMS.setdefault(parts[1] if len(parts) > 2 else "opkit", []).append(".".join(parts).removesuffix(".__init__"))
 
 
