@@ -48,10 +48,14 @@ def _shard(text):
 def pytest_configure(config):
     if hasattr(config, "workerinput"):
         return
-    # Processes of tests share the cores: none spins while it waits. They build kernels into one folder.
+    # Workers share the cores: each computes with two threads, and none spins while it waits. They share what they compile, and
+    # nothing of an earlier run.
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     folder = tempfile.mkdtemp(prefix="opkit-tests-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    os.environ.update(OMP_WAIT_POLICY="passive", OPKIT_CACHE_DIR=folder)
+    for variable in ("OPKIT_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        os.environ[variable] = os.path.join(folder, variable.lower())
 
 
 def pytest_report_header(config):
