@@ -114,7 +114,7 @@ def _where(case):
 
 def telling(cases, most=sys.maxsize):
     """Of a sweep's cases, few that together have every value of every parameter, the first of equals; at most ``most``."""
-    values = {case: {(name, index) for name, index in case.callspec.indices.items()} for case in cases}
+    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases}
     missing = set().union(*values.values())
     kept = []
     while missing and len(kept) < most:
