@@ -70,7 +70,7 @@ def left_out(config):
     return [marker for marker in LEFT_OUT if marker not in named]
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m reads the markers
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before -m reads the markers, and before cases are shuffled
 def pytest_collection_modifyitems(config, items):
     for _, cases in itertools.groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         mark_exhaustive(list(cases))
@@ -89,6 +89,7 @@ def pytest_collection_modifyitems(config, items):
         chosen = set(wanted)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = wanted
+    return (yield)
 
 
 def has_marker(item, names):
