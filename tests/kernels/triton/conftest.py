@@ -1,5 +1,6 @@
 """Fixtures of tests of Triton kernels: settings for tuning, and packages that are built for a GPU that there is not."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -47,9 +48,10 @@ def gpu(fake, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def triton_cache(tmp_path_factory):
+def triton_cache():
+    """What Triton compiles is kept for this run of tests, whose processes share it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setenv("TRITON_CACHE_DIR", str(Path(os.environ["OPKIT_CACHE_DIR"]) / "triton_of_tests"))
         yield
 
 

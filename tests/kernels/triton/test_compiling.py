@@ -15,15 +15,9 @@ from opkit.errors import ArgumentError, CompileError, KernelError
 from opkit.kernels.triton import compiling, resources
 from opkit.kernels.triton.compiling import Binary, Param, Request, build, identity, lowered
 
-TARGETS = ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"]
+pytestmark = pytest.mark.usefixtures("triton_cache")
+TARGETS = ["sm_90", "sm_80", "gfx942", "sm_100", "sm_120"]
 THREE = ["sm_80", "sm_90", "gfx942"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
 
 
 @triton.jit
@@ -133,6 +127,7 @@ def ptx_sizes(request: Request) -> list[int]:
 # ---- what the compiled function takes --------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", TARGETS)
 def test_pointers_numbers_and_scratch_are_passed_in_order(target):
     binary = build(dataclasses.replace(SCALE, target=target))
@@ -155,6 +150,7 @@ def test_every_scalar_type_takes_the_bytes_that_it_is_passed_as(target):
         assert ptx_sizes(request) == [param.size for param in binary.params]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_descriptor_is_a_map_where_the_hardware_has_them(target):
     request = dataclasses.replace(MOVE, target=target)
@@ -178,6 +174,7 @@ def test_a_map_says_how_it_is_encoded():
     assert build(dataclasses.replace(MOVE, target="sm_80")).maps == ()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("type", "number"), [("bf16", 9), ("fp32", 7), ("u8", 0), ("i32", 3), ("fp16", 6)])
 def test_element_types_of_maps_are_those_of_the_driver(type, number):
     signature = dict(MOVE.signature) | dict.fromkeys(("source", "target"), f"tensordesc<{type}[32, 64]>")
@@ -206,9 +203,8 @@ def test_warps_of_their_own_are_counted_among_the_threads():
     assert binary.shared > 48 << 10
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-def test_blocks_of_a_cluster(target):
-    request = dataclasses.replace(SCALE, target=target, options={"num_ctas": 2, "num_warps": 8})
+def test_blocks_of_a_cluster():
+    request = dataclasses.replace(SCALE, target="sm_90", options={"num_ctas": 2, "num_warps": 8})
     binary = build(request)
     assert (binary.cluster, binary.threads) == ((2, 1, 1), 256)
 
@@ -220,6 +216,7 @@ def test_cooperative_and_dependent_launches():
     assert binary.pdl
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("target", TARGETS)
 def test_gluon(target):
     binary = build(gluon_request(target))

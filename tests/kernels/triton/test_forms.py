@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import pytest
 import triton
 import triton.language as tl
 
@@ -67,9 +66,10 @@ def test_each_serves_those_that_are_told_more():
     assert [max(listed, key=lambda built: specificity(built, listed[0]))] == listed[:1]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_other_calls_are_not_served():
+    general = form_of(relaxed(CALL)[-1])
+    assert serves(general, form_of(CALL))
+    for changes in (
         {"source": "another"},
         {"target": "sm_100"},
         {"wide": True},
@@ -84,12 +84,8 @@ def test_each_serves_those_that_are_told_more():
         {"constexprs": {"flag": "int 1"}},
         {"constexprs": {"x_stride_m1": "int 2"}},
         {"constexprs": {"x_stride_m1": "bool True"}},
-    ],
-)
-def test_other_calls_are_not_served(changes):
-    general = form_of(relaxed(CALL)[-1])
-    assert serves(general, form_of(CALL))
-    assert not serves(general, changed(form_of(CALL), **changes))
+    ):
+        assert not serves(general, changed(form_of(CALL), **changes)), changes
 
 
 def test_none_is_no_pointer():
@@ -103,9 +99,8 @@ def test_the_same_architecture_comes_first():
     assert specificity(general, new) > specificity(old, new)
 
 
-@pytest.mark.parametrize(
-    ("built", "device", "runs"),
-    [
+def test_which_architectures_run_a_binary():
+    for built, device, runs in (
         ("sm_80", "sm_89", True),
         ("sm_89", "sm_80", False),
         ("sm_75", "sm_80", False),
@@ -115,10 +110,8 @@ def test_the_same_architecture_comes_first():
         ("gfx942", "gfx942", True),
         ("gfx942", "gfx950", False),
         ("sm_90", "gfx942", False),
-    ],
-)
-def test_which_architectures_run_a_binary(built, device, runs):
-    assert targets.runs(built, device) == runs
+    ):
+        assert targets.runs(built, device) == runs, (built, device)
 
 
 def test_a_form_is_the_same_in_each_process_and_place():
@@ -147,7 +140,11 @@ def test_an_entry_survives_json():
     assert entry().size == 5
 
 
-@pytest.mark.parametrize("file", ["rows.cubin", "triton/../rows.cubin", "triton/rows.so", "/triton/rows.cubin", ""])
-def test_names_that_lead_elsewhere_are_refused(file):
-    with pytest.raises(ValueError, match="is not the name of a binary"):
-        TritonBinary.from_json({**entry().to_json(), "file": file})
+def test_names_that_lead_elsewhere_are_refused():
+    for file in ("rows.cubin", "triton/../rows.cubin", "triton/rows.so", "/triton/rows.cubin", ""):
+        said = None
+        try:
+            TritonBinary.from_json({**entry().to_json(), "file": file})
+        except ValueError as error:
+            said = str(error)
+        assert "is not the name of a binary" in str(said), file

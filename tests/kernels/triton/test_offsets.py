@@ -12,14 +12,8 @@ from opkit.errors import KernelError
 from opkit.kernels.triton.compiling import Request, build, lowered
 from opkit.kernels.triton.offsets import rewritten
 
-TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
+pytestmark = pytest.mark.usefixtures("triton_cache")
+TARGETS = ["sm_90", "gfx942", "sm_80", "sm_100"]
 
 
 @triton.jit
@@ -71,6 +65,7 @@ def entry(text):
     return names, {name: (operation, operands) for name, operation, operands in found}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("wide", [False, True])
 def test_the_parameters_come_last_and_are_passed(target, wide):
@@ -83,6 +78,7 @@ def test_the_parameters_come_last_and_are_passed(target, wide):
     ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("target", TARGETS)
 def test_ids_are_shifted_and_sizes_are_the_whole_grids(target):
     text = lowered(request(target)).asm["ttir"]
@@ -109,11 +105,13 @@ def test_without_it_nothing_is_added():
     assert len(build(request(offsets=False)).params) == 4
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_function_without_parameters(target):
     build(Request(nothing, {}, {}, target=target, offsets=True))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("target", TARGETS)
 def test_gluon(target, wide):

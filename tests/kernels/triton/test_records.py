@@ -122,9 +122,8 @@ def damage(file, how):
     file.write_bytes(how(text).encode() if isinstance(how(text), str) else how(text))
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
+def test_a_damaged_file_is_refused_and_written_anew():
+    for how, reason in (
         (lambda text: "", "cannot be read as JSON"),
         (lambda text: text[:-40], "cannot be read as JSON"),
         (lambda text: b"\xff\xfe\x00", "cannot be read as JSON"),
@@ -145,19 +144,16 @@ def damage(file, how):
         (lambda text: text.replace('"constexprs"', '"values"'), "config has no 'constexprs'"),
         (lambda text: text.replace('"BLOCK": 64', '"BLOCK": {"a": 1}'), "BLOCK is {'a': 1}, expected a value"),
         (lambda text: text.replace('"BLOCK": 64', '"BLOCK": 256'), "has a configuration twice"),
-    ],
-)
-def test_a_damaged_file_is_refused_and_written_anew(how, reason):
-    remember()
-    file = records.file_of("demo::rms_norm", "_fwd")
-    damage(file, how)
-    (refusal,) = lookup().refusals
-    assert refusal.damaged
-    assert refusal.file == file
-    assert reason in str(refusal)
-    assert records.listed() == []
-    remember()
-    assert lookup().config is LARGE
+    ):
+        remember()
+        file = records.file_of("demo::rms_norm", "_fwd")
+        damage(file, how)
+        refusals = lookup().refusals
+        assert [(refusal.damaged, refusal.file) for refusal in refusals] == [(True, file)], reason
+        assert reason in str(refusals[0])
+        assert records.listed() == [], reason
+        remember()
+        assert lookup().config is LARGE, reason
 
 
 def test_a_folder_in_the_place_of_a_file(place):

@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import triton
 import triton.language as tl
 from triton import knobs
 
+import opkit
 from opkit.kernels.triton import compiling, stored
 from opkit.kernels.triton.compiling import Request, build, identity
 
@@ -50,23 +52,20 @@ def test_the_second_process_does_not_ask_triton(compiled):
     assert kept().stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),
-        lambda path: path.write_bytes(b"{}\n"),
-        lambda path: path.write_bytes(b"no line"),
-        lambda path: path.chmod(0o666),
-        lambda path: path.parent.chmod(0o777),
-        lambda path: (path.rename(path.with_suffix(".own")), path.symlink_to(path.with_suffix(".own"))),
-    ],
-    ids=["other bytes", "no fields", "no JSON", "a file of all", "a folder of all", "a link"],
-)
-def test_what_is_not_as_it_was_written_is_not_trusted(compiled, damage):
+def test_what_is_not_as_it_was_written_is_not_trusted(compiled):
     first = build(REQUEST)
-    damage(kept())
-    assert build(REQUEST) == first
-    assert len(compiled) == 2
+    for name, damage in {
+        "other bytes": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),
+        "no fields": lambda path: path.write_bytes(b"{}\n"),
+        "no JSON": lambda path: path.write_bytes(b"no line"),
+        "a file of all": lambda path: path.chmod(0o666),
+        "a link": lambda path: (path.rename(path.with_suffix(".own")), path.symlink_to(path.with_suffix(".own"))),
+        "a folder of all": lambda path: path.parent.chmod(0o777),
+    }.items():
+        compiled.clear()
+        damage(kept())
+        assert build(REQUEST) == first, name
+        assert len(compiled) == 1, name
 
 
 def test_a_folder_that_cannot_be_written_to(compiled, tmp_path):
@@ -89,16 +88,20 @@ def test_the_environment_is_part_of_the_key(compiled, monkeypatch):
 
 
 def test_triton_s_own_cache_is_asked_alike_by_every_process(tmp_path):
-    script = """
+    script = f"""
+import sys, types
+sys.modules["opkit"] = types.ModuleType("opkit")  # opkit/__init__.py would import torch
+sys.modules["opkit"].__path__ = {[str(Path(opkit.__file__).parent)]!r}
 from tests.kernels.triton.test_stored import REQUEST, compiling
 backend = compiling._backend(compiling.targets.parse(REQUEST.target))
 print(compiling._source(REQUEST, backend).hash())
 """
-    root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
+    root = str(Path(__file__).parents[3])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
+    command = [sys.executable, "-c", script]
     hashes = set()
-    for seed in ("1", "2", "3"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
-        command = [sys.executable, "-c", script]
+    for seed in ("1", "2"):
+        environment["PYTHONHASHSEED"] = seed
         found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
         hashes.add(found.stdout)
     assert len(hashes) == 1

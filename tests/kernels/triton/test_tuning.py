@@ -87,9 +87,8 @@ def caused(by):
     return error
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
+def test_want_of_resources_skips_a_configuration():
+    for number, (error, reason) in enumerate((
         (OutOfResources("shared memory"), "out of resources: shared memory"),
         (torch.OutOfMemoryError("tried to allocate\n64 GiB"), "out of memory: tried to allocate 64 GiB"),
         (RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: out of memory"), "out of memory: CUDA_ERROR_OUT_OF_MEMORY"),
@@ -98,15 +97,15 @@ def caused(by):
         (caused(CompileTimeAssertionFailure("BLOCK")), "a static_assert of the kernel failed: BLOCK"),
         (caused(OutOfResources("registers")), "out of resources: registers"),
         (tuning.Unfit("no such layout"), "unfit: no such layout"),
-    ],
-)
-def test_want_of_resources_skips_a_configuration(error, reason):
-    choice = decide(Timer(_128=error))
-    assert choice.config is CONFIGS[0]
-    assert choice.ms_of(BEST) is None
-    tuning.forget()
-    (skipped,) = [each for each in decide(never).tried if each.ms is None]
-    assert skipped.skipped.startswith(reason)
+    )):  # fmt: skip
+        bucket = f"bf16 | d={2**number}"
+        choice = decide(Timer(_128=error), bucket=bucket)
+        assert choice.config is CONFIGS[0], reason
+        assert choice.ms_of(BEST) is None, reason
+        tuning.forget()
+        skipped = [each.skipped for each in decide(never, bucket=bucket).tried if each.ms is None]
+        assert len(skipped) == 1, reason
+        assert skipped[0].startswith(reason)
 
 
 def test_triton_s_own_exceptions_are_known_by_their_names():

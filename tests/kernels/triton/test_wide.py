@@ -14,16 +14,12 @@ from opkit.errors import CompileError
 from opkit.kernels.triton.compiling import Request, build, lowered
 from opkit.kernels.triton.wide import widened
 
-pytestmark = pytest.mark.filterwarnings("ignore:tl.make_block_ptr is deprecated")  # Triton 3.6 says so
+pytestmark = [
+    pytest.mark.usefixtures("triton_cache"),
+    pytest.mark.filterwarnings("ignore:tl.make_block_ptr is deprecated"),  # Triton 3.6 says so
+]
 
 TARGETS = ["sm_80", "sm_90", "gfx942"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
 
 
 @triton.jit
@@ -149,6 +145,7 @@ def names(function):
     return function.__name__
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("function", KERNELS, ids=names)
 def test_usual_kernels_compile(function, target):
@@ -161,7 +158,12 @@ def source_of(function, **options):
     return re.sub(r" loc\(.*\)$", "", text, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("function", KERNELS, ids=names)
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize(
+    "function",
+    [elementwise, tiles, persistent, branches, blocks, not_inlined, rows, carried, counted, dropped],
+    ids=names,
+)
 def test_program_ids_are_made_64_bits_wide_and_used_so_alone(function):
     asked = 0
     for text in source_of(function).split("tt.func")[1:]:
@@ -206,7 +208,8 @@ def gluon_rows(x, out, n, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
         gl.store(out + row * n + at, gl.load(x + row * n + at, mask=at < n), mask=at < n)
 
 
-@pytest.mark.parametrize("target", [*TARGETS, "sm_100"])
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("target", ["sm_90", "gfx942", "sm_80", "sm_100"])
 def test_gluon(target):
     constants = {"BLOCK": 1024, "LAYOUT": gl.BlockedLayout([1], [64 if target == "gfx942" else 32], [4], [0])}
     signature = {"x": "*fp32", "out": "*fp32", "n": "i64"} | dict.fromkeys(constants, "constexpr")
