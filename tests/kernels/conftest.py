@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import shutil
 import subprocess
 import weakref
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 import torch
 
@@ -226,15 +228,20 @@ class Fake:
 
 
 @pytest.fixture(scope="session")
-def fake_libraries(tmp_path_factory) -> dict[str, Path]:
-    """The fake driver as CUDA's and as HIP's."""
+def fake_libraries() -> dict[str, Path]:
+    """The fake driver as CUDA's and as HIP's. The processes of a run of tests build it once, in the folder that they share."""
     if shutil.which("gcc") is None:
         pytest.skip("gcc is not installed")
-    folder = tmp_path_factory.mktemp("fake_driver")
+    folder = Path(os.environ["OPKIT_CACHE_DIR"]) / "fake_driver"
+    folder.mkdir(exist_ok=True)
     flags = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-shared", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"]
     paths = {kind: folder / f"libfake_{kind}.so" for kind in ("cuda", "hip")}
-    for kind, path in paths.items():
-        subprocess.run(["gcc", *flags, f"-D{kind.upper()}", str(SOURCE), "-o", str(path)], check=True)
+    with filelock.FileLock(folder / "lock"):
+        for kind, path in paths.items():
+            if not path.exists():
+                made = path.with_suffix(".made")
+                subprocess.run(["gcc", *flags, f"-D{kind.upper()}", str(SOURCE), "-o", str(made)], check=True)
+                made.rename(path)
     return paths
 
 

@@ -116,22 +116,19 @@ def test_more_shared_memory_than_there_is_is_an_error(fake):
         _launch(fake, shared=300_000)
 
 
-@pytest.mark.parametrize(
-    ("options", "attributes"),
-    [
+def test_launch_attributes(fake):
+    for options, attributes in (
         ({"pdl": True}, "6=1,0,0"),
         ({"cooperative": True}, "2=1,0,0"),
         ({"cluster": (2, 1, 1)}, "4=2,1,1 5=1,0,0"),
         ({"cluster": (2, 2, 1), "pdl": True, "cooperative": True}, "6=1,0,0 2=1,0,0 4=2,2,1 5=1,0,0"),
-    ],
-)
-def test_launch_attributes(fake, options, attributes):
-    _launch(fake, grid=(3, 5, 7), **options)
-    function, _, grid, *_ = fake.launches[0]
-    assert function == "cuLaunchKernelEx"
-    cluster = options.get("cluster", (1, 1, 1))
-    assert grid == ",".join(str(n * c) for n, c in zip((3, 5, 7), cluster, strict=True))
-    assert fake.launches[0][6] == attributes
+    ):
+        _launch(fake, grid=(3, 5, 7), **options)
+        function, _, grid, *_ = fake.launches[-1]
+        assert function == "cuLaunchKernelEx", options
+        cluster = options.get("cluster", (1, 1, 1))
+        assert grid == ",".join(str(n * c) for n, c in zip((3, 5, 7), cluster, strict=True)), options
+        assert fake.launches[-1][6] == attributes, options
     assert not fake.noted("attribute")
 
 
@@ -148,20 +145,18 @@ def test_a_failed_launch_names_the_clusters(fake):
         _launch(fake, cluster=(2, 1, 1))
 
 
-@pytest.mark.parametrize(
-    ("options", "function", "attributes"),
-    [
+def test_hip(fake_hip):
+    for options, function, attributes in (
         ({}, "hipModuleLaunchKernel", ""),
         ({"pdl": True}, "hipModuleLaunchKernel", ""),
         ({"shared": 60_000}, "hipModuleLaunchKernel", ""),
         ({"cooperative": True}, "hipModuleLaunchCooperativeKernel", ""),
         ({"cluster": (2, 1, 1), "cooperative": True}, "hipDrvLaunchKernelEx", "2=1,0,0 4=2,1,1"),
-    ],
-)
-def test_hip(fake_hip, options, function, attributes):
-    _launch(fake_hip, grid=(3, 1, 1), threads=256, **options)
-    assert [(row[0], row[3], row[6]) for row in fake_hip.launches] == [(function, "256,1,1", attributes)]
-    assert fake_hip.noted("device") == [["device", "0"], ["device", "0"]]
+    ):
+        fake_hip.library.fake_reset()
+        _launch(fake_hip, grid=(3, 1, 1), threads=256, **options)
+        assert [(row[0], row[3], row[6]) for row in fake_hip.launches] == [(function, "256,1,1", attributes)], options
+        assert fake_hip.noted("device") == [["device", "0"], ["device", "0"]], options
 
 
 def test_hip_has_no_tensor_descriptors(fake_hip):

@@ -36,37 +36,32 @@ def _entries(fake, kind, role, values, source="SCALAR"):
     return op
 
 
-@pytest.mark.parametrize(("role", "a", "b", "same"), _PAIRS)
-def test_ints(fake, role, a, b, same):
-    op = _entries(fake, "int", role, [a, b, a, b])
-    assert len(op.missed) == (1 if same else 2)
-    assert [values[0] for values in op.missed] == ([a] if same else [a, b])
-    assert op.launcher.entries == len(op.missed)
+def test_ints(fake):
+    for role, a, b, same in _PAIRS:
+        op = _entries(fake, "int", role, [a, b, a, b])
+        assert [values[0] for values in op.missed] == ([a] if same else [a, b]), (role, a, b)
+        assert op.launcher.entries == len(op.missed), (role, a, b)
 
 
-@pytest.mark.parametrize(
-    ("role", "a", "b", "same"),
-    [
+def test_floats(fake):
+    for role, a, b, same in (
         ("float", 0.5, 2.0, True),
         ("float_exact", 0.5, 0.5, True),
         ("float_exact", 0.5, math.nextafter(0.5, 1), False),
         ("float_exact", 0.0, -0.0, False),
         ("float_exact", math.nan, math.nan, True),
         ("exact", 0.5, 0.25, False),
-    ],
-)
-def test_floats(fake, role, a, b, same):
-    op = _entries(fake, "float", role, [a, b, a])
-    assert len(op.missed) == (1 if same else 2)
-    assert struct.pack("d", op.missed[0][0]) == struct.pack("d", a)
+    ):
+        op = _entries(fake, "float", role, [a, b, a])
+        assert len(op.missed) == (1 if same else 2), (role, a, b)
+        assert struct.pack("d", op.missed[0][0]) == struct.pack("d", a), (role, a, b)
 
 
-@pytest.mark.parametrize(("role", "kinds"), [("bool", 1), ("exact", 2)])
-def test_bools(fake, role, kinds):
-    op = _entries(fake, "bool", role, [True, False, True])
-    assert len(op.missed) == kinds
-    assert [values[0] for values in op.missed] == [True, False][:kinds]
-    assert all(isinstance(values[0], bool) for values in op.missed)
+def test_bools(fake):
+    for role, kinds in (("bool", 1), ("exact", 2)):
+        op = _entries(fake, "bool", role, [True, False, True])
+        assert [values[0] for values in op.missed] == [True, False][:kinds], role
+        assert all(isinstance(values[0], bool) for values in op.missed), role
 
 
 def test_dtypes_are_exact(fake):
@@ -96,14 +91,13 @@ def test_a_list_may_be_none(fake):
     assert [values[0] for values in op.missed] == [None, ()]
 
 
-@pytest.mark.parametrize(
-    ("kind", "role", "value"),
-    [("int?", "int", 5), ("float?", "float", 0.5), ("bool?", "bool", False), ("int?", "exact", 0)],
-)
-def test_an_optional_number_is_none_or_not(fake, kind, role, value):
-    op = _entries(fake, kind, role, [None, value, None, value], "SCALAR_POINTER")
-    assert [values[0] for values in op.missed] == [None, value]
-    assert type(op.missed[1][0]) is type(value)
+def test_an_optional_number_is_none_or_not(fake):
+    for kind, role, value in (
+        ("int?", "int", 5), ("float?", "float", 0.5), ("bool?", "bool", False), ("int?", "exact", 0),
+    ):  # fmt: skip
+        op = _entries(fake, kind, role, [None, value, None, value], "SCALAR_POINTER")
+        assert [values[0] for values in op.missed] == [None, value], (kind, role)
+        assert type(op.missed[1][0]) is type(value), (kind, role)
 
 
 def _tensors(fake, role, *tensors):

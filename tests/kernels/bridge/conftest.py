@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 import torch
 from torch import Tensor
@@ -50,10 +52,12 @@ class Native:
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory) -> tuple[Path, Path]:
-    """The libraries: kernels and bridge."""
-    folder, paths = tmp_path_factory.mktemp("bridge"), torch_paths()
-    settings = config.Config(cache_dir=folder / "cache")
+def built() -> tuple[Path, Path]:
+    """The libraries: kernels and bridge. The processes of a run of tests build them once, in the cache that they share."""
+    cache, paths = Path(os.environ["OPKIT_CACHE_DIR"]), torch_paths()
+    folder = cache / "bridge_of_tests"
+    folder.mkdir(exist_ok=True)
+    settings = config.Config(cache_dir=cache)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "get", lambda: settings)
         path = bridge.build(paths)
@@ -61,10 +65,14 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
         loaded = bridge.load(paths, 0)
         assert loaded is not None
         assert torch.__version__.startswith(loaded.torch_version)
+    kernels, made = folder / "fixture.so", folder / "fixture.made"
     command = ["gcc", "-std=c11", "-O1", "-fPIC", "-shared", f"-I{INCLUDE}", str(FIXTURE)]
-    command += ["-o", str(folder / "fixture.so"), f"-L{paths.library_dir}", "-ltorch_cpu"]
-    subprocess.run(command, check=True)
-    return folder / "fixture.so", path
+    command += ["-o", str(made), f"-L{paths.library_dir}", "-ltorch_cpu"]
+    with filelock.FileLock(folder / "lock"):
+        if not kernels.exists():
+            subprocess.run(command, check=True)
+            made.rename(kernels)
+    return kernels, path
 
 
 @pytest.fixture

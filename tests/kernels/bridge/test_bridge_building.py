@@ -6,12 +6,12 @@ import dataclasses
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import fresh_process
 import pytest
 
 from opkit import config
@@ -92,21 +92,19 @@ def test_it_is_built_once(place, capsys):
 def test_names_are_never_read_by_a_shell(tmp_path, monkeypatch):
     place = Place(tmp_path / 'a b;%s$(exit 1)\n"*', monkeypatch)
     ended, results = ensure(place)
-    assert ended.wait(20)
+    assert ended.wait(120)
     assert results == [building.cached(place.paths)]
     assert results[0] is not None
 
 
-@pytest.mark.parametrize("change", ["version", "git_version", "include_dir", "library_dir", "cxx11_abi", "compiler"])
-def test_the_key_covers_what_decides(place, change):
+def test_the_key_covers_what_decides(place):
     before = building.entry(place.paths).folder
-    paths = place.paths
-    if change == "compiler":
-        os.utime(place.compiler, ns=(2, 2))
-    else:
-        paths = dataclasses.replace(paths, **{change: False if change == "cxx11_abi" else Path("other")})
-    assert building.entry(paths).folder != before
-    assert building.entry(place.paths).folder == before or change == "compiler"
+    for change in ("version", "git_version", "include_dir", "library_dir", "cxx11_abi"):
+        paths = dataclasses.replace(place.paths, **{change: False if change == "cxx11_abi" else Path("other")})
+        assert building.entry(paths).folder != before, change
+    assert building.entry(place.paths).folder == before
+    os.utime(place.compiler, ns=(2, 2))
+    assert building.entry(place.paths).folder != before
 
 
 def flip(path: Path) -> None:
@@ -206,7 +204,7 @@ def test_a_library_that_cannot_be_loaded_is_a_failure(place):
 def test_in_the_background(place, capfd):
     ended, results = ensure(place)
     assert "building the bridge to torch 2.99.0 in the background (once; about 10 s)" in capfd.readouterr().err
-    assert ended.wait(20)
+    assert ended.wait(120)
     assert results == [building.cached(place.paths)]
     assert results[0] is not None
     assert not bridge.ensure_in_background(place.paths)
@@ -216,7 +214,7 @@ def test_in_the_background(place, capfd):
 def test_a_failure_in_the_background(place):
     place.compile_by("exit 3")
     ended, results = ensure(place)
-    assert ended.wait(20)
+    assert ended.wait(120)
     assert results == [None]
     assert place.state() == "failed"
     assert not bridge.ensure_in_background(place.paths)
@@ -230,8 +228,8 @@ def test_two_that_want_it_build_it_once(place, capfd):
     second, results = ensure(place)
     assert capfd.readouterr().err.count("building the bridge") == 1
     go.touch()
-    assert first.wait(20)
-    assert second.wait(20)
+    assert first.wait(120)
+    assert second.wait(120)
     assert results[0] is not None
     assert place.runs == 1
 
@@ -251,7 +249,7 @@ def test_a_build_that_was_killed_is_built_again(place):
         ended, results = ensure(place)
     until(lambda: place.state() == "building" and place.runs == 1)
     os.killpg(started[0].pid, signal.SIGKILL)
-    assert ended.wait(20)
+    assert ended.wait(120)
     assert results == [None]
     assert place.state() == "absent"
     folder = building.entry(place.paths).folder
@@ -262,13 +260,13 @@ def test_a_build_that_was_killed_is_built_again(place):
 
 
 def test_it_outlives_a_short_program(place, child_environment):
-    place.compile_by(f"sleep 5\n{COPY}")
+    place.compile_by(f"sleep 2\n{COPY}")
     code = (
         "import sys; from pathlib import Path; from opkit.kernels import bridge\n"
         "paths = bridge.TorchPaths('2.99.0', 'abc', Path(sys.argv[1]), Path(sys.argv[1]))\n"
         "assert bridge.ensure_in_background(paths)"
     )
     settings = {"OPKIT_CACHE_DIR": str(config.get().cache_dir), "OPKIT_CXX": str(place.compiler)}
-    subprocess.run([sys.executable, "-c", code, str(place.folder)], env=child_environment | settings, check=True)
+    fresh_process.run(["-c", code, str(place.folder)], child_environment | settings, cwd=place.folder)
     assert place.state() in ("building", "absent")
     until(lambda: place.state() == "built")

@@ -194,6 +194,7 @@ def test_a_written_argument_is_returned(native, library):
 # ---- refusals and errors --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("x", [torch.ones(1, 1, 2), torch.ones(2, dtype=torch.float64)])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_what_c_refuses_runs_in_python(native, plus_one, x, mode):
@@ -212,6 +213,7 @@ def test_an_error_in_c_is_its_message(native, plus_one, mode):
     assert str(caught.value) == "bridge_test::plus_one: 100% too many dimensions"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("error", [KeyError("k"), StopIteration("s"), KeyboardInterrupt(), KernelError("mine")])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_python_errors_keep_their_type(native, plus_one, error, mode):

@@ -35,6 +35,7 @@ def test_transforms(native, plus_one):
     torch.testing.assert_close(torch.func.functionalize(call)(x), x + 1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("needs", [False, True])
 def test_compile(native, plus_one, backend, needs):
