@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -111,24 +112,20 @@ ARGUMENT_SLOTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("text", "source", "name", "dtype", "member"), ARGUMENT_SLOTS, ids=[row[0] for row in ARGUMENT_SLOTS]
-)
-def test_arguments(text, source, name, dtype, member):
-    found = slot(text)
-    assert (found.source, found.argument, found.dtype, found.member) == (source, NUMBER[name], dtype, member)
+def test_arguments():
+    for text, source, name, dtype, member in ARGUMENT_SLOTS:
+        found = slot(text)
+        given = (found.source, found.argument, found.dtype, found.member)
+        assert given == (source, NUMBER[name], dtype, member), text
 
 
-@pytest.mark.parametrize(
-    ("text", "source", "detail"),
-    [
+def test_sizes_and_strides():
+    for text, source, detail in (
         ("x_size_0", "SIZE", 0), ("x_size_12", "SIZE", 12), ("x_size_m1", "SIZE", -1), ("x_stride_1", "STRIDE", 1),
         ("x_stride_m2", "STRIDE", -2), ("batch", "NAMED_SIZE", 0), ("d", "NAMED_SIZE", 1),
-    ],
-)  # fmt: skip
-def test_sizes_and_strides(text, source, detail):
-    found = slot(f"int64_t {text}")
-    assert (found.source, found.detail, found.c_type, found.member) == (source, detail, "int64_t", "i")
+    ):  # fmt: skip
+        found = slot(f"int64_t {text}")
+        assert (found.source, found.detail, found.c_type, found.member) == (source, detail, "int64_t", "i"), text
 
 
 def test_an_argument_wins_over_a_size_and_a_length_over_a_size():
@@ -141,9 +138,8 @@ ONE, TWO = with_outputs(Output("y")), with_outputs(Output("y"), Output("rstd"))
 IN_PLACE = with_outputs(Output("", alias=NUMBER["state"]))
 
 
-@pytest.mark.parametrize(
-    ("parameters", "facts", "arguments"),
-    [
+def test_outputs():
+    for parameters, facts, arguments in (
         ("T* y", ONE, [FIRST_OUTPUT]),
         ("T* out", ONE, [FIRST_OUTPUT]),
         ("const opk_tensor* out", ONE, [FIRST_OUTPUT]),
@@ -153,10 +149,8 @@ IN_PLACE = with_outputs(Output("", alias=NUMBER["state"]))
         ("T* out0, T* rstd, int64_t out1_numel", TWO, [FIRST_OUTPUT, FIRST_OUTPUT + 1, FIRST_OUTPUT + 1]),
         ("T* state", IN_PLACE, [NUMBER["state"]]),
         ("T* out", IN_PLACE, [NUMBER["state"]]),
-    ],
-)
-def test_outputs(parameters, facts, arguments):
-    assert [each.argument for each in bound(parameters, facts).slots] == arguments
+    ):
+        assert [each.argument for each in bound(parameters, facts).slots] == arguments, parameters
 
 
 def test_outputs_may_be_given_other_names():
@@ -165,9 +159,8 @@ def test_outputs_may_be_given_other_names():
         bound("T* z", ONE, outputs=("z", "w"))
 
 
-@pytest.mark.parametrize(
-    ("text", "value", "source", "constant", "member"),
-    [
+def test_constants_go_first():
+    for text, value, source, constant, member in (
         ("int n_threads", 3, "INT_CONSTANT", 3, "i"),
         ("CBLAS_ORDER order", 101, "INT_CONSTANT", 101, "i"),
         ("enum CBLAS_ORDER order", 101, "INT_CONSTANT", 101, "i"),
@@ -177,12 +170,9 @@ def test_outputs_may_be_given_other_names():
         ("bool fast", True, "INT_CONSTANT", 1, "i"),
         ("void* workspace", None, "INT_CONSTANT", 0, "p"),
         ("int64_t eps", -5, "INT_CONSTANT", -5, "i"),
-    ],
-)
-def test_constants_go_first(text, value, source, constant, member):
-    name = text.split()[-1]
-    found = slot(text, constants={name: value})
-    assert (found.source, found.constant, found.member) == (source, constant, member)
+    ):
+        found = slot(text, constants={text.split()[-1]: value})
+        assert (found.source, found.constant, found.member) == (source, constant, member), text
 
 
 def test_a_parameter_may_go_by_another_name():
@@ -258,15 +248,22 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "message"), REFUSED, ids=[row[0] for row in REFUSED])
-def test_what_does_not_fit(text, message):
-    with pytest.raises(DeclarationError, match=rf"demo::f, kernel 'kern', parameter `.*{message}"):
-        bound(text)
+def complaint(*args, **options):
+    try:
+        bound(*args, **options)
+    except DeclarationError as error:
+        return str(error)
+    return "none"
 
 
-@pytest.mark.parametrize(
-    ("text", "constants", "message"),
-    [
+def test_what_does_not_fit():
+    for text, message in REFUSED:
+        said = complaint(text)
+        assert re.search(rf"demo::f, kernel 'kern', parameter `.*{message}", said), (text, said)
+
+
+def test_constants_that_do_not_fit():
+    for text, constants, message in (
         ("int a", {"b": 1}, "bind= names 'b', but f has no such parameter. It has a"),
         ("int a", {"a": 0.5}, "Give it an integer"),
         ("int a", {"a": 2**31}, "does not fit into int"),
@@ -275,16 +272,13 @@ def test_what_does_not_fit(text, message):
         ("int a", {"a": None}, "A pointer takes None alone"),
         ("const T* a", {"a": 3}, "A pointer takes None alone"),
         ("int a", {"a": "dd"}, "'dd' stands for nothing.*Nearest: d"),
-    ],
-)
-def test_constants_that_do_not_fit(text, constants, message):
-    with pytest.raises(DeclarationError, match=message):
-        bound(text, constants=constants)
+    ):
+        said = complaint(text, constants=constants)
+        assert re.search(message, said), (text, constants, said)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "facts", "message"),
-    [
+def test_outputs_that_stay_unwritten():
+    for parameters, facts, message in (
         (
             "const T* x",
             ONE,
@@ -294,8 +288,6 @@ def test_constants_that_do_not_fit(text, constants, message):
         ("int64_t y_numel", ONE, "no parameter receives output 0"),
         ("const T* y", ONE, "y is an output and must be written to. Declare it without const"),
         ("int stream", FACTS, "take torch's current stream as `cudaStream_t stream`"),
-    ],
-)
-def test_outputs_that_stay_unwritten(parameters, facts, message):
-    with pytest.raises(DeclarationError, match=message):
-        bound(parameters, facts, cuda=True)
+    ):
+        said = complaint(parameters, facts, cuda=True)
+        assert re.search(message, said), (parameters, said)

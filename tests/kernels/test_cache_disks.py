@@ -60,7 +60,8 @@ def call(path):
     return ctypes.CDLL(str(path)).number()
 
 
-@pytest.mark.parametrize("kib", [4, 8, 16, 24, 36, 64, 200])
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("kib", [4, 24, 64, 8, 16, 36, 200])
 def test_a_full_disk(tmp_path, settings, kib):
     with mounted(tmp_path / "small", f"size={kib}k") as disk:
         settings(cache_dir=disk)

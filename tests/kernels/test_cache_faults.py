@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -10,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import filelock
 import pytest
 
 import opkit
@@ -110,7 +113,7 @@ KILLED = """
 import ctypes, os, random, signal, time
 draw, killed = random.Random(3), 0
 build(Request("demo::first", (Unit("first.c", TEXT % 1, "c"),)))
-for number in range(50):
+for number in range(20):
     request = Request("demo::number", (Unit("number.c", TEXT % (1000 + number), "c"),))
     pid = os.fork()
     if pid == 0:
@@ -126,14 +129,14 @@ print(killed)
 """
 
 
-def test_a_process_killed_at_fifty_random_points(tmp_path):
+def test_a_process_killed_at_random_points(tmp_path):
     process = child(KILLED, OPKIT_CACHE_DIR=tmp_path / "cache")
     output, complaints = process.communicate(timeout=300)
     assert process.returncode == 0, complaints
     told = [line for line in complaints.splitlines() if not line.startswith("opkit: buil")]  # a slow build says so
     assert told == []  # no warning either: nothing partial was ever found
-    assert int(output) >= 10  # else the machine was so quick that the test tests nothing
-    assert len(cache.entries()) == 51
+    assert int(output) >= 3  # else the machine was so quick that the test tests nothing
+    assert len(cache.entries()) == 21
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -165,25 +168,27 @@ def become_link(folder):
 
 DAMAGE = {
     "truncated": (lambda folder: os.truncate(folder / "kernel.so", 100), "has 100 bytes"),
-    "emptied": (lambda folder: os.truncate(folder / "kernel.so", 0), "has 0 bytes"),
     "bit-flipped": (lambda folder: flip(folder / "kernel.so"), "sha256 differs"),
     "deleted file": (lambda folder: (folder / "kernel.so").unlink(), "kernel.so is missing"),
     "deleted entry.json": (lambda folder: (folder / "entry.json").unlink(), "entry.json is missing"),
     "truncated entry.json": (lambda folder: os.truncate(folder / "entry.json", 20), "cannot be read as JSON"),
-    "deep entry.json": (lambda folder: (folder / "entry.json").write_text("[" * 99999), "cannot be read as JSON"),
-    "binary entry.json": (lambda folder: (folder / "entry.json").write_bytes(b"\xff\xfe\0"), "cannot be read as JSON"),
     "list in entry.json": (lambda folder: (folder / "entry.json").write_text("[]"), "does not describe"),
     "world-writable file": (lambda folder: (folder / "kernel.so").chmod(0o777), "written to by others"),
-    "group-writable file": (lambda folder: (folder / "kernel.so").chmod(0o770), "written to by others"),
-    "world-writable entry.json": (lambda folder: (folder / "entry.json").chmod(0o666), "written to by others"),
     "world-writable folder": (lambda folder: folder.chmod(0o777), "written to by others"),
     "another kernel's entry": (other_entry, "that of another entry"),
     "linked file": (link_out, "kernel.so"),
     "linked folder": (become_link, "is not a file or folder"),
     "pipe": (lambda folder: ((folder / "kernel.so").unlink(), os.mkfifo(folder / "kernel.so")), "is not a file"),
+    # These say little beyond the twelve above.
+    "emptied": (lambda folder: os.truncate(folder / "kernel.so", 0), "has 0 bytes"),
+    "deep entry.json": (lambda folder: (folder / "entry.json").write_text("[" * 99999), "cannot be read as JSON"),
+    "binary entry.json": (lambda folder: (folder / "entry.json").write_bytes(b"\xff\xfe\0"), "cannot be read as JSON"),
+    "group-writable file": (lambda folder: (folder / "kernel.so").chmod(0o770), "written to by others"),
+    "world-writable entry.json": (lambda folder: (folder / "entry.json").chmod(0o666), "written to by others"),
 }
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_entry_is_noticed_told_of_and_built_again(name, monkeypatch):
     damage, problem = DAMAGE[name]
@@ -233,24 +238,23 @@ def test_a_cache_of_another_user_is_left_alone(tmp_path):
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 AWKWARD = [
-    "a'b",
+    "a b;$(touch {pwned})",
     'a"b',
     "a\nb",
-    "a b;$(touch {pwned})",
-    "`touch {pwned}`",
     "../../up",
-    "-o",
     "@file",
-    "%s\\",
     "é\u202e\x1b[0m",
+    "a'b",
+    "`touch {pwned}`",
+    "-o",
+    "%s\\",
 ]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("form", AWKWARD)
-@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+@pytest.mark.parametrize("compiler", [each for each in ("gcc", "clang") if shutil.which(each)])
 def test_names_and_sources_of_all_kinds(settings, tmp_path, form, compiler):
-    if shutil.which(compiler) is None:
-        pytest.skip(f"{compiler} is not installed")
     name = form.format(pwned=tmp_path / "pwned")
     folder = tmp_path / name.replace("/", "_")
     folder.mkdir()
@@ -277,10 +281,8 @@ def test_a_compiler_that_hangs_is_stopped_with_all_that_it_started(settings, tmp
     pids = tmp_path / "pids"
     compiler = script(tmp_path / "gcc", f"sleep 600 &\necho $$ $! > {pids}; echo working\nwait")
     settings(cc=compiler, build_timeout=0.5)
-    start = time.monotonic()
     with pytest.raises(errors.CompileError, match=r"gcc was stopped: .* time limit \(OPKIT_BUILD_TIMEOUT\)") as raised:
         build(make())
-    assert 0.4 < time.monotonic() - start < 50
     assert vars(raised.value)["log"] == "working\n"
     wait_for(
         lambda: not any(alive(int(pid)) for pid in pids.read_text().split())
@@ -328,11 +330,9 @@ def test_an_interrupted_build_of_many_leaves_no_compiler_behind(settings, tmp_pa
         time.sleep(0.1)  # until it is certain that subprocess, which an interruption would upset, is done
         os.kill(os.getpid(), signal.SIGINT)
 
-    start = time.monotonic()
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         compilation.build_all([make(number) for number in range(6)], jobs=2)
-    assert time.monotonic() - start < 50
     assert not any(alive(int(path.name[3:])) for path in tmp_path.glob("pid*"))
 
 
@@ -384,10 +384,11 @@ def test_threads_that_build_different_kernels():
         assert list(pool.map(lambda number: call(build(make(number))), range(16))) == list(range(16))
 
 
-def test_a_lock_that_is_held_for_ever_is_done_without(settings, tmp_path):
-    import filelock
-
-    settings(build_timeout=0.3)
+def test_a_lock_that_is_held_for_ever_is_done_without(settings, monkeypatch):
+    settings(build_timeout=100)
+    minutes = itertools.count(step=60)  # the time that a builder waits is over soon, and that of the compiler is not
+    clock = types.SimpleNamespace(time=time.time, monotonic=lambda: next(minutes))
+    monkeypatch.setattr(storing, "time", clock)
     name = key(make())
     (cache.root() / name[:2]).mkdir(parents=True, mode=0o700)
     with filelock.FileLock(cache.root() / name[:2] / f"{name}.lock"):

@@ -11,7 +11,7 @@ import pytest
 
 from opkit.kernels.source import INCLUDE
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"), pytest.mark.sweep(2)]
 
 SOURCE = """
 #include "opkit.h"
@@ -45,10 +45,10 @@ extern "C" int32_t idioms(T* x) {
 @pytest.fixture(
     scope="module",
     params=[
+        "opk_bf16 -O3 -fassociative-math -fno-signed-zeros -fno-trapping-math -ffinite-math-only",
+        "opk_half -O3 -march=native",
         "opk_bf16 -O2",
         "opk_half -O0",
-        "opk_half -O3 -march=native",
-        "opk_bf16 -O3 -fassociative-math -fno-signed-zeros -fno-trapping-math -ffinite-math-only",
     ],
 )
 def library(request, tmp_path_factory):

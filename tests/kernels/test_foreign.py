@@ -1,6 +1,7 @@
 """Foreign declarations, libraries on disk and expressions: what is read, found and written, without torch."""
 
 import ctypes
+import itertools
 import os
 import shutil
 
@@ -13,9 +14,8 @@ from opkit.kernels.expressions import HELPERS
 # ---- declarations ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "prototype"),
-    [
+def test_prototypes():
+    for text, prototype in (
         ("double erf(double x);", "double opk_foreign(double)"),
         ("extern float hypotf(float x, float y)", "float opk_foreign(float, float)"),
         (
@@ -29,17 +29,14 @@ from opkit.kernels.expressions import HELPERS
         ("int f(const gsl_vector* v, FILE* file, void (*callback)(int))", "int opk_foreign(const void*, void*, void*)"),
         ("const char* f(void)", "void* opk_foreign(void)"),
         ("double _Complex cexp(double complex z)", "_Complex double opk_foreign(_Complex double)"),
-    ],
-)
-def test_prototypes(text, prototype):
-    read = foreign.parse(text)
-    assert foreign.prototype(read).startswith(prototype + ' __asm__("')
-    assert read.symbol in foreign.prototype(read)
+    ):
+        read = foreign.parse(text)
+        assert foreign.prototype(read).startswith(prototype + ' __asm__("'), text
+        assert read.symbol in foreign.prototype(read), text
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [
+def test_functions_of_numbers():
+    for text, numbers in (
         ("double jn(int n, double x)", True),
         ("double f(enum mode mode, double x)", True),
         ("double f(double x, int* n)", False),
@@ -47,10 +44,8 @@ def test_prototypes(text, prototype):
         ("double f(void)", False),
         ("double* f(double x)", False),
         ("double f(char c, double x)", False),
-    ],
-)
-def test_functions_of_numbers(text, numbers):
-    assert foreign.parse(text).of_numbers is numbers
+    ):
+        assert foreign.parse(text).of_numbers is numbers, text
 
 
 def test_a_type_of_the_preamble_is_left_to_the_compiler():
@@ -93,31 +88,47 @@ def evaluate():
     return evaluate
 
 
-@pytest.mark.parametrize("number", range(len(EXPRESSIONS)), ids=EXPRESSIONS)
-def test_expressions_mean_what_they_mean_in_python(evaluate, number):
+def test_expressions_mean_what_they_mean_in_python(evaluate):
     edges = (-(2**63), -(2**62), -7, -2, -1, 0, 1, 2, 7, 2**62, 2**63 - 1)
-    for a in edges:
-        for b in edges:
-            try:
-                expected = eval(EXPRESSIONS[number], {}, {"a": a, "b": b})
-            except ZeroDivisionError:
-                expected = None
-            value, wrong = evaluate(number, a, b)
-            if expected is None or not -(2**63) <= expected < 2**63:
-                assert wrong, (a, b)
-            elif not wrong:
-                assert value == expected, (a, b)
-            else:  # a step on the way may not fit where the result does
-                assert max(abs(a), abs(b)) > 2**61, (a, b)
+    for (number, text), a, b in itertools.product(enumerate(EXPRESSIONS), edges, edges):
+        try:
+            expected = eval(text, {}, {"a": a, "b": b})
+        except ZeroDivisionError:
+            expected = None
+        value, wrong = evaluate(number, a, b)
+        if expected is None or not -(2**63) <= expected < 2**63:
+            assert wrong, (text, a, b)
+        elif not wrong:
+            assert value == expected, (text, a, b)
+        else:  # a step on the way may not fit where the result does
+            assert max(abs(a), abs(b)) > 2**61, (text, a, b)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["a +", "a / b", "a ** 2", "f(a)", "a.b", "1.5", "True", "a if b else c", "min()", "min(*a)", "'a'", "", "9" * 30],
-)
-def test_what_is_no_expression(text):
-    with pytest.raises(DeclarationError, match="neither a name nor an expression"):
-        expressions.parse(text)
+NONE = [
+    "a +",
+    "a / b",
+    "a ** 2",
+    "f(a)",
+    "a.b",
+    "1.5",
+    "True",
+    "a if b else c",
+    "min()",
+    "min(*a)",
+    "'a'",
+    "",
+    "9" * 30,
+]
+
+
+def test_what_is_no_expression():
+    for text in NONE:
+        said = None
+        try:
+            expressions.parse(text)
+        except DeclarationError as error:
+            said = str(error)
+        assert "neither a name nor an expression" in str(said), text
 
 
 # ---- libraries -------------------------------------------------------------------------------------------------------

@@ -38,7 +38,10 @@ ALSO_CLANG = (
 
 def pytest_generate_tests(metafunc):
     if "program" in metafunc.fixturenames:
-        compilers = ["gcc", "clang"] if re.search(ALSO_CLANG, metafunc.function.__name__) else ["gcc"]
+        # Where there is no clang, one skipped test says so.
+        name = metafunc.function.__name__
+        also = re.search(ALSO_CLANG if shutil.which("clang") else "a_correct_kernel", name)
+        compilers = ["gcc", "clang"] if also else ["gcc"]
         metafunc.parametrize("program", compilers, indirect=True, scope="module")
 
 
@@ -239,10 +242,10 @@ def test_one_past_the_end_is_named(refused):
     assert not any(noise in message for noise in ("Shadow", "libc_start", "debug_main", "=====", "HINT"))
 
 
-@pytest.mark.parametrize("at", [-1, -100, 150])
-def test_further_off_is_named_too(refused, at):
-    message = refused("before", out(), ("at", at), line=2)
-    assert (f"{-4 * at} bytes before the start of 'out'" if at < 0 else "584 bytes past the end of 'out'") in message
+def test_further_off_is_named_too(refused):
+    for at in (-1, -100):
+        assert f"{-4 * at} bytes before the start of 'out'" in refused("before", out(), ("at", at), line=2)
+    assert "584 bytes past the end of 'out'" in refused("before", out(), ("at", 150), line=2)
 
 
 def test_a_read_past_the_end_is_named(refused):
@@ -348,12 +351,13 @@ def test_a_kernel_that_ends_the_process(run):
 # ---- around the call ----
 
 
-def test_the_environment_is_not_the_parents(run, monkeypatch):
+def test_the_environment_is_not_the_parents(run, refused, monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", "/nowhere/libnothing.so")
     monkeypatch.setenv("ASAN_OPTIONS", "exitcode=0:detect_leaks=1")
     monkeypatch.setenv("UBSAN_OPTIONS", "halt_on_error=0")
-    assert set(sanitizer._environment()) <= {*sanitizer._KEPT, "ASAN_OPTIONS", "UBSAN_OPTIONS", "LC_ALL"}
     assert run("scale", given(1), out(1), ("by", 1.0), ("n", 1)).code == 0
+    refused("scale", given(1), out(1), ("by", 1.0), ("n", 2), line=3)
+    refused("arithmetic", ("a", 1), ("b", 0), ("what", 2), line=4)
 
 
 def test_temporary_folders_with_quotes_and_spaces(run, tmp_path, monkeypatch):

@@ -25,12 +25,14 @@ def test_a_program_that_does_not_start_is_no_mistake_of_the_kernel(tmp_path, tex
     assert text is None or "SEGV" in text or "no libasan here" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "value", [object(), [object()], [1.0], 1j, [Buffer("a", b""), TensorValue(Buffer("b", b""), (), (), 6)]]
-)
-def test_what_c_cannot_be_given_is_refused(value, tmp_path):
-    with pytest.raises(errors.ArgumentError, match="'x' cannot be passed to C"):
-        sanitizer.run(tmp_path, operator="demo::op", kernel="k", instance=0, values=[("x", value)], described="")
+def test_what_c_cannot_be_given_is_refused(tmp_path):
+    for value in (object(), [object()], [1.0], 1j, [Buffer("a", b""), TensorValue(Buffer("b", b""), (), (), 6)]):
+        said = None
+        try:
+            sanitizer.run(tmp_path, operator="demo::op", kernel="k", instance=0, values=[("x", value)], described="")
+        except errors.ArgumentError as error:
+            said = str(error)
+        assert "'x' cannot be passed to C" in str(said), value
 
 
 def test_memory_with_gaps_is_refused(tmp_path):

@@ -1,7 +1,5 @@
 """What a sanitizer's report is taken to mean, where no compiler can be relied on to produce the very report."""
 
-import pytest
-
 from opkit.kernels import sanitizer_report
 from opkit.kernels.sanitizer_report import Block, Ended, explain
 
@@ -45,18 +43,15 @@ def test_a_compilers_header_is_not_the_authors_line():
     ]
 
 
-@pytest.mark.parametrize(
-    ("address", "place"),
-    [
+def test_the_nearest_tensor():
+    for address, place in (
         ("0x6190000017fc", "at 4 bytes before the start of 'out', which has 40 bytes"),
         ("0x619000001827", "at byte 39 of 'out'"),
         ("0x619000002fff", "at 1 byte before the start of 'x', which has 0 bytes"),
         ("0x619000003004", "at 4 bytes past the end of 'x'"),
         ("0x619000103000", "; the nearest tensor: 1048576 bytes past the end of 'x'"),
-    ],
-)
-def test_the_nearest_tensor(address, place):
-    assert place in overflow(address, *STACK, kind="use-after-poison")[0]
+    ):
+        assert place in overflow(address, *STACK, kind="use-after-poison")[0], address
 
 
 def test_addresses_that_are_no_tensors():

@@ -196,6 +196,7 @@ void exp(const T* x, T* out, int64_t x_numel) {
 """
 
 
+@pytest.mark.sweep
 @FAMILIES
 @pytest.mark.parametrize("headers", HEADERS, ids=["none", "all"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
@@ -268,12 +269,13 @@ def test_what_is_not_an_instance_of_a_variable(tmp_path):
         units(SCALE, AXPY, {"T": ("float99",)})
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("kind", "good", "bad"),
     [
-        ("int", [2**31 - 1, -(2**31)], [2**31, -(2**31) - 1]), ("unsigned", [0, 2**32 - 1], [-1, 2**32]),
-        ("int64_t", [-(2**63), 2**63 - 1], []), ("size_t", [0, 2**63 - 1], [-1]), ("signed char", [-128, 127], [128, -129]),
-        ("T", [-(2**15), 2**15 - 1], [2**15]), ("bool", [0, 1, 2], []),
+        ("int", [2**31 - 1, -(2**31)], [2**31, -(2**31) - 1]), ("T", [-(2**15), 2**15 - 1], [2**15]), ("bool", [0, 1, 2], []),
+        ("size_t", [0, 2**63 - 1], [-1]), ("unsigned", [0, 2**32 - 1], [-1, 2**32]), ("int64_t", [-(2**63), 2**63 - 1], []),
+        ("signed char", [-128, 127], [128, -129]),
     ],
 )  # fmt: skip
 def test_an_integer_that_does_not_fit_its_parameter_is_an_error(tmp_path, kind, good, bad):
@@ -329,6 +331,7 @@ def test_the_runtime_is_reached(tmp_path, language):
 WRONG = "#include <stdint.h>\n\nint one;\n#include <stddef.h>\nvoid f(const T* x, T* out) {\n    oops(x);\n}\n"
 
 
+@pytest.mark.sweep
 @FAMILIES
 @pytest.mark.parametrize(
     ("language", "dtypes"), list(itertools.product(["c", "c++"], [("float32",), ("float32", "bfloat16")]))
