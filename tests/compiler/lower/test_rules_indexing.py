@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opkit.compiler.ir import interpreter
-from tests.compiler.graphs import check, computes, externs, program_of, to_numpy
+from tests.compiler.graphs import check, computes, each, externs, program_of, to_numpy
 
 aten = torch.ops.aten
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -34,6 +34,7 @@ def refuses(function, *args):
 # ---- reads -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.bool])
 @pytest.mark.parametrize("index", [ints(0, 4, 2, 2), ints([1, 3], [0, 4], dtype=torch.int32), torch.tensor(3)])
 def test_embedding(dtype, index):
@@ -105,15 +106,9 @@ SELECTIONS = {
 }
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
-def test_index(selection):
-    check(SELECTIONS[selection], numbers(4, 3, 5, 3), ints(0, 2, -1), ints(1, -3, 0), exact=True)
-
-
-@pytest.mark.parametrize("selection", SELECTIONS)
-def test_index_with_nothing(selection):
-    none = torch.zeros(0, dtype=torch.int64)
-    check(SELECTIONS[selection], numbers(4, 3, 5, 3), none, none, exact=True)
+@pytest.mark.parametrize(("i", "j"), [(ints(0, 2, -1), ints(1, -3, 0)), (ints(), ints())], ids=["some", "none"])
+def test_index(i, j):
+    each(SELECTIONS, lambda name: check(SELECTIONS[name], numbers(4, 3, 5, 3), i, j, exact=True))
 
 
 def test_index_of_a_range():
@@ -134,6 +129,7 @@ def test_masks_are_called():
 # ---- writes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32])
 @pytest.mark.parametrize("dim", [0, -1])
 def test_scatter(dtype, dim):
@@ -156,7 +152,7 @@ def test_scatter_of_duplicates_keeps_the_last():
 
 
 def test_scatter_nothing():
-    none = torch.zeros(0, dtype=torch.int64)
+    none = ints()
     check(lambda x, i, s: x.scatter(0, i, s), numbers(4, 3), none, numbers(2, 2), exact=True)
     check(lambda x, i, s: x.scatter_add(0, i, s), numbers(4), none, numbers(0), exact=True)
 
@@ -166,6 +162,7 @@ def test_scatter_outside():
     refuses(lambda x, i, s: x.scatter_add(0, i, s), numbers(4), ints(-1), numbers(1))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("reduce", ["sum", "prod", "amax", "amin"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint8])
@@ -188,6 +185,7 @@ def test_means_are_called():
     assert externs(called) == ["aten.scatter_reduce.two: scattering with mean"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_slices(dtype, dim):
@@ -212,6 +210,7 @@ def test_slices_outside():
     refuses(lambda x, i: x.index_fill(0, i, 1), numbers(4, 3), ints(-5))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("padding", [-1, 2])
 def test_embedding_backward(dtype, padding):
@@ -220,12 +219,13 @@ def test_embedding_backward(dtype, padding):
 
 
 def test_embedding_backward_of_nothing_and_by_frequency():
-    none = torch.zeros(0, dtype=torch.int64)
+    none = ints()
     check(lambda g, i: aten.embedding_dense_backward(g, i, 5, -1, False), numbers(0, 3), none)
     called = program_of(lambda g, i: aten.embedding_dense_backward(g, i, 5, -1, True), numbers(2, 3), ints(0, 1))
     assert "how often" in externs(called)[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.bool])
 def test_index_put(dtype, accumulate):

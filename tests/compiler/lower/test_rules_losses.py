@@ -39,6 +39,7 @@ def slope_of(loss):
     return aten.nll_loss2d_backward if loss is aten.nll_loss2d_forward else aten.nll_loss_backward
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ignored", [-100, 2])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -117,6 +118,7 @@ def of_three(slope, *rest):
 CASES = [(torch.float32, (3, 5)), (torch.float64, ()), (torch.float32, (0, 4)), (torch.bfloat16, (3, 5))]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("dtype", "shape"), CASES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", LOSSES)
@@ -137,6 +139,7 @@ def test_defaults_and_special_values(name):
     check(of_two(LOSSES[name][0]), numbers(4), numbers(4, seed=1))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_binary_cross_entropy(dtype, reduction):
@@ -152,6 +155,7 @@ def test_binary_cross_entropy(dtype, reduction):
     check(lambda g, x, y: backward(g, x, y, None, reduction), grad, inside, y, **limits)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_binary_cross_entropy_with_logits(dtype, reduction):

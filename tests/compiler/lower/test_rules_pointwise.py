@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.compiler.graphs import check, computes, gradients, interpreted, program_of
+from tests.compiler.graphs import check, computes, each, gradients, interpreted, program_of
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTS = (torch.int64, torch.int32, torch.int8, torch.uint8)
 INF, NAN = float("inf"), float("nan")
 EDGES = [0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 0.5, -2.5, INF, -INF, NAN, 1e30, -1e-30, 7.25, 20.5]
 
@@ -43,33 +44,31 @@ _CLOSE = (
 )
 
 
-@pytest.mark.parametrize("name", _EXACT)
-def test_exact_functions(name):
-    for dtype in FLOATS[:3]:
-        check(getattr(torch, name), torch.tensor(EDGES).to(dtype), exact=True)
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_exact_functions(dtype):
+    each(_EXACT, lambda name: check(getattr(torch, name), torch.tensor(EDGES).to(dtype), exact=True))
 
 
-@pytest.mark.parametrize("name", _CLOSE)
-def test_elementary_functions(name):
-    for dtype in FLOATS:
-        edges = [e for e in EDGES if abs(e) < 1e20 or e in (INF, -INF) or e != e]
-        check(getattr(torch, name), torch.tensor(edges).to(dtype), **close(dtype))
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_elementary_functions(dtype):
+    edges = torch.tensor([e for e in EDGES if abs(e) < 1e20 or e in (INF, -INF) or e != e]).to(dtype)
+    each(_CLOSE, lambda name: check(getattr(torch, name), edges, **close(dtype)))
 
 
-@pytest.mark.parametrize(
-    "name", ["abs", "neg", "sign", "relu", "square", "bitwise_not", "floor", "logical_not", "signbit"]
-)
-def test_functions_of_integers(name):
-    for dtype in (torch.int64, torch.int32, torch.int8, torch.uint8):
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+def test_functions_of_integers(dtype):
+    def one(name):
         check(getattr(torch, name), torch.tensor([0, 1, 5, 100, 127]).to(dtype), exact=True)
         if dtype.is_signed:
             check(getattr(torch, name), torch.tensor([-1, -5, torch.iinfo(dtype).min]).to(dtype), exact=True)
 
+    each(["abs", "neg", "sign", "relu", "square", "bitwise_not", "floor", "logical_not", "signbit"], one)
 
-@pytest.mark.parametrize("name", ["sin", "sigmoid", "sqrt", "exp", "reciprocal", "angle"])
-def test_functions_of_integers_give_floats(name):
-    check(getattr(torch, name), torch.arange(5), rtol=1e-6, atol=1e-6)
-    check(getattr(torch, name), torch.tensor([True, False]), rtol=1e-6, atol=1e-6)
+
+@pytest.mark.parametrize("given", [torch.arange(5), torch.tensor([True, False])], ids=["integers", "bools"])
+def test_functions_of_integers_give_floats(given):
+    names = ["sin", "sigmoid", "sqrt", "exp", "reciprocal", "angle"]
+    each(names, lambda name: check(getattr(torch, name), given, rtol=1e-6, atol=1e-6))
 
 
 # ---- two arguments ---------------------------------------------------------------------------------------------------
@@ -104,32 +103,32 @@ _BINARY = {
 }
 
 
-@pytest.mark.parametrize("name", _BINARY)
-def test_binary(name):
-    for dtype in FLOATS[:2]:
-        check(_BINARY[name], *all_pairs(dtype), exact=name not in ("maximum", "minimum", "fmax", "fmin", "clamp"))
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+def test_binary(dtype):
+    inexact = ("maximum", "minimum", "fmax", "fmin", "clamp")
+    each(_BINARY, lambda name: check(_BINARY[name], *all_pairs(dtype), exact=name not in inexact))
 
 
-@pytest.mark.parametrize("name", ["add", "mul", "div", "lt", "maximum", "where", "fmod"])
-def test_binary_of_narrow_floats(name):
-    for dtype in FLOATS[2:]:
-        check(_BINARY[name], torch.randn(4, 3).to(dtype), torch.randn(3).to(dtype))
+@pytest.mark.parametrize("dtype", FLOATS[2:], ids=str)
+def test_binary_of_narrow_floats(dtype):
+    x, y = torch.randn(4, 3).to(dtype), torch.randn(3).to(dtype)
+    each(["add", "mul", "div", "lt", "maximum", "where", "fmod"], lambda name: check(_BINARY[name], x, y))
 
 
-@pytest.mark.parametrize(
-    "name", ["add", "sub", "mul", "div", "floor", "trunc", "remainder", "fmod", "lt", "maximum", "where"]
-)
-def test_binary_of_integers(name):
-    for dtype in (torch.int64, torch.int32, torch.int8, torch.uint8):
-        x = torch.tensor([0, 1, 5, 100, 127, -1, -7, -100]).to(dtype)
-        check(_BINARY[name], x[:, None], x[None, 1:], exact=True)
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+def test_binary_of_integers(dtype):
+    x = torch.tensor([0, 1, 5, 100, 127, -1, -7, -100]).to(dtype)
+    names = ["add", "sub", "mul", "div", "floor", "trunc", "remainder", "fmod", "lt", "maximum", "where"]
+    each(names, lambda name: check(_BINARY[name], x[:, None], x[None, 1:], exact=True))
 
 
-@pytest.mark.parametrize("name", ["atan2", "hypot", "logaddexp", "xlogy"])
-def test_functions_of_two(name):
-    check(getattr(torch, name), torch.randn(4, 1), torch.rand(3) + 0.1)
-    if name != "hypot":
-        check(getattr(torch, name), *all_pairs(torch.float32))
+def test_functions_of_two():
+    def one(name):
+        check(getattr(torch, name), torch.randn(4, 1), torch.rand(3) + 0.1)
+        if name != "hypot":
+            check(getattr(torch, name), *all_pairs(torch.float32))
+
+    each(["atan2", "hypot", "logaddexp", "xlogy"], one)
 
 
 def test_mixed_types():
@@ -200,6 +199,7 @@ _ATEN = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 @pytest.mark.parametrize("name", [*_ACTIVATIONS, *_ATEN])
 def test_activations(name, dtype):

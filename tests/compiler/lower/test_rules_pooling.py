@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.compiler.graphs import check, computes, externs, program_of
+from tests.compiler.graphs import check, computes, each, externs, program_of
 
 aten = torch.ops.aten
 NARROW = {"rtol": 3e-2, "atol": 3e-2}
@@ -37,6 +37,7 @@ def numbers(*shape, dtype=torch.float32):
     return torch.randn(shape).to(dtype)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MAX_POOLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_max_pool(name, dtype):
@@ -70,6 +71,7 @@ def test_max_pool_without_indices_is_one_compute():
     assert len(computes(program_of(lambda x: aten.max_pool2d_with_indices(x, [2, 2])[0], numbers(2, 3, 4, 4)))) == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", AVG_POOLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_avg_pool(name, dtype):
@@ -104,11 +106,13 @@ def test_adaptive_pool():
 # ---- images of other sizes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [(8, 10), (12, 15), (4, 5), (2, 5)])
-def test_upsample_nearest(sizes):
-    x = numbers(2, 3, 4, 5)
-    check(lambda x: aten.upsample_nearest2d(x, sizes), x, exact=True)
-    check(lambda x: aten.upsample_nearest2d.vec(x, sizes, None), x, exact=True)
+def test_upsample_nearest():
+    def one(sizes):
+        x = numbers(2, 3, 4, 5)
+        check(lambda x: aten.upsample_nearest2d(x, sizes), x, exact=True)
+        check(lambda x: aten.upsample_nearest2d.vec(x, sizes, None), x, exact=True)
+
+    each([(8, 10), (12, 15), (4, 5), (2, 5)], one)
 
 
 def test_upsample_by_scales():
@@ -118,9 +122,11 @@ def test_upsample_by_scales():
     assert "rounding decides" in rounded[0]
 
 
-@pytest.mark.parametrize("sizes", range(1, 9))
-def test_upsample_whatever_the_sizes(sizes):
-    check(lambda x: aten.upsample_nearest1d(x, [3 * sizes + 1]), numbers(1, 2, sizes), lowered=False, exact=True)
+def test_upsample_whatever_the_sizes():
+    def one(size):
+        check(lambda x: aten.upsample_nearest1d(x, [3 * size + 1]), numbers(1, 2, size), lowered=False, exact=True)
+
+    each(range(1, 9), one)
 
 
 def test_padding_by_what_is_inside():

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from opkit.compiler.ir.index import index
 from opkit.compiler.lower.lowering import lower
-from tests.compiler.graphs import check, gradients, graph_of, run_graph, same
+from tests.compiler.graphs import check, each, gradients, graph_of, run_graph, same
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
@@ -52,41 +52,44 @@ _INTS = ("sum", "sum of a dimension", "prod", "amax", "max and place", "argmin",
 _BOOLS = ("sum", "amax", "max and place", "any", "all", "cumsum")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", _SUMS)
 def test_floats(name, dtype):
     check(_SUMS[name], torch.randn(3, 4, 5).to(dtype))
 
 
-@pytest.mark.parametrize("name", _INTS)
-def test_integers(name):
-    for dtype in (torch.int64, torch.int32, torch.uint8):
-        check(_SUMS[name], torch.randint(0, 9, (3, 4, 5), dtype=dtype), exact=True)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_integers(dtype):
+    x = torch.randint(0, 9, (3, 4, 5), dtype=dtype)
+    each(_INTS, lambda name: check(_SUMS[name], x, exact=True))
 
 
-@pytest.mark.parametrize("name", _BOOLS)
-def test_bools(name):
-    check(_SUMS[name], torch.randn(3, 4, 5) > 1, exact=True)
+def test_bools():
+    x = torch.randn(3, 4, 5) > 1
+    each(_BOOLS, lambda name: check(_SUMS[name], x, exact=True))
 
 
-@pytest.mark.parametrize("name", ["sum", "sum of a dimension", "mean", "prod", "any", "all", "softmax", "cumsum"])
-def test_nothing(name):
-    check(_SUMS[name], torch.randn(3, 0, 5))
+def test_nothing():
+    names = ["sum", "sum of a dimension", "mean", "prod", "any", "all", "softmax", "cumsum"]
+    each(names, lambda name: check(_SUMS[name], torch.randn(3, 0, 5)))
 
 
-@pytest.mark.parametrize("name", ["sum", "mean", "prod", "amax", "argmax", "any", "softmax", "log_softmax", "max"])
-def test_one_number(name):
-    functions = {**_SUMS, "softmax": lambda x: x.softmax(0), "log_softmax": lambda x: x.log_softmax(-1)}
-    check(functions[name] if name != "amax" else lambda x: x.amax(), torch.tensor(1.5))
+def test_one_number():
+    functions = {
+        **{name: _SUMS[name] for name in ("sum", "mean", "prod", "argmax", "any", "max")},
+        "amax": lambda x: x.amax(),
+        "softmax": lambda x: x.softmax(0),
+        "log_softmax": lambda x: x.log_softmax(-1),
+    }
+    each(functions, lambda name: check(functions[name], torch.tensor(1.5)))
 
 
-@pytest.mark.parametrize(
-    "name", ["sum", "mean", "amax", "max and place", "argmax", "argmin", "softmax", "logsumexp", "any"]
-)
-def test_not_finite(name):
+def test_not_finite():
     x = torch.randn(3, 4, 5)
     x[0, 1, 2], x[1, 2, 3], x[2, 3, 4] = float("nan"), float("inf"), -float("inf")
-    check(_SUMS[name], x)
+    names = ["sum", "mean", "amax", "max and place", "argmax", "argmin", "softmax", "logsumexp", "any"]
+    each(names, lambda name: check(_SUMS[name], x))
 
 
 def test_a_row_of_infinities():
@@ -102,6 +105,7 @@ def test_a_row_of_nan_has_its_first_as_greatest():
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp", "mean", "var", "std", "amax"])
 def test_gradients_of_reductions(name, dtype):
@@ -117,6 +121,7 @@ _NORMS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", _NORMS)
 def test_norms_and_their_gradients(name, dtype):
