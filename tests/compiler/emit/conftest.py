@@ -13,10 +13,12 @@ from opkit.compiler.ir.schedule import Launch
 from opkit.compiler.ir.verifier import verify_kernel
 from opkit.kernels import compilation
 from opkit.kernels.compilation import Request, Unit
+from tests.compiler.graphs import each
 
 PARALLEL = ctypes.CFUNCTYPE(
     None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
 )
+NOTHING = np.zeros(1)
 THREAD = ctypes.CFUNCTYPE(ctypes.c_int)
 
 
@@ -73,16 +75,42 @@ def same():
     """The kernel's results in C, which are the interpreter's, to within ``ulps`` of the type of each array."""
 
     def check(kernel, arrays, sizes=None, ulps=0, runtime=None):
-        verify_kernel(kernel)
-        expected = {name: array.copy() for name, array in arrays.items()}
-        found = {name: array.copy() for name, array in arrays.items()}
-        run_kernel(kernel, expected, sizes or {})
-        assert in_c(kernel, found, sizes or {}, runtime) == (0, [0, 0, 0])
-        for argument in kernel.arguments:
-            compare(found[argument.buffer], expected[argument.buffer], argument.dtype, ulps)
-        return found
+        return as_interpreted(in_c, kernel, arrays, sizes or {}, ulps, runtime)
 
     return check
+
+
+@pytest.fixture(scope="session")
+def all_same():
+    """``same``, of many kernels without sizes that are compiled at once: ``(kernel, arrays, ulps)`` of each."""
+
+    def check(cases):
+        names = list(dict.fromkeys(a.buffer for kernel, *_ in cases for a in kernel.arguments))
+        made = library([[Launch(k, tuple(a.buffer for a in k.arguments))] for k, *_ in cases], names)
+
+        def one(case):
+            number, _ = case
+
+            def in_its_segment(kernel, arrays, sizes, runtime):
+                segment = getattr(made, f"opkit_segment_{number}")
+                return call(segment, [arrays.get(name, NOTHING) for name in names], (), runtime)
+
+            as_interpreted(in_its_segment, *cases[number][:2], {}, cases[number][2])
+
+        each([(number, kernel.name) for number, (kernel, *_) in enumerate(cases)], one)
+
+    return check
+
+
+def as_interpreted(run, kernel, arrays, sizes, ulps, runtime=None):
+    verify_kernel(kernel)
+    expected = {name: array.copy() for name, array in arrays.items()}
+    found = {name: array.copy() for name, array in arrays.items()}
+    run_kernel(kernel, expected, sizes)
+    assert run(kernel, found, sizes, runtime) == (0, [0, 0, 0])
+    for argument in kernel.arguments:
+        compare(found[argument.buffer], expected[argument.buffer], argument.dtype, ulps)
+    return found
 
 
 @pytest.fixture(scope="session")

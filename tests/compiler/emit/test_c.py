@@ -1,5 +1,7 @@
 """Kernels in C compute what the interpreter computes: ops, types, loops, memory."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -10,14 +12,22 @@ from opkit.compiler.ir.interpreter_kernel import STORED
 from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
 from opkit.compiler.ir.ops import OPS
 from opkit.compiler.ir.schedule import Launch
+from tests.compiler.graphs import each
 
 RANDOM = np.random.default_rng(0)
+START = RANDOM.bit_generator.state
 INTS = ("u8", "u16", "u32", "u64", "i8", "i16", "i32", "i64")
 FLOATS = ("f16", "bf16", "f32", "f64")
 SCALARS = [row for row in OPS.values() if row.kind == "scalar" and row.numpy is not None]
 KINDS = {"b": ("b1",), "i": INTS, "f": FLOATS}
 EXACT = {"add", "sub", "mul", "div", "neg", "abs", "min", "max", "lt", "le", "eq", "ne", "sqrt", "fmod"}
 EXACT |= {"floor", "trunc", "round"}
+
+
+@pytest.fixture(autouse=True)
+def _random():
+    """The same numbers whatever ran before."""
+    RANDOM.bit_generator.state = START
 
 
 def numbers(dtype, count):
@@ -52,34 +62,41 @@ def pointwise(result, body, length=100, **types):
     return Kernel("pointwise", arguments(**types, y=f"{result} out"), (), (loop,))
 
 
-@pytest.mark.parametrize("name", [row.name for row in SCALARS])
-def test_each_op_on_each_type(same, name):
+def op_on_each_type(name, types, ulps):
     row, at = OPS[name], axis(0, 100)
-    types = [dtype for kind in row.takes for dtype in KINDS[kind]]
-    for narrow in (True, False):
-        chosen = [t for t in types if (t in ("f16", "bf16")) == narrow]
-        arrays, given, stores = {}, {}, []
-        for dtype in chosen:
-            names = [f"{each}_{dtype}" for each in ("a", "b")[: row.arity]]
-            body = op(name, *(load(each, dtype, at) for each in names))
-            stores.append(Store(f"y_{dtype}", at, body))
-            given |= dict.fromkeys(names, dtype) | {f"y_{dtype}": f"{body.dtype} out"}
-            arrays |= {each: numbers(dtype, 100) for each in names} | {f"y_{dtype}": np.zeros(100, STORED[body.dtype])}
-        kernel = Kernel(name, arguments(**given), (), (Loop(Axis(0, index(100)), tuple(stores), "vector"),))
-        same(kernel, arrays, ulps=0 if name in EXACT else 1 if narrow else 8)
+    arrays, given, stores = {}, {}, []
+    for dtype in types:
+        names = [f"{which}_{dtype}" for which in ("a", "b")[: row.arity]]
+        body = op(name, *(load(which, dtype, at) for which in names))
+        stores.append(Store(f"y_{dtype}", at, body))
+        given |= dict.fromkeys(names, dtype) | {f"y_{dtype}": f"{body.dtype} out"}
+        arrays |= {which: numbers(dtype, 100) for which in names} | {f"y_{dtype}": np.zeros(100, STORED[body.dtype])}
+    kernel = Kernel(name, arguments(**given), (), (Loop(Axis(0, index(100)), tuple(stores), "vector"),))
+    return kernel, arrays, 0 if name in EXACT else ulps
 
 
-@pytest.mark.parametrize("source", ["b1", *INTS, *FLOATS])
-def test_casts(same, source):
+@pytest.mark.parametrize("takes", sorted({row.takes for row in SCALARS}))
+def test_each_op_on_each_type(all_same, takes):
+    wide = [dtype for kind in takes for dtype in KINDS[kind] if dtype not in ("f16", "bf16")]
+    names = [row.name for row in SCALARS if row.takes == takes]
+    cases = [op_on_each_type(name, wide, 8) for name in names]
+    all_same(cases + [op_on_each_type(name, ("f16", "bf16"), 1) for name in names if "f" in takes])
+
+
+def casts(source):
     targets = ["b1", *INTS, *FLOATS]
     at = axis(0, 60)
     stores = [Store(f"y{t}", at, cast(load("x", source, at), t)) for t in targets]
     given = {"x": source} | {f"y{t}": f"{t} out" for t in targets}
-    kernel = Kernel("casts", arguments(**given), (), (Loop(Axis(0, index(60)), tuple(stores), "vector"),))
+    kernel = Kernel(f"casts_of_{source}", arguments(**given), (), (Loop(Axis(0, index(60)), tuple(stores), "vector"),))
     x = numbers(source, 60)
     if source in ("f32", "f64"):  # what no integer type holds is left open by C for the widest alone
         x = np.clip(x, -(2.0**62), 2.0**62)
-    same(kernel, {"x": x} | {f"y{t}": np.zeros(60, STORED[t]) for t in targets})
+    return kernel, {"x": x} | {f"y{t}": np.zeros(60, STORED[t]) for t in targets}, 0
+
+
+def test_casts(all_same):
+    all_same([casts(source) for source in ("b1", *INTS, *FLOATS)])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -103,10 +120,13 @@ def test_constants_at_the_limits(same):
     same(kernel, {f"y{t}": np.ones(2, STORED[t]) for t in INTS})
 
 
-@pytest.mark.parametrize(("source", "target"), [("f32", "i32"), ("i64", "f64"), ("bf16", "i16"), ("u8", "i8")])
-def test_bitcasts(same, source, target):
+def bitcast(source, target):
     body = make("bitcast", target, (load("x", source, axis(0, 30)),))
-    same(pointwise(target, body, 30, x=source), {"x": numbers(source, 30), "y": np.zeros(30, STORED[target])})
+    return pointwise(target, body, 30, x=source), {"x": numbers(source, 30), "y": np.zeros(30, STORED[target])}, 0
+
+
+def test_bitcasts(all_same):
+    all_same([bitcast(*types) for types in (("f32", "i32"), ("i64", "f64"), ("bf16", "i16"), ("u8", "i8"))])
 
 
 def test_a_choice_and_a_shared_subexpression(same):
@@ -182,6 +202,7 @@ REDUCED |= {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["plain", "vector"])
 @pytest.mark.parametrize("reduction", REDUCED)
 def test_reductions(same, reduction, how):
@@ -194,13 +215,14 @@ def test_reductions(same, reduction, how):
     same(reduced(how, 37, *cases), arrays, ulps=16 if adds else 0)
 
 
-@pytest.mark.parametrize("row", [[np.nan], [-np.inf] * 40, [np.inf] * 40, [1, np.nan] * 20, [2, 3, 3, 1, 1] * 8])
-def test_extremes(same, row):
-    x = np.array([row, row[::-1], np.roll(row, 3)], np.float32).ravel()
-    names = ("max", "min", "argmax", "argmin")
-    results = {f"y{i}": np.zeros(3, np.int64 if "arg" in name else np.float32) for i, name in enumerate(names)}
-    kernel = reduced("vector", len(row), *((name, "f32") for name in names))
-    same(kernel, results | {f"x{i}": x for i in range(4)})
+def test_extremes(all_same):
+    names, cases = ("max", "min", "argmax", "argmin"), []
+    for row in ([np.nan], [-np.inf] * 40, [np.inf] * 40, [1, np.nan] * 20, [2, 3, 3, 1, 1] * 8):
+        x = np.array([row, row[::-1], np.roll(row, 3)], np.float32).ravel()
+        results = {f"y{i}": np.zeros(3, np.int64 if "arg" in name else np.float32) for i, name in enumerate(names)}
+        kernel = reduced("vector", len(row), *((name, "f32") for name in names))
+        cases.append((kernel, results | {f"x{i}": x for i in range(4)}, 0))
+    all_same(cases)
 
 
 def test_a_running_greatest_value_is_read_while_it_changes(same):
@@ -239,6 +261,7 @@ def softmax(n, dtype="f32"):
     return Kernel("softmax", arguments(x=dtype, y=f"{dtype} out"), ("n",), (loop,))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 @pytest.mark.parametrize("n", [1, 30, 128])
 def test_softmax(same, dtype, n):
@@ -270,6 +293,7 @@ def test_what_a_loop_changes_is_read_again_in_its_next_round(same):
     same(kernel, {"x": np.ones(1, np.float32) / 2, "y": np.zeros(2, np.float32)}, ulps=4)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("atomic", [False, True])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f64", "i8", "i64"])
 def test_stores_that_update(same, dtype, atomic):
@@ -328,9 +352,7 @@ def test_quotients_and_remainders(same):
     same(kernel, {"y": np.zeros(42, np.int64)}, {"n": 7})
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 7])
-@pytest.mark.parametrize("present", [1, 2, 7])
-def test_several_parallel_axes_are_shared_among_threads(same, team, threads, present):
+def test_several_parallel_axes_are_shared_among_threads(same, team):
     """Also where OpenMP gives fewer threads than it was asked for."""
     n = size("n")
     a, b, c = axis(0, 3), axis(1, n), axis(2, 5)
@@ -340,12 +362,16 @@ def test_several_parallel_axes_are_shared_among_threads(same, team, threads, pre
     for number, extent in ((1, n), (0, index(3))):
         nest = Loop(Axis(number, extent), (nest,), "parallel")
     kernel = Kernel("turned", arguments(x="f32", y="f32 out"), ("n",), (nest,), grain=4)
-    for length in (0, 1, 4):
+
+    def shared(case):
+        threads, present, length = case
         workers = team(threads, present)
         arrays = {"x": numbers("f32", 15 * length), "y": np.zeros(15 * length, np.float32)}
         same(kernel, arrays, {"n": length}, runtime=workers.runtime)
         wanted = min(threads, 15 * length // 4)
         assert workers.parts == ([wanted] if wanted > 1 else [])
+
+    each([*itertools.product((1, 2, 3, 7), (1, 2, 7), (0, 1, 4))], shared)
 
 
 def embedding(extent=10):
@@ -363,11 +389,11 @@ def test_positions_that_are_read(same):
     same(embedding(), {"at": at, "w": numbers("f32", 60), "y": np.zeros(30, np.float32)}, {"n": 5})
 
 
-@pytest.mark.parametrize("wrong", [10, -11, 2**62])
-def test_a_position_out_of_range(run, wrong):
-    arrays = {"at": np.array([1, wrong, 0]), "w": np.ones(60, np.float32), "y": np.zeros(18, np.float32)}
-    assert run(embedding(), arrays, {"n": 3}) == (1, [1, wrong, 10])
-    assert arrays["y"].tolist() == [1] * 6 + [0] * 12
+def test_a_position_out_of_range(run):
+    for wrong in (10, -11, 2**62):
+        arrays = {"at": np.array([1, wrong, 0]), "w": np.ones(60, np.float32), "y": np.zeros(18, np.float32)}
+        assert run(embedding(), arrays, {"n": 3}) == (1, [1, wrong, 10])
+        assert arrays["y"].tolist() == [1] * 6 + [0] * 12, wrong
 
 
 def test_no_memory(run):

@@ -10,15 +10,15 @@ from opkit.compiler.ir.interpreter_kernel import STORED
 from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Loop, Store, Update
 
 SECOND = {"square": lambda x: op("mul", x, x), "exp": lambda x: op("exp", x), "neg": lambda x: op("neg", x)}
-RANDOM = np.random.default_rng(0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f64", "i64"])
 @pytest.mark.parametrize("how", ["parallel", "vector"])
 @pytest.mark.parametrize("n", [128, 513, 1300])
 def test_results_that_are_written_past_the_caches(same, dtype, how, n):
     """Wherever a row begins: to no multiple of a line, by no whole lines."""
-    x = RANDOM.integers(0, 100, n + 3).astype(STORED[dtype])
+    x = np.random.default_rng(n).integers(0, 100, n + 3).astype(STORED[dtype])
     streamed = (Argument("x", dtype, False), Argument("y", dtype, True, streamed=True))
     store = Store("y", axis(0, n) + 3, op("neg", load("x", dtype, axis(0, n))))
     kernel = Kernel("streams", streamed, (), (Loop(Axis(0, index(n)), (store,), how),))
@@ -55,7 +55,7 @@ def normed(rows, columns, second, dtype="f32"):
 
 def sums(run, kernel, rows, columns, second, dtype="f32"):
     """The kernel's results beside numpy's in float64."""
-    x = RANDOM.integers(-3, 4, (rows, columns)).astype(np.float32)
+    x = np.random.default_rng(rows).integers(-3, 4, (rows, columns)).astype(np.float32)
     stored = (x.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bf16" else x
     arrays = {"x": stored, "y": np.zeros(rows, np.float32)}
     assert run(kernel, arrays, {}) == (0, [0, 0, 0])
@@ -82,10 +82,12 @@ def test_rows_are_asked_for_stretch_by_stretch(run, rows, columns, second, dtype
     sums(run, kernel, rows, columns, getattr(np, second), dtype)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "second", "dtype"),
-    [(20, 700, "neg", "f32"), (1500, 100, "neg", "f32"), (200, 40000, "neg", "f32"), (3000, 1100, "exp", "bf16")],
-    ids=["in the cache", "short", "too long", "narrow functions"],
-)
-def test_no_row_is_asked_for_where_that_does_not_pay(rows, columns, second, dtype):
-    assert "__builtin_prefetch" not in function(normed(rows, columns, SECOND[second], dtype), "k")
+def test_no_row_is_asked_for_where_that_does_not_pay():
+    cases = {
+        "in the cache": (20, 700, "neg", "f32"),
+        "short": (1500, 100, "neg", "f32"),
+        "too long": (200, 40000, "neg", "f32"),
+        "narrow functions": (3000, 1100, "exp", "bf16"),
+    }
+    for name, (rows, columns, second, dtype) in cases.items():
+        assert "__builtin_prefetch" not in function(normed(rows, columns, SECOND[second], dtype), "k"), name

@@ -17,6 +17,7 @@ from opkit.compiler.ir.schedule import Launch, called
 from opkit.compiler.ir.verifier import verify_kernel
 from opkit.compiler.run import callees
 from opkit.errors import CompileError, CompilerError
+from tests.compiler.graphs import each
 
 LIBM = "libm.so.6"
 GAMMA = Callee("tgamma", LIBM, ("f64",), "f64")
@@ -93,22 +94,33 @@ class Runtime(ctypes.Structure):
                 ("functions", ctypes.c_void_p))  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def compiled(segments):
+    """All kernels, each as a segment, and the functions that they call."""
+    library, _ = segments
+    launches = [Launch(made, ("x", "f", "y", "z"), ("n",)) for made in KERNELS.values()]
+    made = library([[launch] for launch in launches], ["x", "f", "y", "z"], ["n"])
+    return made, callees.table(called(launches))
+
+
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("length", [1, 3, 511, 512, 513, 1100])
-def test_the_numbers_are_those_of_the_interpreter(segments, name, length):
-    made, (library, call_segment) = KERNELS[name], segments
+def test_the_numbers_are_those_of_the_interpreter(compiled, segments, name):
+    made, (library, functions), (_, call_segment) = KERNELS[name], compiled, segments
     verify_kernel(made)
-    rng = np.random.default_rng(length)
-    arrays = {"x": rng.uniform(0.6, 4, length), "f": rng.uniform(0.1, 2, length).astype(np.float32)}
-    arrays |= {"y": rng.uniform(0.6, 4, length), "z": np.zeros(length, np.float32)}
-    expected = {key: array.copy() for key, array in arrays.items()}
-    run_kernel(made, expected, {"n": length}, PYTHON)
-    table = callees.table(called([Launch(made, tuple(arrays), ("n",))]))
-    runtime = Runtime(threads=1, functions=ctypes.addressof(table))
-    segment = library([[Launch(made, tuple(arrays), ("n",))]], list(arrays), ["n"]).opkit_segment_0
-    assert call_segment(segment, list(arrays.values()), [length], runtime) == (0, [0, 0, 0])
-    for key, array in arrays.items():
-        np.testing.assert_allclose(array, expected[key], rtol=1e-13 if array.dtype == np.float64 else 1e-6)
+    segment = getattr(library, f"opkit_segment_{list(KERNELS).index(name)}")
+
+    def same(length):
+        rng = np.random.default_rng(length)
+        arrays = {"x": rng.uniform(0.6, 4, length), "f": rng.uniform(0.1, 2, length).astype(np.float32)}
+        arrays |= {"y": rng.uniform(0.6, 4, length), "z": np.zeros(length, np.float32)}
+        expected = {key: array.copy() for key, array in arrays.items()}
+        run_kernel(made, expected, {"n": length}, PYTHON)
+        runtime = Runtime(threads=1, functions=ctypes.addressof(functions))
+        assert call_segment(segment, list(arrays.values()), [length], runtime) == (0, [0, 0, 0])
+        for key, array in arrays.items():
+            np.testing.assert_allclose(array, expected[key], rtol=1e-13 if array.dtype == np.float64 else 1e-6)
+
+    each((1, 3, 511, 512, 513, 1100), same)
 
 
 @pytest.mark.parametrize(

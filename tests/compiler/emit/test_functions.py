@@ -15,6 +15,7 @@ import torch
 
 from opkit.compiler.emit import functions
 from opkit.compiler.emit.functions.near import LIMITS
+from tests.compiler.graphs import each
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc"),
@@ -150,14 +151,17 @@ def test_loops_are_made_vectors(tmp_path, machine):
     assert {n for n, line in where.items() if not {line + 1, line + 2} & done} <= _TABLES
 
 
-@pytest.mark.parametrize("op", sorted(ORACLE))
-def test_f32_within_two_ulp(run, op):
+def test_f32_within_two_ulp(run):
     x = spread(200_000, np.float32)
-    with np.errstate(all="ignore"):
-        exact = ORACLE[op](x.astype(np.float64))
-    off = ulps(run(f"{op}_f32", x), exact, np.float32)
-    worst = int(np.argmax(off))
-    assert off[worst] <= 2, (float(x[worst]).hex(), exact[worst])
+
+    def within(op):
+        with np.errstate(all="ignore"):
+            exact = ORACLE[op](x.astype(np.float64))
+        off = ulps(run(f"{op}_f32", x), exact, np.float32)
+        worst = int(np.argmax(off))
+        assert off[worst] <= 2, (float(x[worst]).hex(), exact[worst])
+
+    each(ORACLE, within)
 
 
 # Where every seventh of all arguments is off by most, or most nearly a multiple of a quarter turn.
@@ -178,15 +182,18 @@ WORST = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(WORST))
-def test_the_worst_arguments_f32(run, name):
-    bits = np.array(WORST[name], np.float32).view(np.int32)[:, None] + np.arange(-20_000, 20_000, dtype=np.int32)
-    x = bits.view(np.float32).ravel()
-    op = name.split("_")[0]
-    with np.errstate(all="ignore"):
-        assert ulps(run(name, x), ORACLE[op](x.astype(np.float64)), np.float32).max() <= 2
+def test_the_worst_arguments_f32(run):
+    def within(name):
+        bits = np.array(WORST[name], np.float32).view(np.int32)[:, None] + np.arange(-20_000, 20_000, dtype=np.int32)
+        x = bits.view(np.float32).ravel()
+        op = name.split("_")[0]
+        with np.errstate(all="ignore"):
+            assert ulps(run(name, x), ORACLE[op](x.astype(np.float64)), np.float32).max() <= 2
+
+    each(WORST, within)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", ["sin", "cos", "tan"])
 def test_near_zero(run, op):
     x = spread(200_000, np.float32)
@@ -201,6 +208,7 @@ def test_near_zero(run, op):
     np.testing.assert_array_equal(np.signbit(run(f"{op}_near_f64", np.array([0.0, -0.0]))), [False, op != "cos"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", ["pow", "atan2"])
 def test_two_arguments_f32(run, op):
     x, y = spread(200_000, np.float32), spread(200_000, np.float32, seed=1)
@@ -242,6 +250,7 @@ def worst_f64(op, y, *arrays):
     return worst
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", [*sorted(ORACLE), "pow", "atan2"])
 def test_f64_within_two_ulp(run, op):
     rng = np.random.default_rng(3)
@@ -276,8 +285,11 @@ def test_rounding_and_remainders(run, t):
     np.testing.assert_array_equal(run(f"floordiv_{t}", a, b), expected.numpy())
 
 
-@pytest.mark.parametrize("t", ["i8", "i16", "i32", "i64", "u8", "u64"])
-def test_integer_division(run, t):
+def test_integer_division(run):
+    each(("i8", "i16", "i32", "i64", "u8", "u64"), lambda t: divides(run, t))
+
+
+def divides(run, t):
     info = np.iinfo(NUMPY[t])
     values = [v for v in (info.min, info.min + 1, -7, -2, -1, 0, 1, 2, 3, 7, info.max) if v >= info.min]
     a, b = (np.array(v, NUMPY[t]) for v in zip(*itertools.product(values, values), strict=True))

@@ -16,6 +16,7 @@ from opkit.compiler.ir.interpreter_kernel import STORED
 from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
 from opkit.compiler.ir.schedule import Launch
 from opkit.kernels import isa
+from tests.compiler.graphs import each
 
 N = 64
 AT = axis(1, N)
@@ -36,10 +37,10 @@ def text(made, buffers=("x", "y")):
     return source([[Launch(made, buffers, ())]], ("x", "y"), ())[0]
 
 
-@pytest.mark.parametrize("far", [None, 3e7, 1e30, np.inf, np.nan])
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["sin", "cos", "tan"])
 @pytest.mark.parametrize("t", ["f32", "f64", "bf16", "f16"])
-def test_both_forms_as_the_interpreter(same, t, name, far):
+def test_both_forms_as_the_interpreter(same, t, name):
     at = axis(0, 100)
     made = Kernel(
         "k",
@@ -47,12 +48,16 @@ def test_both_forms_as_the_interpreter(same, t, name, far):
         (),
         (Loop(Axis(0, index(100)), (Store("y", at, op(name, load("x", t, at))),), "vector"),),
     )
-    x = np.linspace(-9, 9, 100).astype(np.float32)
-    x[[17, 99]] = x[[17, 99]] if far is None else far
-    with np.errstate(over="ignore"):
-        x = (x.view(np.uint32) >> 16).astype(np.uint16) if t == "bf16" else x.astype(STORED[t])
     assert f"k_k_near(const {'float' if t == 'f32' else ''}" in text(made)
-    same(made, {"x": x, "y": np.zeros(100, STORED[t])}, ulps=2)
+
+    def both(far):
+        x = np.linspace(-9, 9, 100).astype(np.float32)
+        x[[17, 99]] = x[[17, 99]] if far is None else far
+        with np.errstate(over="ignore"):
+            x = (x.view(np.uint32) >> 16).astype(np.uint16) if t == "bf16" else x.astype(STORED[t])
+        same(made, {"x": x, "y": np.zeros(100, STORED[t])}, ulps=2)
+
+    each((None, 3e7, 1e30, np.inf, np.nan), both)
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -68,14 +73,17 @@ def test_a_reduction_begins_anew(same, far):
     same(made, {"x": x, "y": np.zeros(N, np.float32)}, ulps=40)
 
 
-@pytest.mark.parametrize("far", [(), (3,), (60,), (3, 60)])
-def test_threads_each_begin_anew(same, team, far):
+def test_threads_each_begin_anew(same, team):
     at = axis(0, N)
     loop = Loop(Axis(0, index(N)), (Store("y", at, op("cos", load("x", "f32", at))),), "parallel")
-    x = np.linspace(-3, 3, N).astype(np.float32)
-    x[list(far)] = 1e12
     made = Kernel("k", (Argument("x", "f32", False), Argument("y", "f32", True)), (), (loop,))
-    same(made, {"x": x, "y": np.zeros(N, np.float32)}, ulps=2, runtime=team(4).runtime)
+
+    def begun(far):
+        x = np.linspace(-3, 3, N).astype(np.float32)
+        x[list(far)] = 1e12
+        same(made, {"x": x, "y": np.zeros(N, np.float32)}, ulps=2, runtime=team(4).runtime)
+
+    each([(), (3,), (60,), (3, 60)], begun)
 
 
 def test_memory_of_the_function_is_no_obstacle(same):
@@ -122,6 +130,7 @@ def test_both_types_and_a_value_with_a_name(same):
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 @pytest.mark.skipif(isa.machine() != "x86_64", reason="what is vectorised is known for x86-64")
+@pytest.mark.sweep
 @pytest.mark.parametrize("t", ["f32", "f64"])
 @pytest.mark.parametrize("how", ["vector", "parallel"])
 @pytest.mark.parametrize("name", ["sin", "cos", "tan"])

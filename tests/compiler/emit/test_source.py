@@ -1,5 +1,7 @@
 """The kernels of a large graph are shared out among units that are compiled side by side."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from opkit.compiler.ir.expr import const, load, op
 from opkit.compiler.ir.index import Axis, axis, index
 from opkit.compiler.ir.kernel import Argument, Kernel, Loop, Store
 from opkit.compiler.ir.schedule import Launch
+from tests.compiler.graphs import each
 
 
 def test_a_large_graph_is_compiled_in_two_units(monkeypatch):
@@ -48,19 +51,23 @@ def tripled(count, name):
     return Kernel(name, arguments, (), (Loop(Axis(0, index(count)), (more,), "parallel"),), 4)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 7, 300])
-@pytest.mark.parametrize("present", [0, 1, None])
 @pytest.mark.parametrize("counts", [(5,), (3, 3), (37, 0, 1, 100, 2), (0, 0)])
-def test_a_batch_is_shared_among_threads(segments, team, threads, present, counts):
+def test_a_batch_is_shared_among_threads(segments, team, counts):
     """Every iteration runs once, also where OpenMP gives fewer threads than it was asked for."""
     library, call = segments
     names = [f"{b}{k}" for k in range(len(counts)) for b in "xy"]
     launches = [Launch(tripled(n, f"k{k}"), (f"x{k}", f"y{k}"), joined=k > 0) for k, n in enumerate(counts)]
-    arrays = [np.arange(n + 1, dtype=np.float32) + k for k, n in enumerate(counts) for _ in "xy"]
-    workers = team(threads, present)
-    assert call(library([launches], names).opkit_segment_0, arrays, runtime=workers.runtime) == (0, [0, 0, 0])
-    for k, n in enumerate(counts):
-        x, y = arrays[2 * k], arrays[2 * k + 1]
-        assert np.array_equal(y[:n], 3 * x[:n])
-        assert y[n] == n + k
-    assert workers.parts == ([min(threads, sum(counts) // 4, 256)] if min(threads, sum(counts) // 4) > 1 else [])
+    segment = library([launches], names).opkit_segment_0
+
+    def shared(case):
+        threads, present = case
+        arrays = [np.arange(n + 1, dtype=np.float32) + k for k, n in enumerate(counts) for _ in "xy"]
+        workers = team(threads, present)
+        assert call(segment, arrays, runtime=workers.runtime) == (0, [0, 0, 0])
+        for k, n in enumerate(counts):
+            x, y = arrays[2 * k], arrays[2 * k + 1]
+            assert np.array_equal(y[:n], 3 * x[:n])
+            assert y[n] == n + k
+        assert workers.parts == ([min(threads, sum(counts) // 4, 256)] if min(threads, sum(counts) // 4) > 1 else [])
+
+    each([*itertools.product((1, 2, 3, 7, 300), (0, 1, None))], shared)
