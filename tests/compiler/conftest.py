@@ -23,10 +23,9 @@ def name():
 
 
 @pytest.fixture
-def fresh(tmp_path_factory, monkeypatch):
-    """No compiled code of another test's; a cache that the tests of this run share."""
+def fresh():
+    """No compiled code of another test's in this process; what is stored, the tests of this run share."""
     torch._dynamo.reset()
-    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "kernels"))
     config.get.cache_clear()
     yield
     config.get.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of what it imports
-    from torch.testing._internal.common_methods_invocations import op_db
 
 TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-7, 1e-7), torch.float32: (1e-4, 1e-5), torch.bfloat16: (3e-2, 2e-2), torch.float16: (5e-3, 2e-3),
@@ -28,7 +25,19 @@ def full_name(info: Any) -> str:
     return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else info.name
 
 
-INFOS: dict[str, Any] = {full_name(info): info for info in op_db}
+@functools.cache
+def infos() -> dict[str, Any]:
+    """The database, by full name; importing it takes a second."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it imports
+        from torch.testing._internal.common_methods_invocations import op_db
+    return {full_name(info): info for info in op_db}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "INFOS":
+        return infos()
+    raise AttributeError(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Found:
 
 def asked(name: str, dtype: torch.dtype, backend: Any, limit: int) -> Found:
     """Compile an operator for up to ``limit`` samples and compare; the first that differs or fails ends it."""
-    info, samples, gradients = INFOS[name], 0, 0
+    info, samples, gradients = infos()[name], 0, 0
     if dtype not in info.supported_dtypes("cpu"):
         return Found("none", message=f"it does not take {dtype}")
     torch._dynamo.reset()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import subprocess
-import tempfile
-from pathlib import Path
 
 import numpy as np
 
 from opkit.compiler.emit.flags import flags
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.schedule import Launch, Schedule
+from opkit.kernels import compilation
+from opkit.kernels.compilation import Request, Unit
+
+WARNINGS = ("-Wall", "-Werror", "-Wno-unused", "-Wno-unknown-pragmas")
 
 _NUMPY = {"b1": "?", "bf16": "<u2", "f16": "<f2", "f32": "<f4", "f64": "<f8", "c64": "<c8", "c128": "<c16"} | {
     f"{kind}{8 * size}": f"<{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)
@@ -37,11 +37,12 @@ def run(
     assert len(launches) == len(schedule.steps), "only kernels are run here"
     names = list(schedule.buffers)
     memory = {name: _memory(schedule.buffers[name], inputs.get(name), sizes) for name in names}
-    library = _library(source([launches], names, list(sizes))[0])
+    segment = library(source([launches], names, list(sizes))[0]).opkit_segment_0
+    segment.restype = ctypes.c_int64
     pointers = (ctypes.c_void_p * len(names))(*(memory[name].ctypes.data for name in names))
     values = (ctypes.c_int64 * max(1, len(sizes)))(*sizes.values())
     runtime = _Runtime(None, None, 1)
-    code = library.opkit_segment_0(pointers, values, ctypes.byref(runtime))
+    code = segment(pointers, values, ctypes.byref(runtime))
     if code:
         raise IndexError(f"error {code}: {list(runtime.error)}")
     return memory
@@ -62,22 +63,7 @@ def _value(at, sizes):
     return total
 
 
-def _library(text):
-    place = Path(tempfile.gettempdir()) / f"opkit-test-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    place.mkdir(exist_ok=True)
-    (place / "unit.c").write_text(text)
-    command = [
-        "gcc",
-        *flags(),
-        "-march=native",
-        "-shared",
-        "-fPIC",
-        "-Wall",
-        "-Werror",
-        "-Wno-unused",
-        "-Wno-unknown-pragmas",
-    ]
-    subprocess.run([*command, str(place / "unit.c"), "-o", str(place / "unit.so")], check=True)
-    library = ctypes.CDLL(str(place / "unit.so"))
-    library.opkit_segment_0.restype = ctypes.c_int64
-    return library
+def library(text):
+    """A unit that opkit made, compiled, with no warning, and loaded."""
+    request = Request("test", (Unit("kernels.c", text, "c"),), (*flags(), *WARNINGS))
+    return ctypes.CDLL(str(compilation.build(request)))

@@ -2,13 +2,11 @@
 
 import copy
 import logging
-import os
-import subprocess
-import sys
 import threading
 import tomllib
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 
@@ -16,7 +14,6 @@ import opkit
 from opkit import config, errors
 from opkit.compiler import backend
 from opkit.compiler.backend import opkit_backend
-from opkit.compiler.run.assemble import Runner
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -224,7 +221,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Dynamo starts CUDA, which cannot be used in a forked child")
 def test_a_forked_child_and_another_number_of_threads(child_environment):
-    subprocess.run([sys.executable, "-c", FORK], env={**child_environment, **os.environ}, check=True, timeout=900)
+    fresh_process.run(["-c", FORK], child_environment)
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
@@ -237,9 +234,7 @@ def fused(caplog):
 
 @pytest.mark.parametrize("inline", [None, True, False])
 @pytest.mark.parametrize("kernel", [False, True])
-def test_operators_fuse_unless_they_have_a_kernel(inline, kernel, caplog):
-    name = f"backend_test::scaled_{inline}_{kernel}".lower()
-
+def test_operators_fuse_unless_they_have_a_kernel(name, inline, kernel, caplog):
     @opkit.custom_op(name, mutates_args=())
     def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
         return x * by + 1
@@ -311,8 +306,7 @@ f(torch.ones(8)), f(torch.ones(8, 2))
 
 
 def test_logs(child_environment):
-    environment = {**child_environment, **os.environ, "OPKIT_LOG": "fusion,recompiles,output_code"}
-    run = subprocess.run([sys.executable, "-c", LOG], env=environment, check=True, capture_output=True, text=True)
+    run = fresh_process.run(["-c", LOG], child_environment | {"OPKIT_LOG": "fusion,recompiles,output_code"})
     for text in (
         "[opkit:fusion] inference 0: 1 kernels",
         "[opkit:recompiles] Recompiling",
@@ -320,11 +314,3 @@ def test_logs(child_environment):
         "def run(",
     ):
         assert text in run.stderr
-
-
-def test_graphs_compile_without_falling_back(monkeypatch):
-    seen = []
-    original = backend._Graph.finished
-    monkeypatch.setattr(backend._Graph, "finished", lambda *a: seen.append(original(*a)) or seen[-1])
-    compiled(lambda x: x.exp() + 1)(torch.randn(3))
-    assert isinstance(seen[0], Runner)

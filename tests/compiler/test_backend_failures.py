@@ -10,7 +10,7 @@ from opkit.compiler import backend, making
 from opkit.compiler.backend import opkit_backend
 from opkit.compiler.run import library
 
-pytestmark = pytest.mark.usefixtures("fresh")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def compiled(function, strict=True, **more):

@@ -1,8 +1,6 @@
 """C kernels that are declared elementwise are called in the loop of what is before and after them."""
 
-import subprocess
-import sys
-
+import fresh_process
 import pytest
 import torch
 from torch import Tensor
@@ -37,6 +35,7 @@ def softsign(name):
     return softsign
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (700,), (3, 0, 2), (5, 77, 3), (4, 512), (40, 1025)])
 def test_what_is_before_and_after_is_in_its_kernel(softsign, dtype, shape):
@@ -238,8 +237,7 @@ def test_a_plan_of_another_process_is_found_until_the_source_changes(cache, chil
     environment = child_environment | {"OPKIT_CACHE_DIR": str(cache)}
 
     def ran(how, source):
-        command = [sys.executable, "-c", PROGRAM, how, source]
-        return subprocess.run(command, env=environment, cwd=cache, capture_output=True, text=True, check=False)
+        return fresh_process.run(["-c", PROGRAM, how, source], environment, cwd=cache, check=False)
 
     first = ran("cold", SOFTSIGN)
     assert first.stdout, first.stderr

@@ -1,9 +1,9 @@
 """Where opkit is installed, its backend has a name: torch finds it with no import of opkit."""
 
 import importlib.metadata
-import subprocess
-import sys
+import os
 
+import fresh_process
 import pytest
 
 _INSTALLED = any(point.name == "opkit" for point in importlib.metadata.entry_points(group="torch_dynamo_backends"))
@@ -22,4 +22,4 @@ assert "opkit" in sys.modules
 
 @pytest.mark.skipif(not _INSTALLED, reason="opkit runs from its sources, and is not installed")
 def test_the_backend_is_found_by_name(tmp_path):
-    subprocess.run([sys.executable, "-c", _PROGRAM], check=True, cwd=tmp_path)
+    fresh_process.run(["-c", _PROGRAM], os.environ, cwd=tmp_path)

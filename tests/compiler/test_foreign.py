@@ -1,9 +1,8 @@
 """Operators of libraries' functions fuse with what is around them, or are called, with the reason."""
 
 import os
-import subprocess
-import sys
 
+import fresh_process
 import pytest
 import torch
 
@@ -63,6 +62,7 @@ def r(*shape, dtype=F64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (700,), (3, 0, 2), (5, 77, 3)])
 def test_what_is_before_and_after_is_in_its_kernel(cubed, dtype, shape):
@@ -213,11 +213,10 @@ print(fast(torch.arange(5.0, dtype=torch.float64)).tolist())
 def test_a_plan_of_another_process_is_found_until_the_library_changes(cache, child_environment, library, tmp_path):
     own = tmp_path / "libown.so"
     own.write_bytes(library.read_bytes())
-    environment = {**child_environment, **os.environ, "OPKIT_CACHE_DIR": str(cache)}
+    environment = child_environment | {"OPKIT_CACHE_DIR": str(cache)}
 
     def ran(how):
-        command = [sys.executable, "-c", PROGRAM, str(own), how]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return fresh_process.run(["-c", PROGRAM, own, how], environment, check=False)
 
     assert ran("cold").stdout == ran("warm").stdout == f"{[8.0 * i**3 + 1 for i in range(5)]}\n"
     os.utime(own, (1, 1))

@@ -73,9 +73,9 @@ def test_an_operator_with_a_c_kernel_is_called_between_two_kernels(name, seen):
     assert counts(seen[0]) == (2, [f"{name.replace('::', '.')}.default"])
 
 
-@pytest.mark.parametrize("kernel", [True, False])
-@pytest.mark.parametrize("lowered", [True, False])
+@pytest.mark.sweep
 @pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize(("kernel", "lowered"), [(True, False), (True, True), (False, True), (False, False)])
 def test_the_option_inline_decides(name, seen, inline, kernel, lowered):
     op = opkit.custom_op(name, softplus)
     if kernel:

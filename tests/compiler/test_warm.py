@@ -1,11 +1,10 @@
 """What AOTAutograd made of a graph, found on the disk: the same values, gradients and errors, and no AOTAutograd."""
 
 import copy
-import os
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 from torch import nn
@@ -231,11 +230,6 @@ with torch.no_grad():
 
 
 def test_another_process(cache, child_environment):
-    environment = {**child_environment, **os.environ, "OPKIT_CACHE_DIR": str(cache)}
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM, how], env=environment, check=True, capture_output=True, text=True
-        ).stdout
-        for how in ("cold", "warm")
-    ]
+    environment = child_environment | {"OPKIT_CACHE_DIR": str(cache)}
+    said = [fresh_process.run(["-c", PROGRAM, how], environment).stdout for how in ("cold", "warm")]
     assert said[0] == said[1] != ""

@@ -13,7 +13,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import opkit
-from opkit.compiler import warm
 
 sys.path.insert(0, str(Path(__file__).parent))
 from warm_calls import X, check, cold_and_warm, compiled, counted, misses, mlp, on, trained
@@ -103,6 +102,7 @@ DAMAGES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("which", ["wiring", "plan"])
 @pytest.mark.parametrize("number", range(len(DAMAGES)))
 def test_damage_is_mended(cache, which, number):
@@ -180,9 +180,9 @@ def test_explain_sees_graphs_that_are_kept():
     torch.testing.assert_close(explanation.result, function(X))
 
 
-def test_the_users_wish_for_no_caches(monkeypatch):
-    monkeypatch.setattr(warm.private, "caches_disabled", lambda: True)
-    misses(on(X), on(X))
+def test_the_users_wish_for_no_caches():
+    with torch.compiler.config.patch(force_disable_caches=True):
+        misses(on(X), on(X))
 
 
 def test_functions_of_torchs_by_name():

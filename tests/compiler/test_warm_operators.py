@@ -2,10 +2,10 @@
 
 import contextlib
 import importlib
-import subprocess
 import sys
 import textwrap
 
+import fresh_process
 import pytest
 import torch
 
@@ -103,7 +103,7 @@ def test_what_was_edited_is_made_again(module, monkeypatch, change):
     torch.testing.assert_close(found[0], eager(operators)[0])
 
 
-def test_another_process_finds_them(module, tmp_path):
+def test_another_process_finds_them(module, tmp_path, child_environment):
     module(kernel="torch.expm1(x) + 2")
     script = textwrap.dedent("""
         import torch, warmed_operators as o
@@ -117,9 +117,7 @@ def test_another_process_finds_them(module, tmp_path):
         print(len(anew), result[0, 0].item(), x.grad[0, 0].item())
     """)
     (tmp_path / "script.py").write_text(script)
-    said = [
-        subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-        for _ in range(2)
-    ]
+    environment = child_environment | {"OPKIT_CACHE_DIR": str(tmp_path)}
+    said = [fresh_process.run(["script.py"], environment, cwd=tmp_path).stdout for _ in range(2)]
     assert [each.split()[0] for each in said] == ["1", "0"]
     assert said[0].split()[1:] == said[1].split()[1:]

@@ -5,14 +5,11 @@ import ctypes
 import numpy as np
 import pytest
 
-from opkit import config
-from opkit.compiler.emit.flags import flags
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.interpreter_kernel import run_kernel
 from opkit.compiler.ir.schedule import Launch
 from opkit.compiler.ir.verifier import verify_kernel
-from opkit.kernels import compilation
-from opkit.kernels.compilation import Request, Unit
+from tests.compiler import native
 from tests.compiler.graphs import each
 
 PARALLEL = ctypes.CFUNCTYPE(
@@ -41,18 +38,9 @@ class Team:
             work(data)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    chosen = config.Config(cache_dir=tmp_path_factory.mktemp("cache"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "get", lambda: chosen)
-        patch.setattr(compilation, "_verified", {})
-        yield
-
-
 def library(launches, buffers, sizes=()):
     (text,) = source(launches, buffers, sizes)
-    return ctypes.CDLL(str(compilation.build(Request("test", (Unit("kernels.c", text, "c"),), flags()))))
+    return native.library(text)
 
 
 def call(segment, arrays, sizes=(), runtime=None):

@@ -10,6 +10,7 @@ from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, S
 from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, Strided
 from opkit.compiler.ir.verifier import verify_kernel, verify_program
 from opkit.errors import CompilerError
+from tests.compiler.graphs import each
 
 AT = axis(0, 8)
 X = load("x", "f32", AT)
@@ -72,15 +73,17 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("good", GOOD)
-def test_what_is_well_formed(good):
-    verify_kernel(good)
+def test_what_is_well_formed():
+    each(GOOD, verify_kernel)
 
 
-@pytest.mark.parametrize("message", BAD)
-def test_a_mistake_in_a_kernel(message):
+def refused(message, verify, mistaken):
     with pytest.raises(CompilerError, match=message):
-        verify_kernel(BAD[message])
+        verify(mistaken)
+
+
+def test_mistakes_in_kernels():
+    each(BAD, lambda message: refused(message, verify_kernel, BAD[message]))
 
 
 def program(*steps, outputs=("y",)):
@@ -115,10 +118,8 @@ def test_a_program():
     verify_program(program(Compute("y", BOTH, (A, B), R.body, "scan:sum", frozenset({1}))))
 
 
-@pytest.mark.parametrize("message", BAD_PROGRAMS)
-def test_a_mistake_in_a_program(message):
-    with pytest.raises(CompilerError, match=message):
-        verify_program(BAD_PROGRAMS[message])
+def test_mistakes_in_programs():
+    each(BAD_PROGRAMS, lambda message: refused(message, verify_program, BAD_PROGRAMS[message]))
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex64])
 @pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 def test_products(product, dtype, runners):
