@@ -180,6 +180,7 @@ def test_explain_sees_graphs_that_are_kept():
     torch.testing.assert_close(explanation.result, function(X))
 
 
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 def test_the_users_wish_for_no_caches():
     with torch.compiler.config.patch(force_disable_caches=True):
         misses(on(X), on(X))

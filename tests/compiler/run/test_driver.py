@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import opkit
-from opkit import config
 from opkit.compiler import backend, warm
 from opkit.compiler.backend import opkit_backend
 from opkit.compiler.run import calling, driver
@@ -47,7 +46,7 @@ watched: list[weakref.ref[torch.UntypedStorage]] = []
 
 
 @doubled.register_kernel("cpu")
-def _(x):
+def watching(x):
     seen.append(watched[0]() is None if watched else False)
     return x * 2
 
@@ -205,7 +204,7 @@ def test_an_error_of_a_python_kernel(runners):
         with pytest.raises(KeyError, match="mine"):
             runners[0]([x])
     finally:
-        doubled.register_kernel("cpu")(lambda x: x * 2)
+        doubled.register_kernel("cpu")(watching)
     del x
     gc.collect()
     assert died() is None
@@ -309,10 +308,7 @@ def test_threads(runners):
     assert wrong == []
 
 
-def test_a_training_step_goes_without_aotautograd_after_the_first(tmp_path, monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path))
-    config.get.cache_clear()
+def test_a_training_step_goes_without_aotautograd_after_the_first(cache):
     w = torch.randn(5, 6, requires_grad=True)
     fast = compiled(lambda x, b: layers(x, w, b))
     nodes = []
@@ -322,5 +318,4 @@ def test_a_training_step_goes_without_aotautograd_after_the_first(tmp_path, monk
         (given,) = torch.autograd.grad(y.square().sum(), w)
         (expected,) = torch.autograd.grad(layers(GIVEN[0], w, GIVEN[2]).square().sum(), w)
         torch.testing.assert_close(given, expected)
-    config.get.cache_clear()
     assert nodes[0] != nodes[1] == nodes[2]
