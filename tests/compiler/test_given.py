@@ -58,6 +58,7 @@ def test_an_operator_without_a_kernel_fuses_with_its_neighbours(name, seen):
     assert counts(seen[0]) == (1, [])
 
 
+@pytest.mark.exhaustive  # tests/op/test_compile_fusion.py does the same with other operators
 def test_it_fuses_in_inductor_too(name):
     op = opkit.custom_op(name, softplus)
     metrics.reset()
