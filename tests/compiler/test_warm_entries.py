@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -125,7 +126,11 @@ def scaled(x):
 
 REFUSED = [
     (lambda x: checkpoint(torch.exp, x, use_reentrant=False), "other graphs", {}),
-    (lambda x: x + x.shape[0], "sizes that may change", {"dynamic": True}),
+    (
+        lambda x: x + x.shape[0],
+        "sizes that may change|is a SymInt",
+        {"dynamic": True},
+    ),  # which comes first is Dynamo's choice
     (lambda x: x.t(), "a result is an alias_of_input", {}),
 ]
 
@@ -139,7 +144,7 @@ def test_what_is_not_kept_says_why(number, caplog):
             fast = compiled(function, **how)
             torch.testing.assert_close(fast(x), function(x))
         assert len(anew) == 2
-    assert reason in caplog.text
+    assert re.search(reason, caplog.text)
 
 
 def test_operators_of_others_are_not_kept(name, caplog):
