@@ -18,6 +18,7 @@ def reference_gradients(norm, x, weight):
     return torch.autograd.grad(output.sum(), (x, weight))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing(use_reentrant, norm, kind, op, spelled, inputs, calls):
     call, (x, weight) = spelled(op), inputs()
@@ -28,6 +29,7 @@ def test_checkpointing(use_reentrant, norm, kind, op, spelled, inputs, calls):
     torch.testing.assert_close((x.grad, weight.grad), reference_gradients(norm, x, weight))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("policy", "kernel_calls"), [("save", 1), ("recompute", 2)])
 def test_selective_checkpointing_by_the_operator(policy, kernel_calls, norm, kind, op, spelled, inputs, calls):
     call, (x, weight) = spelled(op), inputs()
@@ -56,6 +58,7 @@ def test_selective_checkpointing_by_a_list(norm, kind, op, inputs, calls):
     torch.testing.assert_close((x.grad, weight.grad), reference_gradients(norm, x, weight))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("selective", [False, True])
 def test_checkpointing_under_compile(selective, norm, op, inputs):
     torch._dynamo.reset()
@@ -86,6 +89,7 @@ def test_a_random_operator_is_recomputed_with_the_same_numbers(use_reentrant):
 # ---- saved-tensor hooks ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seen_before", [False, True])
 def test_saved_tensor_hooks(seen_before, norm, op, spelled, inputs):
     call, (x, weight) = spelled(op), inputs()

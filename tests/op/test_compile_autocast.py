@@ -22,6 +22,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)

@@ -10,6 +10,7 @@ import opkit
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("train", [False, True])
 def test_a_kernel_registered_later_takes_effect(name, train, norm, spelled):
     op = opkit.custom_op(name, norm.reference)
@@ -30,6 +31,7 @@ def test_a_kernel_registered_later_takes_effect(name, train, norm, spelled):
     torch.testing.assert_close(compiled(x, weight), norm.reference(x, weight) * 1000)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kernel", [False, True])
 def test_a_backward_registered_later_takes_effect(name, kernel, norm, with_kernel, spelled):
     op = with_kernel(name)[0] if kernel else opkit.custom_op(name, norm.reference)
@@ -61,6 +63,7 @@ def test_a_fake_registered_later_takes_effect(name, spelled):
     assert (result.shape, rows) == ((12,), 4)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kernel", [False, True])
 def test_a_redefinition_takes_effect(name, spelling, kernel):
     def define(factor):

@@ -32,13 +32,14 @@ def generated_kernels(function, x, weight, train=False):
 
 
 CONTEXTS = {
-    "plain": contextlib.nullcontext,
-    "no_grad": torch.no_grad,
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "plain": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_fuses_as_the_plain_reference_does(context, norm, spelled, among_neighbours):
     x, weight = torch.randn(4, 16), torch.randn(16)
@@ -50,6 +51,7 @@ def test_fuses_as_the_plain_reference_does(context, norm, spelled, among_neighbo
     torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.sweep(1)
 def test_fuses_in_training(norm, spelled, among_neighbours):
     x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(16, requires_grad=True)
     expected, plain, _ = generated_kernels(among_neighbours(norm.reference), x, weight, train=True)
@@ -74,6 +76,7 @@ def test_a_given_backward_fuses_too(name, recorder):
 # ---- as a unit ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_an_operator_with_a_kernel_is_called_as_a_unit(name, backend, norm, with_kernel, spelled, among_neighbours):
     op, calls = with_kernel(name)
@@ -87,6 +90,7 @@ def test_an_operator_with_a_kernel_is_called_as_a_unit(name, backend, norm, with
     assert calls == [(4, 16)] * 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_kernel_computes_the_training_forward(name, backend, norm, with_kernel, spelled, among_neighbours):
     op, calls = with_kernel(name)
@@ -109,6 +113,7 @@ def test_a_given_backward_is_used_with_a_kernel(name, with_kernel):
     torch.testing.assert_close(x.grad, torch.full_like(x, 7))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize(
     ("inline", "kernel", "units"), [(True, True, 0), (False, False, 1), (None, True, 1), (None, False, 0)]
@@ -178,6 +183,7 @@ def test_a_backward_within_a_compiled_step(name, norm, with_kernel):
     torch.testing.assert_close(x.grad, torch.autograd.grad(norm.reference(x, weight).sum(), x)[0])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("kernel", [False, True])
 def test_a_reference_that_captures_a_tensor(name, kernel, backend):

@@ -13,6 +13,7 @@ import opkit
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("kernel", [False, True])
 def test_in_place_operators(name, backend, kernel, spelled):
@@ -119,6 +120,7 @@ def test_out_variants(name, backend):
     torch.testing.assert_close(out, torch.full((3,), 2.0))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.skipif(not hasattr(torch.Tag, "inplace"), reason="torch.Tag.inplace came with torch 2.13")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_tagged_in_place(name, backend):
@@ -132,6 +134,7 @@ def test_tagged_in_place(name, backend):
     torch.testing.assert_close(x, torch.full((3,), 2.0))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_an_out_argument_declared_in_the_schema(name, backend):
     op = opkit.custom_op(

@@ -33,7 +33,8 @@ def test_the_global_generator(name, kernel):
     assert not torch.equal(compiled(x), compiled(x))
 
 
-@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("kernel", [True, False])
 def test_two_random_calls_are_not_made_one(name, kernel):
     op = opkit.custom_op(
         name, lambda x: torch.rand_like(x), schema="(Tensor x) -> Tensor", tags=torch.Tag.nondeterministic_seeded
@@ -81,6 +82,7 @@ def test_a_seed_argument(name, kernel):
     assert counter.frame_count <= 3
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("spelling", ["op", "torch.ops"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_training_without_a_kernel(name, spelling, backend):

@@ -34,6 +34,7 @@ SHAPES = [
 SHAPES += [(11, 4), (4, 11), (1, 12), (13, 2), (2, 13), (20, 20)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -97,6 +98,7 @@ def test_gradients_beside_size_dependent_numbers(name):
 # ---- data-dependent outputs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kernel", [False, True])
 def test_data_dependent_sizes(name, kernel, spelled):
     op = opkit.custom_op(name, lambda x: x.nonzero().squeeze(1), schema="(Tensor x) -> Tensor")

@@ -3,13 +3,13 @@
 import copy
 import dataclasses
 import enum
+import functools
 import inspect
 import pickle
 import pydoc
-import subprocess
-import sys
 import typing
 
+import fresh_process
 import pytest
 import torch
 from jaxtyping import Float
@@ -77,7 +77,14 @@ def many(x: Tensor, count: int) -> tuple[Tensor, ...]:
     return tuple(x + i for i in range(count))
 
 
-def structured_results(x: Tensor) -> list[Tensor]:
+OPS = (structured, pair, maybe, many)
+KERNELS = tuple(opkit.custom_op(f"{op.name}_kernel", op.reference, mutates_args=()) for op in OPS)
+for _op in KERNELS:
+    _op.register_kernel("cpu", _op.reference)
+
+
+def structured_results(ops: tuple[opkit.CustomOp, ...], x: Tensor) -> list[Tensor]:
+    structured, pair, maybe, many = ops
     first = structured(x, {"p": x}, Mode.TRIPLE, Settings(times=3), mixed=(1, 2.0))
     return [first["scaled"], first["moved"], *pair(x, True)[:2], maybe(x, True), *many(x, 2)]  # type: ignore[misc]
 
@@ -86,13 +93,14 @@ def expected_results(x: Tensor) -> list[Tensor]:
     return [x * 3 + 3, x + 2 + 2 + x, x * 2, x * 3, x * 2, x, x + 1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kernels", [False, True])
 def test_structured_arguments_and_results(compiled: bool, kernels: bool) -> None:
-    ops = (structured, pair, maybe, many)
-    call = torch.compile(structured_results, fullgraph=True, backend="aot_eager") if compiled else structured_results
-    for op in ops if kernels else ():
-        op.register_kernel("cpu", op.reference)
+    ops = KERNELS if kernels else OPS
+    call = functools.partial(structured_results, ops)
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
     x = torch.randn(4, requires_grad=True)
     got, want = call(x), expected_results(x)
     for a, b in zip(got, want, strict=True):
@@ -100,6 +108,7 @@ def test_structured_arguments_and_results(compiled: bool, kernels: bool) -> None
     (grad,) = torch.autograd.grad(sum((i + 1) * t.sum() for i, t in enumerate(got)), x)
     (expected,) = torch.autograd.grad(sum((i + 1) * t.sum() for i, t in enumerate(want)), x)
     torch.testing.assert_close(grad, expected)
+    _, pair, maybe, _ = ops
     assert maybe(x, False) is None
     assert pair(x, False).second is None
 
@@ -171,15 +180,13 @@ def test_annotations_are_checked_before_the_body_runs(call: typing.Any) -> None:
         call(torch.zeros(()), torch.zeros(3))
 
 
-def test_checks_can_be_switched_off() -> None:
+def test_checks_can_be_switched_off(child_environment: dict[str, str]) -> None:
     script = (
         "import opkit, torch\nfrom jaxtyping import Float\nfrom torch import Tensor\n"
         "@opkit.custom_op('off::op')\ndef op(x: Float[Tensor, 'n']) -> Float[Tensor, 'n']:\n    return x * 2\n"
         "print(op(torch.ones(1, 1)).item())"
     )
-    environment = {**__import__("os").environ, "OPKIT_CHECK": "0", "PYTHONPATH": ":".join(sys.path)}
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
-    assert run.stdout.strip() == "2.0", run.stderr
+    assert fresh_process.run(["-c", script], child_environment | {"OPKIT_CHECK": "0"}).stdout.strip() == "2.0"
 
 
 def test_wrong_outputs_against_their_annotation() -> None:

@@ -15,6 +15,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_autocast_policies(policy: str | None, kernel: bool) -> None:

@@ -3,10 +3,7 @@
 The database registers its operators when it is imported, so it is imported in a process of its own.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import fresh_process
 
 _SCRIPT = """
 import warnings
@@ -40,8 +37,6 @@ assert operators and all(isinstance(op, opkit.CustomOp) for op in operators)
 """
 
 
-def test_the_database_under_opkit() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_the_database_under_opkit(child_environment: dict[str, str]) -> None:
+    done = fresh_process.run(["-c", _SCRIPT], child_environment)
     assert len(done.stdout.splitlines()) >= 10

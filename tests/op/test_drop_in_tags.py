@@ -82,7 +82,10 @@ def test_inplace_with_a_generator_of_names(custom_op: Any, name: str) -> None:
     assert defined(x) is x
 
 
-@pytest.mark.parametrize(("backend", "fullgraph"), [("eager", False), ("eager", True), ("aot_eager", True)])
+COMPILED = [pytest.param("eager", False, marks=pytest.mark.exhaustive), ("eager", True), ("aot_eager", True)]
+
+
+@pytest.mark.parametrize(("backend", "fullgraph"), COMPILED)
 def test_inplace_compiled(add_: Any, backend: str, fullgraph: bool) -> None:
     def program(x: Tensor, y: Tensor) -> Tensor:
         return add_(x, y)
@@ -164,7 +167,7 @@ def test_out_on_fake_tensors(add_out: Any) -> None:
         assert add_out(x, x, out=out) is out
 
 
-@pytest.mark.parametrize(("backend", "fullgraph"), [("eager", False), ("eager", True), ("aot_eager", True)])
+@pytest.mark.parametrize(("backend", "fullgraph"), COMPILED)
 def test_out_compiled(add_out: Any, backend: str, fullgraph: bool) -> None:
     def program(x: Tensor, out: Tensor) -> Tensor:
         return add_out(x, x, out=out)
@@ -229,12 +232,12 @@ def test_out_does_not_differentiate(custom_op: Any, name: str) -> None:
     assert torch.equal(out, x.sin())
 
 
-@pytest.mark.parametrize("named", ["method", "object", "name", "overload"])
-def test_out_takes_no_backward(add_out: Any, named: str) -> None:
-    op = {"object": add_out, "name": add_out._qualname, "overload": add_out._opoverload}.get(named)
-    register = add_out.register_autograd if op is None else functools.partial(torch.library.register_autograd, op)
-    with pytest.raises(RuntimeError, match="Out variants do not support autograd"):
-        register(lambda ctx, grad: grad)
+def test_out_takes_no_backward(add_out: Any) -> None:
+    spelled = (add_out, add_out._qualname, add_out._opoverload)
+    through_torch = [functools.partial(torch.library.register_autograd, op) for op in spelled]
+    for register in (add_out.register_autograd, *through_torch):
+        with pytest.raises(RuntimeError, match="Out variants do not support autograd"):
+            register(lambda ctx, grad: grad)
 
 
 def test_out_with_a_fake_of_its_own(custom_op: Any, name: str) -> None:

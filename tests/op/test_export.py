@@ -77,6 +77,7 @@ def name(request):
         opkit.remove(f"texport::{words}")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", OPS)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("spelling", ["object", "torch.ops"])
@@ -98,6 +99,7 @@ def test_save_and_load(kind):
     torch.testing.assert_close(program.module()(x), expected(model, x))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("kind", OPS)
 def test_run_decompositions(kind, strict):
@@ -108,6 +110,7 @@ def test_run_decompositions(kind, strict):
     torch.testing.assert_close(program.module()(x), expected(model, x))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", OPS)
 @pytest.mark.parametrize("strict", [False, True])
 def test_dynamic_shapes(kind, strict):

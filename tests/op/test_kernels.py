@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import fresh_process
 import pytest
 import torch
 from jaxtyping import Float
@@ -272,12 +271,7 @@ def test_autotuning_remembers_across_processes(tmp_path: Path, child_environment
     script = tmp_path / "tuned.py"
     script.write_text(_TUNED)
     environment = {**child_environment, "OPKIT_CACHE_DIR": str(tmp_path / "cache")}
-    runs = [
-        subprocess.run(
-            [sys.executable, str(script)], capture_output=True, text=True, env=environment, check=True
-        ).stdout
-        for _ in range(2)
-    ]
+    runs = [fresh_process.run([script], environment).stdout for _ in range(2)]
     assert [run.split() for run in runs] == [["quick", "2"], ["quick", "0"]]
 
 

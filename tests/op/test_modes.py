@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import opkit
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("train", [False, True])
 def test_wrapper_subclasses(train, norm, kind, op, spelled, calls):
     call = spelled(op)
@@ -49,6 +50,7 @@ class Logged(torch.Tensor):
         return func(*plain[0], **plain[1])
 
 
+@pytest.mark.sweep
 def test_a_subclass_sees_the_operator(norm, op, spelled, inputs):
     Logged.seen.clear()
     x, weight = inputs(False)
@@ -74,6 +76,7 @@ class Recording(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("train", [False, True])
 def test_modes_see_the_operator(train, norm, op, spelled, inputs):
     call, (x, weight) = spelled(op), inputs(train)
@@ -119,6 +122,7 @@ def test_registered_for_a_subclass(kind):
     opkit.remove(op.name)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("train", [False, True])
 def test_modes_see_an_operator_that_was_called_often(train, kind, op, spelled, inputs, calls):
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -27,6 +27,7 @@ COPIES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", COPIES)
 def test_copies_of_modules_hold_the_same_operator(how, op):
     block, x = Block(op), torch.randn(3, 8)

@@ -227,6 +227,7 @@ def undeclared_pointer(x: Tensor) -> Tensor:
     return x * 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("through_ops", [False, True])
 @pytest.mark.parametrize(
     "function",
@@ -317,6 +318,7 @@ def opaque_write_and_return(x: Tensor) -> Tensor:
     return x.detach() * 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("function", [through_helper, through_view])
 @pytest.mark.parametrize("kernel", [False, True])
 def test_in_place_under_compile(function: Any, kernel: bool) -> None:

@@ -14,26 +14,27 @@ pytestmark = pytest.mark.usefixtures("bridge")
 NOTHING = "void nothing(const opk_tensor* x, int64_t n, const opk_tensor* out) { (void)x; (void)n; (void)out; }"
 
 REFERENCES = {
-    "the same": lambda x, n: x + n,
     "transposed": lambda x, n: (x + n).transpose(0, 1),
     "permuted": lambda x, n: x.clone().permute(2, 0, 1) + n,
+    "halved": lambda x, n: x[: x.shape[0] // 2, ::3].clone(),
+    "rounded up": lambda x, n: x.new_zeros(-(-x.shape[1] // n) * n, x.shape[0] % n + 1),
+    "pooled": lambda x, n: F.max_pool1d(x, 2, stride=n, ceil_mode=True),
+    "at most": lambda x, n: x.new_zeros(max(x.shape[0], n), min(x.shape[1], n)),
+    "the same": lambda x, n: x + n,
     "reduced": lambda x, n: x.sum(1, keepdim=True),
     "flattened": lambda x, n: (x + n).reshape(x.shape[0] * x.shape[1], -1),
-    "halved": lambda x, n: x[: x.shape[0] // 2, ::3].clone(),
     "padded": lambda x, n: F.pad(x, (n, 2)),
     "windows": lambda x, n: x.unfold(1, min(n, 2), 2).clone(),
-    "pooled": lambda x, n: F.max_pool1d(x, 2, stride=n, ceil_mode=True),
     "n of them": lambda x, n: x.new_zeros(n, x.shape[-1] + 1),
     "outer": lambda x, n: x.reshape(-1)[:, None] * x.reshape(-1)[None, :7],
     "joined": lambda x, n: torch.cat([x, x[:, :1], x], 1),
-    "rounded up": lambda x, n: x.new_zeros(-(-x.shape[1] // n) * n, x.shape[0] % n + 1),
-    "at most": lambda x, n: x.new_zeros(max(x.shape[0], n), min(x.shape[1], n)),
     "broadcast": lambda x, n: x * x[:, :1] + x[0],
     "a number": lambda x, n: x.sum(),
     "channels last": lambda x, n: x[None].clone(memory_format=torch.channels_last),
 }
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("what", REFERENCES)
 def test_sizes(name, what):
     reference = REFERENCES[what]

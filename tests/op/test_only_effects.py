@@ -1,5 +1,7 @@
 """Operators that only have effects: they need no fake, and run at every run of a compiled program, in order."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,21 +11,22 @@ import opkit
 log: list[tuple[str, float | None]] = []
 
 
-@opkit.custom_op("effects::by_value", mutates_args=())
 def by_value(x: Tensor, tag: str) -> None:
     log.append((tag, float(x.sum())))
 
 
-@opkit.custom_op("effects::by_size", mutates_args=())
 def by_size(x: Tensor, tag: str) -> None:
     log.append((tag, float(x.numel())))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("inline", [None, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("op", [by_value, by_size], ids=["opaque", "torch"])
-def test_effects_happen_at_every_run_and_in_order(op: opkit.CustomOp, backend: str, inline: bool | None) -> None:
-    op._operator.inline = inline
+@pytest.mark.parametrize("function", [by_value, by_size], ids=["opaque", "torch"])
+def test_effects_happen_at_every_run_and_in_order(
+    name: str, function: Callable[..., None], backend: str, inline: bool | None
+) -> None:
+    op = opkit.custom_op(name, function, mutates_args=(), inline=inline)
 
     def program(x: Tensor) -> Tensor:
         op(x, "first")

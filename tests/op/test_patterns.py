@@ -29,9 +29,9 @@ def test_a_contradiction_names_operator_argument_shape_pattern_and_sizes() -> No
         assert part in message
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 4), (2, 3, 4)])
-def test_any_number_of_leading_sizes(shape: tuple[int, ...]) -> None:
-    assert check((Float[Tensor, "*batch d"], torch.zeros(shape))).sizes == {"batch": shape[:-1], "d": 4}
+def test_any_number_of_leading_sizes() -> None:
+    for shape in ((4,), (2, 4), (2, 3, 4)):
+        assert check((Float[Tensor, "*batch d"], torch.zeros(shape))).sizes == {"batch": shape[:-1], "d": 4}
 
 
 def test_leading_sizes_must_agree() -> None:
@@ -43,9 +43,8 @@ def test_a_middle_of_any_length() -> None:
     assert check((Float[Tensor, "a *rest b"], torch.zeros(1, 2, 3, 4))).sizes == {"a": 1, "rest": (2, 3), "b": 4}
 
 
-@pytest.mark.parametrize(
-    ("annotation", "good", "bad"),
-    [
+def test_items() -> None:
+    for annotation, good, bad in (
         (Float[Tensor, "3"], (3,), (4,)),
         (Float[Tensor, "_ n"], (9, 2), (2,)),
         (Float[Tensor, ""], (), (1,)),
@@ -55,12 +54,10 @@ def test_a_middle_of_any_length() -> None:
         (Float[Tensor, "n 2*n-1"], (3, 5), (3, 6)),
         (Float[Tensor, "n #n"], (3, 1), (3, 2)),
         (Float[Tensor, "n=4 n"], (4, 2), (3, 2)),
-    ],
-)
-def test_items(annotation: object, good: tuple[int, ...], bad: tuple[int, ...]) -> None:
-    check((annotation, torch.zeros(good)))
-    with pytest.raises(ShapeError):
-        check((annotation, torch.zeros(bad)))
+    ):
+        check((annotation, torch.zeros(good)))
+        with pytest.raises(ShapeError):
+            pytest.fail(f"{annotation} takes {bad}: {check((annotation, torch.zeros(bad)))}")
 
 
 def test_dtypes() -> None:

@@ -13,6 +13,7 @@ def profiled(function):
     return [event.name for event in found.events()]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("seen_before", [False, True])
 def test_the_profiler_shows_operator_and_kernel(train, seen_before, kind, op, spelled, inputs):

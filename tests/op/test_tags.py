@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import opkit
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kernel", [False, True])
 def test_flops(kernel, spelled):
     op = opkit.custom_op("ttags::product", lambda a, b: a @ b, schema="(Tensor a, Tensor b) -> Tensor")

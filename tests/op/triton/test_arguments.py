@@ -31,9 +31,8 @@ def launch(function, given, operands, *, config=None, **options):
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "sizes", "named"),
-    [
+def test_named_sizes():
+    for shape, sizes, named in (
         (Shape(("m", "n")), (3, 4), {"m": 3, "n": 4}),
         (Shape((), "batch", ("d",)), (2, 3, 4), {"batch": 6, "d": 4}),
         (Shape((), "batch", ("d",)), (4,), {"batch": 1, "d": 4}),
@@ -43,10 +42,8 @@ def launch(function, given, operands, *, config=None, **options):
         (Shape((), "all"), (2, 0, 3), {"all": 0}),
         (Shape((), "all"), (), {"all": 1}),
         (None, (2, 3), {}),
-    ],
-)
-def test_named_sizes(shape, sizes, named):
-    assert sizes_of(facts(tensor("x", shape)), [torch.empty(sizes)]) == named
+    ):
+        assert sizes_of(facts(tensor("x", shape)), [torch.empty(sizes)]) == named, (shape, sizes)
 
 
 def test_the_first_tensor_that_has_a_size_names_it():
@@ -192,9 +189,8 @@ def test_a_descriptor_of_another_shape():
 # ---- strides ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sizes", "strides", "told", "expected"),
-    [
+def test_which_strides_follow_from_those_that_are_told():
+    for sizes, strides, told, expected in (
         ((), (), (), True),
         ((4,), (1,), (), True),
         ((4,), (2,), (), False),
@@ -215,9 +211,7 @@ def test_a_descriptor_of_another_shape():
         ((2, 3), (0, 1), (), False),
         ((2, 3), (0, 1), (0,), True),
         ((2, 3), (3, 1), (5, -7), True),  # dimensions that it does not have
-    ],
-)
-def test_which_strides_follow_from_those_that_are_told(sizes, strides, told, expected):
-    x = torch.empty(200).as_strided(sizes, strides)
-    assert packed(x, told) is expected
-    assert not packed(x, told) or packed(x, (*told, *range(x.dim())))
+    ):
+        x = torch.empty(200).as_strided(sizes, strides)
+        assert packed(x, told) is expected, (sizes, strides, told)
+        assert not packed(x, told) or packed(x, (*told, *range(x.dim()))), (sizes, strides, told)

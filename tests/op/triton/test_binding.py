@@ -58,9 +58,8 @@ def by_name(x, weight_ptr, eps, out, d, batch, x_numel, weight_rank, x_ndim, x_s
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "origin", "argument", "detail"),
-    [
+def test_what_names_stand_for():
+    for name, origin, argument, detail in (
         ("x", "TENSOR", 0, 0),
         ("weight_ptr", "TENSOR", 1, 0),
         ("eps", "SCALAR", 2, 0),
@@ -73,11 +72,9 @@ def by_name(x, weight_ptr, eps, out, d, batch, x_numel, weight_rank, x_ndim, x_s
         ("x_size_0", "SIZE", 0, 0),
         ("x_size_m1", "SIZE", 0, -1),
         ("out_stride_m2", "STRIDE", 3, -2),
-    ],
-)
-def test_what_names_stand_for(name, origin, argument, detail):
-    source = source_of(by_name, name)
-    assert (source.origin, source.argument, source.detail) == (origin, argument, detail)
+    ):
+        source = source_of(by_name, name)
+        assert (source.origin, source.argument, source.detail) == (origin, argument, detail), name
 
 
 def test_strides_that_are_told():
@@ -284,9 +281,8 @@ def weight_known(out, weight: tl.constexpr):
     pass
 
 
-@pytest.mark.parametrize(
-    ("function", "options", "said"),
-    [
+def test_mistakes():
+    for function, options, said in (
         (
             misnamed,
             {},
@@ -345,11 +341,9 @@ def weight_known(out, weight: tl.constexpr):
             r"reset_to_zero names 'total'; the tensors are x, weight, out",
         ),
         (len, {}, r"takes a function decorated with @triton.jit .* got <built-in function len>"),
-    ],
-)
-def test_mistakes(function, options, said):
-    with pytest.raises(DeclarationError, match=said):
-        bound(function, **options)
+    ):
+        with pytest.raises(DeclarationError, match=said):
+            pytest.fail(f"{options} was taken, and not refused by {said!r}: {bound(function, **options)}")
 
 
 def test_a_descriptors_padding():

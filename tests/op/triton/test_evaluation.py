@@ -97,25 +97,16 @@ class _Parsed:
         return int(x)
 
 
-@pytest.mark.parametrize(
-    ("given", "grid"), [(3, (3, 1, 1)), ((3,), (3, 1, 1)), ([3, 4], (3, 4, 1)), ((3, 4, 5), (3, 4, 5)), (0, (0, 1, 1))]
-)
-def test_grids(given, grid):
-    assert as_grid("t::f", given) == grid
+def test_grids():
+    given = (3, (3,), [3, 4], (3, 4, 5), 0)
+    assert [as_grid("t::f", each) for each in given] == [(3, 1, 1), (3, 1, 1), (3, 4, 1), (3, 4, 5), (0, 1, 1)]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ((1, 2, 3, 4), "one, two or three integers"),
-        ((), "one, two or three integers"),
-        (2.5, "one, two or three integers"),
-        ("3", "one, two or three integers"),
-        (None, "one, two or three integers"),
-        (-1, "cannot be negative"),
-        ((2, -1), "cannot be negative"),
-    ],
-)
-def test_what_is_no_grid(given, said):
-    with pytest.raises(KernelError, match=rf"t::f: grid gave .*{said}"):
-        as_grid("t::f", given)
+def test_what_is_no_grid():
+    for said, grids in (
+        ("one, two or three integers", ((1, 2, 3, 4), (), 2.5, "3", None)),
+        ("cannot be negative", (-1, (2, -1))),
+    ):
+        for given in grids:
+            with pytest.raises(KernelError, match=rf"t::f: grid gave .*{said}"):
+                pytest.fail(f"{given!r} is the grid {as_grid('t::f', given)}")

@@ -24,6 +24,7 @@ def rms_norm(x, weight, eps=1e-6):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shape", [(3, 5, 37), (4, 128), (1, 1), (7,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_numbers(run, shape, dtype):
