@@ -1,6 +1,7 @@
 """Fixtures of the operator tests."""
 
 import contextlib
+import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import opkit
+from opkit import config
 
 _count = itertools.count()
 
@@ -53,6 +55,19 @@ def bridge() -> None:
     from opkit.op import bridged
 
     bridged.build()
+
+
+@pytest.fixture(params=["bridge", pytest.param("python", marks=pytest.mark.exhaustive)])
+def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bridge, and as with ``OPKIT_BRIDGE=0``: every call is planned in Python."""
+    if request.param == "bridge":
+        request.getfixturevalue("bridge")
+        return
+    from opkit.op import bridged
+
+    settings = dataclasses.replace(config.get(), bridge=False)
+    monkeypatch.setattr(config, "get", lambda: settings)
+    monkeypatch.setattr(bridged, "_bridge", bridged._Bridge())
 
 
 @pytest.fixture

@@ -1,10 +1,6 @@
 """Which calls of an operator with a native kernel run in C without Python, and when Python has them back."""
 
 import contextlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -167,14 +163,3 @@ def test_a_bridge_that_is_ready_later_is_taken(name, monkeypatch):
     for _ in range(3):
         assert both(op, x).tolist() == [2.0] * 4
     assert serving(op)
-
-
-def test_all_works_without_the_bridge(child_environment):
-    """The tests of native kernels once more, with every call planned in Python."""
-    tests = [str(Path(__file__).with_name(f"test_native{which}.py")) for which in ("", "_arguments")]
-    program = "import sys, pytest, opkit.op.bridged as bridged; bridged.build = lambda: None; sys.exit(pytest.main(sys.argv[1:]))"
-    command = [sys.executable, "-P", "-c", program, "-q", "-p", "no:cacheprovider", *tests]
-    environment = child_environment | {"OPKIT_BRIDGE": "0"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
-    assert os.environ.get("OPKIT_BRIDGE") != "0"

@@ -21,7 +21,6 @@ from opkit.errors import (
     DefinitionError,
     DtypeError,
     KeywordTensorError,
-    OpkitError,
     OutputError,
     ShapeError,
 )
@@ -198,9 +197,8 @@ def test_wrong_outputs_against_their_annotation() -> None:
         too_long(torch.zeros(2))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "keywords", "message"),
-    [
+def test_bad_definitions() -> None:
+    for arguments, keywords, message in (
         (("no_namespace",), {}, "has no namespace"),
         (("a::b::c",), {}, "not of the form"),
         (("a b::c",), {}, "not of the form"),
@@ -208,11 +206,9 @@ def test_wrong_outputs_against_their_annotation() -> None:
         (("bad::op", 3), {}, "takes a Python function"),
         (("bad::op", len), {}, "takes a Python function"),
         (("bad::op",), {"autocast": "half"}, "is not a policy"),
-    ],
-)
-def test_bad_definitions(arguments: tuple[typing.Any, ...], keywords: dict[str, typing.Any], message: str) -> None:
-    with pytest.raises(DefinitionError, match=message):
-        opkit.custom_op(*arguments, **keywords)
+    ):
+        with pytest.raises(DefinitionError, match=message):
+            pytest.fail(f"{arguments}, {keywords} define {opkit.custom_op(*arguments, **keywords)}")
 
 
 def untyped(x, y: int) -> Tensor:  # type: ignore[no-untyped-def]
@@ -239,9 +235,8 @@ def plain(x: Tensor) -> Tensor:
     return x.clone()
 
 
-@pytest.mark.parametrize(
-    ("function", "keywords", "kind"),
-    [
+def test_a_failed_definition_leaves_nothing_behind() -> None:
+    for function, keywords, kind in (
         (untyped, {}, DefinitionError),
         (no_return, {}, DefinitionError),
         (bad_type, {}, DefinitionError),
@@ -256,15 +251,12 @@ def plain(x: Tensor) -> Tensor:
         (plain, {"inline": "yes"}, DefinitionError),
         (plain, {"reference": 3}, DefinitionError),
         (plain, {"reference": lambda y: y}, DefinitionError),
-    ],
-)
-def test_a_failed_definition_leaves_nothing_behind(
-    function: typing.Any, keywords: dict[str, typing.Any], kind: type[OpkitError]
-) -> None:
-    with pytest.raises(kind):
-        opkit.custom_op("definition::failed", function, **{"mutates_args": (), **keywords})
-    assert not hasattr(torch.ops.definition, "failed")
-    assert "definition::failed" not in [op.name for op in opkit.operators()]
+    ):
+        options = {"mutates_args": (), **keywords}
+        with pytest.raises(kind):
+            pytest.fail(f"{function}, {options} define {opkit.custom_op('definition::failed', function, **options)}")
+        assert not hasattr(torch.ops.definition, "failed"), (function, options)
+        assert "definition::failed" not in [op.name for op in opkit.operators()], (function, options)
     assert opkit.custom_op("definition::failed", plain, mutates_args=())(torch.ones(1)).item() == 1
     opkit.remove("definition::failed")
 

@@ -99,25 +99,21 @@ def test_a_plain_kernel_replaces_the_plain_kernel_of_its_device() -> None:
     assert len(op.describe().kernels) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "keywords", "message"),
-    [
+def test_bad_registrations_change_nothing() -> None:
+    op = fresh("bad")
+    op.register_kernel("cpu", marked(9), name="taken", priority=1)
+    for arguments, keywords, message in (
         (("toaster", marked(1)), {}, "not a device type"),
         (("cpu", 3), {}, "must be callable"),
         (("cpu", marked(1)), {"when": lambda y: True}, "asks for y; the operator has x, k, flag"),
         (("cpu", marked(1)), {"when": 3}, "must be a function"),
         (("cpu", marked(1)), {"name": "taken"}, "there is a kernel named 'taken' already"),
         (("cpu", marked(1)), {"name": "reference"}, "there is a kernel named 'reference' already"),
-    ],
-)
-def test_bad_registrations_change_nothing(arguments: Any, keywords: Any, message: str) -> None:
-    op = fresh("bad")
-    op.register_kernel("cpu", marked(9), name="taken", priority=1)
-    with pytest.raises(KernelError, match=message):
-        op.register_kernel(*arguments, **keywords)
-    assert [k.name for k in op.describe().kernels] == ["taken"]
-    assert op(torch.ones(1)).item() == 9
-    opkit.remove("kernels::bad")
+    ):
+        with pytest.raises(KernelError, match=message):
+            pytest.fail(f"{arguments}, {keywords} register {op.register_kernel(*arguments, **keywords)}")
+        assert [k.name for k in op.describe().kernels] == ["taken"], (arguments, keywords)
+        assert op(torch.ones(1)).item() == 9
 
 
 def test_use_kernel() -> None:

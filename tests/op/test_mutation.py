@@ -63,9 +63,8 @@ def nothing(x: Matrix, y: Matrix) -> Matrix:
     return t
 
 
-@pytest.mark.parametrize(
-    ("function", "mutates"),
-    [
+def test_inferred_by_tracing() -> None:
+    for function, mutates in (
         (through_helper, ("x",)),
         (through_view, ("x",)),
         (through_out, ("result",)),
@@ -73,12 +72,9 @@ def nothing(x: Matrix, y: Matrix) -> Matrix:
         (in_list, ("xs",)),
         (optional, ("y",)),
         (nothing, ()),
-    ],
-)
-def test_inferred_by_tracing(function: Any, mutates: tuple[str, ...]) -> None:
-    op = opkit.custom_op(f"mutation::traced_{function.__name__}", function)
-    assert op.describe().mutates == mutates
-    assert op.describe().mutation_origin == "a trace of the reference"
+    ):
+        told = opkit.custom_op(f"mutation::traced_{function.__name__}", function).describe()
+        assert (told.mutates, told.mutation_origin) == (mutates, "a trace of the reference"), told.name
 
 
 def plain_pure(x: Tensor, y: Tensor) -> Tensor:
@@ -119,9 +115,8 @@ def plain_raise(x: Tensor) -> Tensor:
     return x + 1
 
 
-@pytest.mark.parametrize(
-    ("function", "mutates"),
-    [
+def test_inferred_from_the_source() -> None:
+    for function, mutates in (
         (plain_pure, ()),
         (plain_method, ("y",)),
         (plain_subscript, ("x",)),
@@ -130,12 +125,9 @@ def plain_raise(x: Tensor) -> Tensor:
         (plain_helper, ("y",)),
         (plain_fresh, ()),
         (plain_raise, ()),
-    ],
-)
-def test_inferred_from_the_source(function: Any, mutates: tuple[str, ...]) -> None:
-    op = opkit.custom_op(f"mutation::read_{function.__name__}", function)
-    assert op.describe().mutates == mutates
-    assert op.describe().mutation_origin == "its source"
+    ):
+        told = opkit.custom_op(f"mutation::read_{function.__name__}", function).describe()
+        assert (told.mutates, told.mutation_origin) == (mutates, "its source"), told.name
 
 
 def unproved_numpy(x: Tensor) -> Tensor:
@@ -167,17 +159,21 @@ def unproved_rebinding(x: Tensor, y: Tensor) -> Tensor:
     return x * 2
 
 
-@pytest.mark.parametrize(
-    "function",
-    [unproved_numpy, unproved_pointer, unproved_view, unproved_call, unproved_running_statistics, unproved_rebinding],
-)
-def test_what_is_not_proved_must_be_declared(function: Any) -> None:
-    with pytest.raises(MutationUnknownError, match=r"Pass mutates_args=\(\)"):
-        opkit.custom_op("mutation::unproved", function)
-    assert not hasattr(torch.ops.mutation, "unproved")
-    op = opkit.custom_op("mutation::unproved", function, mutates_args="unknown")
-    assert op.describe().mutation_origin == "unknown: every tensor"
-    opkit.remove("mutation::unproved")
+def test_what_is_not_proved_must_be_declared() -> None:
+    for function in (
+        unproved_numpy,
+        unproved_pointer,
+        unproved_view,
+        unproved_call,
+        unproved_running_statistics,
+        unproved_rebinding,
+    ):
+        with pytest.raises(MutationUnknownError, match=r"Pass mutates_args=\(\)"):
+            pytest.fail(f"of {function} was found: {opkit.custom_op('mutation::unproved', function).describe()}")
+        assert not hasattr(torch.ops.mutation, "unproved"), function
+        op = opkit.custom_op("mutation::unproved", function, mutates_args="unknown")
+        assert op.describe().mutation_origin == "unknown: every tensor", function
+        opkit.remove("mutation::unproved")
 
 
 def test_opaque_operators_are_not_traced() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import opkit
 
-pytestmark = pytest.mark.usefixtures("bridge")
+pytestmark = pytest.mark.usefixtures("planned")
 
 RMS_NORM = """
 void rms_norm(const T* x, const T* weight, double eps, T* out, int64_t batch, int64_t d) {
@@ -46,6 +46,7 @@ def assert_like_reference(op, *args, **kwargs):
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("planned", ["bridge", "python"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(3, 5), (7,), (2, 3, 4), (0, 5), (3, 1), (2, 0)])
 def test_a_kernel_gives_what_the_reference_gives(rms_norm, dtype, shape):

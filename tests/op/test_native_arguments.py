@@ -7,7 +7,10 @@ from torch import Tensor
 
 import opkit
 
-pytestmark = pytest.mark.usefixtures("bridge")
+pytestmark = [
+    pytest.mark.usefixtures("planned"),
+    pytest.mark.parametrize("planned", ["bridge", "python"], indirect=True),
+]
 
 
 def registered(op, source, dtypes=("float32",), **options):

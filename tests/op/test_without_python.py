@@ -12,6 +12,8 @@ import torch
 from opkit.errors import ToolchainError
 from opkit.kernels import package, toolchain
 
+pytestmark = pytest.mark.build
+
 RUNNER = Path(__file__).with_name("runner.cpp")
 
 OPERATORS = '''
