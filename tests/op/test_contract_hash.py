@@ -282,7 +282,7 @@ def test_an_operator_that_calls_an_operator():
     def define(factor):
         inner = opkit.custom_op("thash::inner", lambda x: x * factor, schema="(Tensor x) -> Tensor")
         outer = opkit.custom_op("thash::outer", lambda x: inner(x) + 1, schema="(Tensor x) -> Tensor")
-        found = outer._operator.contract_hash()
+        found = outer.describe().contract_hash
         opkit.remove("thash::outer")
         opkit.remove("thash::inner")
         return found
@@ -298,7 +298,7 @@ def test_tensors_are_read_while_a_compiler_traces():
         op = opkit.custom_op("thash::table", closure(table), schema="(Tensor x) -> Tensor")
         assert torch.compile(lambda x: op(x), backend="aot_eager")(torch.ones(1)) == factor  # noqa: B023
         hashes.append(op._operator.traced_hash)
-        assert hashes[-1] == op._operator.contract_hash()
+        assert hashes[-1] == op.describe().contract_hash
         opkit.remove("thash::table")
     assert hashes[0] == hashes[2] != hashes[1]
 
@@ -315,9 +315,9 @@ REGISTRATIONS = {
 def test_a_registration_changes_the_hash():
     for kind, register in REGISTRATIONS.items():
         op = opkit.custom_op("thash::registered", lambda x: x.clone(), schema="(Tensor x) -> Tensor")
-        before = op._operator.contract_hash()
+        before = op.describe().contract_hash
         register(op)
-        assert op._operator.contract_hash() != before, kind
+        assert op.describe().contract_hash != before, kind
         opkit.remove("thash::registered")
 
 
@@ -325,6 +325,6 @@ def test_the_options_are_covered():
     found = set()
     for options in ({}, {"inline": True}, {"inline": False}, {"autocast": "low"}, {"opaque": True}):
         op = opkit.custom_op("thash::options", lambda x: x * 2, schema="(Tensor x) -> Tensor", **options)
-        found.add(op._operator.contract_hash())
+        found.add(op.describe().contract_hash)
         opkit.remove("thash::options")
     assert len(found) == 5

@@ -28,7 +28,7 @@ def test_the_hash_is_stable_across_processes(tmp_path, child_environment):
             return box(x) * TABLE["y"][0] if "z" not in {"u", "v"} else x
         @op.register_kernel("cpu", dtypes=[torch.float32, torch.float16, torch.bfloat16])
         def kernel(x): return x.clone()
-        print(json.dumps(op._operator.contract_hash()))
+        print(json.dumps(op.describe().contract_hash))
     """
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(source))

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 import opkit
-from opkit import config
-from opkit.kernels import bridge
 from opkit.op import bridged
-from opkit.op.torch_paths import torch_paths
 
 FILL = "void fill(const T* x, T* out, int64_t out_numel) { for (int64_t i = 0; i < out_numel; i++) out[i] = 7; }"
 TIMES = (
@@ -19,13 +16,7 @@ TIMES = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def built_bridge():
-    """These faults show with the bridge and without: let it be there."""
-    if not config.get().bridge:
-        pytest.skip("the bridge is switched off")
-    bridge.build(torch_paths())
-    bridged._bridge.ended = True
+pytestmark = pytest.mark.usefixtures("bridge")  # the faults show with it and without
 
 
 @pytest.fixture
