@@ -52,6 +52,11 @@ import json, sys
 import torch, opkit, users_helpers
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor import config
+
+# An empty cache has no header compiled ahead, and none of the programs that try instruction sets.
+config.cpp_cache_precompile_headers = False
+config.cpp.simdlen = 1
 
 FACTOR = {factor}
 SPELLING = {spelling!r}

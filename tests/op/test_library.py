@@ -15,8 +15,10 @@ F64 = torch.float64
 
 
 @pytest.fixture
-def hypot(name):
-    return opkit.from_library(name, "m", HYPOT, variants=[HYPOTF])
+def hypot():
+    """Under one name: its kernel is built once, as the name is part of what is built."""
+    yield opkit.from_library("library_tests::hypot", "m", HYPOT, variants=[HYPOTF])
+    opkit.remove("library_tests::hypot")
 
 
 # ---- functions of numbers --------------------------------------------------------------------------------------------

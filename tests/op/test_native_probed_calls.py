@@ -19,24 +19,29 @@ def c_kernel(source, *dtypes):
     return opkit.c_kernel(source, dtypes=dtypes or ["float32", "float64"])
 
 
+# Each has one name, so that its kernel is built once: the name is part of what is built.
+
+
 @pytest.fixture
-def doubled(name):
-    @opkit.custom_op(name, mutates_args=())
+def doubled():
+    @opkit.custom_op("probed_calls::doubled", mutates_args=())
     def doubled(x: Tensor) -> Tensor:
         return x * 2
 
     doubled.register_kernel("cpu", c_kernel(TWICE))
-    return doubled
+    yield doubled
+    opkit.remove("probed_calls::doubled")
 
 
 @pytest.fixture
-def add_(name):
-    @opkit.custom_op(name, mutates_args=("x",))
+def add_():
+    @opkit.custom_op("probed_calls::add_", mutates_args=("x",))
     def add_(x: Tensor, y: Tensor) -> None:
         x.add_(y)
 
     add_.register_kernel("cpu", c_kernel(ADD))
-    return add_
+    yield add_
+    opkit.remove("probed_calls::add_")
 
 
 # ---- tensors that share memory --------------------------------------------------------------------------------------

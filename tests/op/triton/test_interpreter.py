@@ -14,9 +14,14 @@ _FILE = Path(__file__).parent / "kernels.py"
 
 
 @pytest.fixture(scope="module")
-def run():
+def interpreter():
     with Interpreter("triton_test_kernels", _FILE) as interpreter:
-        yield lambda op, *args, **kwargs: interpreter(f"triton_tests::{op}", *args, **kwargs)
+        yield interpreter
+
+
+@pytest.fixture
+def run(interpreter):
+    return lambda op, *args, **kwargs: interpreter(f"triton_tests::{op}", *args, **kwargs)
 
 
 def rms_norm(x, weight, eps=1e-6):
@@ -78,11 +83,10 @@ def test_optional_tensors(run):
     torch.testing.assert_close(run("scaled", x, bias), 2 * x + bias)
 
 
-def test_gradients(run):
-    with Interpreter("triton_test_kernels_again", _FILE) as interpreter:
-        x, weight = torch.randn(4, 37, requires_grad=True), torch.randn(37, requires_grad=True)
-        ours = torch.randn(4, 37)
-        out, grads = interpreter.differentiate("triton_tests::rms_norm", [ours], x, weight)
+def test_gradients(interpreter):
+    x, weight = torch.randn(4, 37, requires_grad=True), torch.randn(37, requires_grad=True)
+    ours = torch.randn(4, 37)
+    out, grads = interpreter.differentiate("triton_tests::rms_norm", [ours], x, weight)
     expected = torch.autograd.grad(rms_norm(x, weight), [x, weight], ours.double())
     assert out.shape == (4, 37)
     for grad, other in zip(grads, expected, strict=True):
