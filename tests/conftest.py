@@ -99,8 +99,9 @@ def has_marker(item, names):
 def mark_exhaustive(cases):
     """Mark the cases of one test function that say little beyond others, if it is a sweep."""
     sweep = cases[0].get_closest_marker("sweep")
-    if sweep is None:
+    if sweep is None or not hasattr(cases[0], "callspec"):
         return
+    cases = [case for case in cases if not has_marker(case, ("exhaustive",))]
     for _, alike in itertools.groupby(sorted(cases, key=_where), key=_where):
         alike = list(alike)
         kept = telling(alike, *sweep.args)
