@@ -39,6 +39,7 @@ def like(x, example):
     return x.zero_()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fill", [True, False])
 @pytest.mark.parametrize("case", EXAMPLES)
 def test_results_are_like_their_example(case, fill, deterministic, monkeypatch):

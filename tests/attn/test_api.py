@@ -1,10 +1,10 @@
 """opkit.attention: layouts, mistakes, and what importing opkit leaves for later."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 
@@ -173,10 +173,7 @@ def test_importing_opkit_leaves_attention_for_later(child_environment):
         "import sys, json, opkit; before = [m for m in sys.modules if m.startswith(('opkit.attn', 'opkit.masks'))]; "
         "opkit.masks.Causal(); opkit.attention; print(json.dumps([before, 'opkit.attn.api' in sys.modules]))"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=True, env=child_environment
-    )
-    assert json.loads(run.stdout) == [[], True]
+    assert json.loads(fresh_process.run(["-c", source], child_environment).stdout) == [[], True]
 
 
 def test_opkit_has_no_other_attributes():

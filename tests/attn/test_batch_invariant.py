@@ -1,9 +1,8 @@
 """Bit for bit: what a query gives does not depend on what is computed beside it."""
 
 import json
-import subprocess
-import sys
 
+import fresh_process
 import pytest
 import torch
 
@@ -43,6 +42,7 @@ def whole(q, k, v, **how):
         return opkit.attention(q, k, v, mask=Causal(), return_lse=True, **how)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("head", [64, 80])
 def test_batches_heads_and_threads(isa, dtype, head, threads):
     q, k, v = given(dtype, head, 300)
@@ -57,6 +57,7 @@ def test_batches_heads_and_threads(isa, dtype, head, threads):
     assert torch.equal(whole(q[:, 4:], k[:, 1:], v[:, 1:])[0], out[:, 4:])
 
 
+@pytest.mark.sweep
 def test_queries_in_chunks_and_one_by_one(isa, dtype):
     q, k, v = given(dtype)
     out, lse = whole(q, k, v)
@@ -121,6 +122,7 @@ def in_pages(k, v, size=16):
     return *pages, table
 
 
+@pytest.mark.sweep
 def test_pages_give_what_attention_gives(dtype, threads):
     q, k, v = given(dtype)
     out, lse = whole(q, k, v)
@@ -139,6 +141,7 @@ def test_pages_give_what_attention_gives(dtype, threads):
             assert torch.equal(alone, found[2:3])
 
 
+@pytest.mark.sweep(1)
 def test_ragged_queries_and_windows(dtype):
     q, k, v = given(dtype)
     *pages, table = in_pages(k, v)
@@ -235,8 +238,6 @@ def test_the_environment_s_switch(child_environment, tmp_path):
         "q, k, v = torch.randn(3, 2, 8, 300, 64); out = opkit.attention(q, k, v, mask=Causal()); "
         "print(json.dumps([torch.equal(out[:, :, -1:], opkit.attention(q[:, :, -1:], k, v)), select(q, k, v).kernel]))"
     )
-    command = [sys.executable, "-c", program]
     for value, expected in (("0", [False, "tiles"]), ("1", [True, "batch_invariant"])):
         environment = child_environment | {"OPKIT_BATCH_INVARIANT": value}
-        run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path)
-        assert json.loads(run.stdout) == expected
+        assert json.loads(fresh_process.run(["-c", program], environment, tmp_path).stdout) == expected

@@ -43,6 +43,7 @@ EXAMPLES = (
 each_example = pytest.mark.parametrize(("module", "args"), EXAMPLES, ids=["masks", "packed"])
 
 
+@pytest.mark.sweep
 @each_example
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "opkit"])
 def test_compiled_without_a_graph_break_it_gives_the_same(module, args, backend):
@@ -79,6 +80,7 @@ def test_one_graph_serves_all_lengths():
     assert len(graphs) <= 2
 
 
+@pytest.mark.sweep
 @each_example
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_keeps_the_operator(module, args, strict):

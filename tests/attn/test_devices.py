@@ -76,6 +76,7 @@ def near(found, wanted, dtype):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=BOUNDS[dtype] * max(theirs.abs().max().item(), 0.1))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_gradients(case, dtype, device):
@@ -92,6 +93,7 @@ BIASES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("mask", ["everything", "causal documents"])
 @pytest.mark.parametrize("bias", BIASES)
@@ -164,6 +166,7 @@ def test_dropout_keeps_what_its_seed_says(dtype, device):
     near(found[0], [x.double().cpu() for x in found[1]], dtype)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("case", ["everything", "causal documents", "padding", "sinks", "slopes"])
 def test_float8(case, dtype, device):
@@ -174,6 +177,7 @@ def test_float8(case, dtype, device):
     near(found, expected, torch.bfloat16)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_decoding(queries, dtype, device):

@@ -43,6 +43,7 @@ def test_philox_has_the_known_answers():
     assert philox_words(pi, key) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dropout_p", [0.25, 0.6])
 @pytest.mark.parametrize("keys", [1, 4, 7])
 def test_dropout_keeps_what_philox_says(dropout_p, keys):

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from attention_oracle import inputs
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("hides", [Dense(torch.zeros(1, 1, dtype=torch.bool)), Dense(torch.full((1, 1), -math.inf))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_see_nothing_are_zero_with_zero_gradients(hides, dtype):
@@ -47,6 +48,7 @@ def gradients(q, k, v, rows, mask, **options):
     return [out[:, :, rows], lse[:, :, rows], *torch.autograd.grad(chosen, (q, k, v))]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("poisoned", ["k", "v", "both"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.0}, {"sinks": torch.zeros(4).double()}, {"dropout_p": 0.5}])
@@ -64,6 +66,7 @@ def test_what_is_hidden_from_every_row_leaks_nowhere(poison, poisoned, options):
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("poisoned", ["k", "v"])
 def test_what_later_rows_see_does_not_reach_earlier_ones(poison, poisoned):
@@ -75,6 +78,7 @@ def test_what_later_rows_see_does_not_reach_earlier_ones(poison, poisoned):
         torch.testing.assert_close(mine[:, :, :3], other[:, :, :3], rtol=0, atol=0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("poisoned", ["k", "v"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.0}, {"sinks": torch.zeros(2).double()}])

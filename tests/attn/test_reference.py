@@ -43,6 +43,7 @@ SHAPES = (
 )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("causal", [False, True])
@@ -82,6 +83,7 @@ SDPA = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", SDPA)
 @pytest.mark.parametrize("shared", [4, 2])
 def test_results_and_gradients_are_those_of_torch_s(name, shared):
@@ -193,6 +195,7 @@ def test_forward_mode_is_the_gradient_s_transpose():
     torch.testing.assert_close(forward, backward)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (1, 2, None)])
 @pytest.mark.parametrize("name", ["causal", "dead rows"])
 def test_vmap_is_a_loop(in_dims, name):

@@ -28,6 +28,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_any_leading_dimensions(shapes, dtype):
@@ -36,6 +37,7 @@ def test_any_leading_dimensions(shapes, dtype):
         torch.testing.assert_close(scaled_dot_product_attention(q, k, v, **how), TORCHS(q, k, v, **how))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("floating", [False, True])
 @pytest.mark.parametrize(
     "shape", [(5, 7), (3, 5, 7), (2, 1, 5, 7), (1, 3, 1, 7), (4, 2, 3, 5, 7), (1, 2, 1, 5, 7)], ids=str

@@ -1,9 +1,9 @@
 """Which kernel computes a call: chosen by its arguments, named by the user, called by transforms."""
 
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 
@@ -88,14 +88,14 @@ DECODED = (  # rows, keys, and the instruction sets of tiles beside which these 
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "keys", "beside"), DECODED)
-def test_few_rows_are_decoded(isa, dtype, rows, keys, beside):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_few_rows_are_decoded(isa, dtype):
     tiles = "avx512" if isa == "amx" and dtype != torch.bfloat16 else isa
-    k = torch.zeros(1, 1, keys, 8, dtype=dtype)
-    for shape in ((1, 1, rows, 8), (1, rows, 1, 8)):
-        found = api.select(torch.zeros(shape, dtype=dtype), k, k).kernel
-        assert found == ("decode" if tiles in beside else "tiles")
+    for rows, keys, beside in DECODED:
+        k = torch.zeros(1, 1, keys, 8, dtype=dtype)
+        for shape in ((1, 1, rows, 8), (1, rows, 1, 8)):
+            found = api.select(torch.zeros(shape, dtype=dtype), k, k).kernel
+            assert found == ("decode" if tiles in beside else "tiles"), (shape, keys)
 
 
 def test_beside_tiles_of_amx_fewer_rows_are_decoded(monkeypatch):
@@ -135,7 +135,4 @@ q = torch.zeros(1, 1, 2, 4)
 from opkit.attn.api import select
 print(select(q, q, q).kernel, select(q.double(), q.double(), q.double()).kernel)
 """
-    run = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=True, env=child_environment
-    )
-    assert run.stdout.split() == ["mine", "reference"]
+    assert fresh_process.run(["-c", source], child_environment).stdout.split() == ["mine", "reference"]

@@ -65,6 +65,7 @@ def _assert_close(actual, expected, dtype):
 SHAPES = ((5,), (1, 1), (3, 7), (2, 3, 65), (0, 4), (2, 0, 8))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rms_norm_is_the_oracle(shape, dtype):
@@ -74,6 +75,7 @@ def test_rms_norm_is_the_oracle(shape, dtype):
     _assert_close(actual, _rms_norm(x, weight, 1e-5), dtype)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (7, 6), (2, 3, 5, 10), (0, 3, 4), (2, 0, 4)])
 def test_rotary_embedding_is_the_oracle(shape, dtype):
@@ -83,6 +85,7 @@ def test_rotary_embedding_is_the_oracle(shape, dtype):
     _assert_close(actual, _rotary_embedding(x, positions, 500.0), dtype)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_swiglu_is_the_oracle(shape, dtype):
@@ -92,6 +95,7 @@ def test_swiglu_is_the_oracle(shape, dtype):
     _assert_close(actual, _swiglu(gate, up), dtype)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5,), (4, 3), (2, 3, 17)])
 def test_cross_entropy_is_the_oracle(shape, dtype):
