@@ -73,7 +73,7 @@ def compare_layer(results: Any, expected: list[torch.Tensor], dtype: torch.dtype
 # ---- numbers, in the interpreter -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(12)
 @by_dtype
 @pytest.mark.parametrize("name", k.CASES)
 def test_numbers(interpreted, name, dtype):
@@ -200,7 +200,7 @@ def cotangents_of(name: str, case: k.Case, arguments: k.Given, dtype: torch.dtyp
     return [torch.randn(out.shape).to(out.dtype if "cross" in name else dtype) for out in wanted]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(6)
 @by_dtype
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients(interpreted, name, dtype):
