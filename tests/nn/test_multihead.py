@@ -244,35 +244,46 @@ def test_in_a_layer_of_torch_s():
     torch.testing.assert_close(theirs(x, memory, tgt_mask=mask, tgt_is_causal=True), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("need", [False, True])
-def test_compiled_exported_and_under_autocast(need):
+class Model(nn.Module):
+    """A padded batch's attention."""
+
+    def __init__(self, attention, need):
+        super().__init__()
+        self.attention, self.need = attention, need
+
+    def forward(self, query, key, value, padding):
+        return self.attention(query, key, value, key_padding_mask=padding, need_weights=self.need)[0]
+
+
+def padded(need):
+    """torch's and opkit's model, and what they are given."""
     theirs, mine = pair(batch_first=True)
-    query, key, value = inputs("three", mine, True, torch.float32)
     padding = torch.tensor([[False] * KEYS, [False] * 4 + [True] * 3])
+    return Model(theirs, need), Model(mine, need), (*inputs("three", mine, True, torch.float32), padding)
 
-    class Model(nn.Module):
-        def __init__(self, attention):
-            super().__init__()
-            self.attention = attention
 
-        def forward(self, query, key, value, padding):
-            return self.attention(query, key, value, key_padding_mask=padding, need_weights=need)[0]
+@pytest.mark.parametrize("need", [False, True])
+def test_under_autocast(need):
+    theirs, model, given = padded(need)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = model(*given), theirs(*given)
+    assert out.dtype == torch.bfloat16
+    close([out], [expected])
 
-    model, given = Model(mine), (query, key, value, padding)
-    expected = Model(theirs)(*given)
+
+@pytest.mark.parametrize("need", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_compiled_and_exported(need):
+    theirs, model, given = padded(need)
+    expected, query = theirs(*given), given[0]
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     close([compiled(*given)], [expected])
-    close(*[torch.autograd.grad(f(*given).square().sum(), query) for f in (compiled, Model(theirs))])
+    close(*[torch.autograd.grad(f(*given).square().sum(), query) for f in (compiled, theirs)])
     size = torch.export.Dim("batch", min=2, max=64)
     dims = {name: {0: size} for name in ("query", "key", "value", "padding")}
     program = torch.export.export(model, tuple(x.detach() for x in given), dynamic_shapes=dims).module()
     larger = tuple(torch.cat([x.detach()] * 3) for x in given)
-    close([program(*larger)], [Model(theirs)(*larger)])
-    with torch.autocast("cpu", torch.bfloat16):
-        out, expected = model(*given), Model(theirs)(*given)
-    assert out.dtype == torch.bfloat16
-    close([out], [expected])
+    close([program(*larger)], [theirs(*larger)])
 
 
 def test_empty_sizes():
