@@ -2,10 +2,10 @@
 
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 from typer.testing import CliRunner
 
@@ -182,11 +182,4 @@ def test_ctrl_c_prints_what_was_found(module, monkeypatch):
 
 
 def test_the_command_is_there(child_environment):
-    done = subprocess.run(
-        [sys.executable, "-m", "opkit", "check", "--help"],
-        capture_output=True,
-        text=True,
-        env=child_environment,
-        check=True,
-    )
-    assert "--properties" in done.stdout
+    assert "--properties" in fresh_process.run(["-m", "opkit", "check", "--help"], child_environment).stdout

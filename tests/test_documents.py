@@ -8,19 +8,19 @@ Python block is what that block prints, in the documents that say so.
 import dataclasses
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import fresh_process
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PATHS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PATHS}
 PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
 WARNINGS = [option for each in PYTEST["filterwarnings"] for option in ("-W", each)]
-SHOWING = [ROOT / "docs" / "compiler.md"]
+SHOWING = ["docs/compiler.md"]
 _END = "\0"
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>.*)$")
 _CHEAP = ("doctor", "list", "describe", "--help")
@@ -104,38 +104,36 @@ def marking(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run(arguments: list[str], folder: Path, environment: dict[str, str]) -> str:
-    command = [sys.executable, *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=_LIMIT, check=False
-    )
-    assert done.returncode == 0, f"{' '.join(arguments)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_python_blocks_run(path, tmp_path, child_environment):
-    text = path.read_text(encoding="utf-8")
-    program = tmp_path / f"{path.stem.lower()}_blocks.py"
-    program.write_text(marking(text) if path in SHOWING else script(text), encoding="utf-8")
+@pytest.mark.parametrize("name", [name for name, text in DOCUMENTS.items() if script(text).strip()])
+def test_python_blocks_run(name, tmp_path, child_environment):
+    text = DOCUMENTS[name]
+    program = tmp_path / f"{Path(name).stem.lower()}_blocks.py"
+    program.write_text(marking(text) if name in SHOWING else script(text), encoding="utf-8")
     save(text, tmp_path)
-    printed = run([*WARNINGS, program.name], tmp_path, child_environment).split(_END)
-    for block, expected in shown(text) if path in SHOWING else []:
+    done = fresh_process.run([*WARNINGS, program.name], child_environment, tmp_path, timeout=_LIMIT)
+    printed = done.stdout.split(_END)
+    for block, expected in shown(text) if name in SHOWING else []:
         assert printed[block].strip("\n") == expected
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_run(path, tmp_path, child_environment):
-    text = path.read_text(encoding="utf-8")
-    save(text, tmp_path)
-    for command in commands(text):
-        run(["-m", "opkit", *command[1:]], tmp_path, child_environment)
+def test_commands_run(tmp_path, child_environment):
+    found = [(name, command) for name, text in DOCUMENTS.items() for command in commands(text)]
+    assert found
+    for name, (_, *arguments) in found:
+        folder = tmp_path / Path(name).stem
+        folder.mkdir(exist_ok=True)
+        save(DOCUMENTS[name], folder)
+        fresh_process.run(["-m", "opkit", *arguments], child_environment, folder)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
-        assert (path.parent / target).exists(), f"{path}: the link to {target} leads nowhere"
+def test_links_lead_somewhere():
+    nowhere = [
+        f"{path}: {target}"
+        for path, text in zip(PATHS, DOCUMENTS.values(), strict=True)
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+        if not (path.parent / target).exists()
+    ]
+    assert not nowhere
 
 
 def test_blocks_keep_their_line_numbers():

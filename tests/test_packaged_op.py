@@ -147,6 +147,7 @@ def wheel(tmp_path_factory, child_environment):
     return made
 
 
+@pytest.mark.build
 def test_the_wheel_is_for_one_platform_and_every_python(wheel):
     assert re.fullmatch(r"packaged_op-1\.0-py3-none-(linux|macosx)_\w+\.whl", wheel.name)
     names = zipfile.ZipFile(wheel).namelist()
@@ -170,6 +171,7 @@ def installed(wheel, tmp_path_factory):
     return python
 
 
+@pytest.mark.build
 @pytest.mark.parametrize("cap", [None, "baseline"])
 def test_it_works_where_there_is_no_compiler(installed, tmp_path, cap):
     environment = {"PATH": "/nonexistent", "OPKIT_CACHE_DIR": str(tmp_path / "cache"), "HOME": str(tmp_path)}
@@ -182,6 +184,8 @@ def test_it_works_where_there_is_no_compiler(installed, tmp_path, cap):
         assert len(re.findall(rf"\.{chosen}\.[0-9a-f]{{8}}\.so", said)) == 2, said
 
 
+@pytest.mark.build
+@pytest.mark.sweep
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90", "sm_100"])
 def test_triton_kernels_are_found_without_a_gpu_and_a_compiler(installed, tmp_path, fake_driver, target):
     environment = {"PATH": "/nonexistent", "OPKIT_CACHE_DIR": str(tmp_path / "cache"), "HOME": str(tmp_path)}

@@ -160,18 +160,19 @@ def test_random_numbers_of_pythons_generator_are_found(fails):
 
 
 RIGHT = {
-    "add": (torch.add, ROWS),
-    "softmax": (torch.softmax, (tensor("b n"), -1)),
-    "matmul": (torch.matmul, (tensor("a b"), tensor("b c"))),
-    "max": (lambda x: torch.max(x, -1), (tensor("b n", low=-1, high=1),)),
     "in place": (lambda x, y: x.add_(y), ROWS),
     "dropout": (lambda x: F.dropout(x, 0.5), N),
     "empty": (lambda x: None, N),
     "rounds a mean": (lambda x: torch.round(x / (x.mean().abs() + 1e-3)).to(torch.int32), (tensor("b n"),)),
+    "max": (lambda x: torch.max(x, -1), (tensor("b n", low=-1, high=1),)),
+    "add": (torch.add, ROWS),
+    "softmax": (torch.softmax, (tensor("b n"), -1)),
+    "matmul": (torch.matmul, (tensor("a b"), tensor("b c"))),
 }
 NAMES = ("first", "deterministic", "history", "values", "arguments", "global_state", "settings")
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_operators_hold(name, asked):
     op, args = RIGHT[name]

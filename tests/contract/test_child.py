@@ -5,8 +5,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-import sys
-import time
+import threading
 
 import pytest
 import torch
@@ -44,23 +43,36 @@ def test_ends_are_told(act, told):
     assert not caught.value.hung
 
 
-def test_what_waits_and_what_computes_are_told_apart():
+def test_a_child_that_waits_is_ended():
+    worker = Worker(lambda case: None if case == CASE else threading.Event().wait())
+    worker.ask(CASE)  # what the child does first is not counted
     with pytest.raises(Ended) as waits:
-        in_child(lambda: time.sleep(60), 0.3)
+        worker.ask(CASE.replace(seed=1), 0.5)
     assert waits.value.hung
     assert not waits.value.busy
 
 
-def test_a_child_that_waits_for_a_process_of_its_own_is_given_time():
-    command = [sys.executable, "-c", "import time; time.sleep(0.5)"]
-    assert in_child(lambda: subprocess.run(command, check=True).returncode, 0.1) == "0"
+def test_a_child_that_waits_for_a_process_of_its_own_is_given_time(tmp_path):
+    started = []
+
+    def question(case):
+        if case == CASE:
+            started.append(subprocess.Popen(["sh", "-c", "until test -e go; do sleep 0.05; done"], cwd=tmp_path))
+            return None
+        return started[0].wait()
+
+    worker = Worker(question)
+    worker.ask(CASE)
+    end = threading.Timer(0.5, (tmp_path / "go").touch)
+    end.start()
+    assert worker.ask(CASE.replace(seed=1), 0.1) == "0"
+    end.join()
 
 
 def test_a_process_that_never_ends_is_no_excuse(monkeypatch):
     monkeypatch.setattr(child, "_BUILDING", 0.3)
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
     with pytest.raises(Ended, match="did not return"):
-        in_child(lambda: subprocess.run(command), 0.1)
+        in_child(lambda: subprocess.Popen(["cat"], stdin=subprocess.PIPE).wait(), 0.1)  # it ends with the child
 
 
 def test_a_worker_is_one_process_until_it_ends():

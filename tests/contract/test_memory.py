@@ -150,7 +150,8 @@ def test_without_a_word_on_writes_nothing_is_asked(asked):
     assert asked("memory.read_only", torch.sin, args=VECTOR).skipped[0].reason == "nothing says what it may write to"
 
 
-@pytest.mark.parametrize("past", [1, 4, 32, 64])
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("past", [1, 64, 4, 32])
 def test_writing_past_the_end_of_a_result_is_found(fails, past):
     failure = fails("memory.allocations", writer(past), args=VECTOR)
     assert failure.args[0].shape == (3,)

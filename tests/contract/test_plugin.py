@@ -1,9 +1,8 @@
 """One test item for each property, in a pytest of its own."""
 
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh_process
 import pytest
 
 from opkit.errors import ArgumentError
@@ -69,20 +68,8 @@ def run(tmp_path, child_environment):
 
     def pytest_of(source, *options):
         (tmp_path / "test_ops.py").write_text(source, encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "--color=no",
-            *options,
-            "test_ops.py",
-        ]
-        environment = child_environment | {"COLUMNS": "200"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=900, check=False
-        )
+        arguments = ["-m", "pytest", "--disable-plugin-autoload", "-p", "no:cacheprovider", "--color=no", *options, "test_ops.py"]
+        done = fresh_process.run(arguments, child_environment | {"COLUMNS": "200"}, tmp_path, check=False)
         return done.stdout, done.returncode
 
     return pytest_of
@@ -132,4 +119,4 @@ def test_an_unknown_property_is_said_at_once():
 
 def test_opkit_testing_needs_no_pytest(child_environment):
     program = "import sys; sys.modules['pytest'] = None; import opkit.testing; opkit.testing.contract"
-    subprocess.run([sys.executable, "-c", program], check=True, env=child_environment)
+    fresh_process.run(["-c", program], child_environment)

@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import subprocess
 import sys
 
 import pytest
@@ -79,10 +78,13 @@ def run(scripts, folder, environment):
     for name, text in scripts.items():
         paths.append(folder / name)
         paths[-1].write_text(text)
-    command = [sys.executable, "-c", RUN, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(printed(["-c", RUN, *paths], folder, environment).splitlines()[-1])
+
+
+def printed(arguments, folder, environment):
+    import fresh_process  # here, as scripts of failures import this file, and have no folder of tests on their path
+
+    return fresh_process.run(arguments, environment, folder).stdout
 
 
 def test_scripts_of_every_kind_of_operator_show_the_failure(tmp_path, child_environment):
@@ -152,10 +154,7 @@ if __name__ == "__main__":
 def test_scripts_for_what_a_script_defines_and_for_a_crash_show_the_failure(tmp_path, child_environment):
     main = tmp_path / "main.py"
     main.write_text(MAIN)
-    command = [sys.executable, str(main)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=child_environment, timeout=900)
-    assert done.returncode == 0, done.stderr
-    scripts = json.loads(done.stdout.splitlines()[-1])
+    scripts = json.loads(printed([main], tmp_path, child_environment).splitlines()[-1])
     found = run(scripts, tmp_path, child_environment)
     assert [code for code, _ in found.values()] == [1, 1], (found, scripts)
     assert "numbers.reference: the result is" in found["reference.py"][1]

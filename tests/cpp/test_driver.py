@@ -18,7 +18,7 @@ PACKAGES = {  # what runs, and the Debian package that has it
     "qemu-aarch64": "qemu-user",
 }
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.build, pytest.mark.timeout(1800)]
 
 
 def need(*tools: str) -> None:
