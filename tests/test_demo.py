@@ -169,6 +169,6 @@ def test_generation_has_the_length_asked_for():
 def test_the_quickstart_says_what_the_demo_does(tmp_path, monkeypatch):
     program = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "quickstart.py"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "run", functools.partial(demo.run, device="cpu", options=TINY))
+    monkeypatch.setattr(demo, "run", functools.partial(demo.run, 60, "cpu", options=TINY))
     program["main"]()
     assert (tmp_path / "opkit-demo" / "losses.png").exists()

@@ -25,13 +25,14 @@ def when(condition, act):
     return op
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("act", "told"),
     [
         (lambda: ctypes.string_at(8), "SIGSEGV"),
-        (os.abort, "SIGABRT"),
         (lambda: os._exit(3), "exit status 3"),
         (lambda: sys.exit(2), "SystemExit"),
+        (os.abort, "SIGABRT"),
         (lambda: os.kill(os.getpid(), 8), "SIGFPE"),
     ],
 )

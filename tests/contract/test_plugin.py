@@ -68,7 +68,16 @@ def run(tmp_path, child_environment):
 
     def pytest_of(source, *options):
         (tmp_path / "test_ops.py").write_text(source, encoding="utf-8")
-        arguments = ["-m", "pytest", "--disable-plugin-autoload", "-p", "no:cacheprovider", "--color=no", *options, "test_ops.py"]
+        arguments = [
+            "-m",
+            "pytest",
+            "--disable-plugin-autoload",
+            "-p",
+            "no:cacheprovider",
+            "--color=no",
+            *options,
+            "test_ops.py",
+        ]
         done = fresh_process.run(arguments, child_environment | {"COLUMNS": "200"}, tmp_path, check=False)
         return done.stdout, done.returncode
 

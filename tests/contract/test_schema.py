@@ -57,7 +57,8 @@ def resizes(x):
     return result
 
 
-@pytest.mark.parametrize("function", [zeroes_sign, puts_back, large_only, beside, resizes])
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("function", [zeroes_sign, puts_back, beside, resizes, large_only])
 def test_writes_that_nobody_declared_are_found(fails, op, function):
     failure = fails("schema.mutation", op("f(Tensor x) -> Tensor", function), args=ROWS)
     assert failure.args[0].numel() <= 12
@@ -88,13 +89,14 @@ def test_a_declared_write_that_does_not_happen_is_found(fails, holds, op):
     assert not failure.args[0].is_contiguous()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: x,
         lambda x: x.contiguous() if x.numel() > 4 else x.clone(),
         lambda x: x if not x.numel() else x + 1,
         lambda x: torch.from_numpy(x.detach().numpy()[...]) if x.is_contiguous() and not x.is_neg() else x + 1,
+        lambda x: x,
         lambda x: x.to(torch.float32),
     ],
 )
