@@ -25,16 +25,17 @@ CHANGES = {
     "denormals": lambda x: torch.set_flush_denormal(True),
     "matmul precision": lambda x: torch.set_float32_matmul_precision("high"),
     "numpy": lambda x: np.random.rand(),  # noqa: NPY002
-    "numpy seed": lambda x: np.random.seed(0),  # noqa: NPY002
-    "generator": lambda x: torch.rand(1),
     "seed": lambda x: torch.manual_seed(1234),
     "environment": lambda x: os.environ.__setitem__(
         "OPKIT_TEST_COUNT", str(int(os.environ.get("OPKIT_TEST_COUNT", 0)) + 1)
     ),
     "filters": lambda x: warnings.filterwarnings("ignore", message=f"number {len(warnings.filters)}"),
+    "numpy seed": lambda x: np.random.seed(0),  # noqa: NPY002
+    "generator": lambda x: torch.rand(1),
 }
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_state_is_found_and_put_back(name, asked):
     def op(x):

@@ -194,15 +194,16 @@ def numpy_forgets(x):
     return torch.from_numpy(result)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "op",
     [
         forgets,
         never_begins,
-        lambda x: torch.empty_like(x),
-        lambda x: (x + 1, torch.empty(1)),
         lambda x: forgets(x, lambda x: not x.is_contiguous()),
         lambda x: x.new_empty(x.shape, dtype=torch.bool),
+        lambda x: torch.empty_like(x),
+        lambda x: (x + 1, torch.empty(1)),
     ],
 )
 def test_results_that_are_not_all_written_are_found(fails, op):
@@ -308,6 +309,7 @@ def keeps_the_last(x):
     return x + 1
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("op", [caches_once, keeps_the_last, lambda x: [x + 1, x * 2], lambda x: x.mul_(2)])
 def test_caches_that_fill_are_no_leaks(holds, op):
     holds("memory.leak", op, args=ROWS)

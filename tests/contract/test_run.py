@@ -107,7 +107,8 @@ def clock(monkeypatch):
     return small.Clock(monkeypatch)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.005, 0.05])
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.005])
 def test_the_budget_is_kept(monkeypatch, clock, seconds):
     slow = [small.made(f"numbers.slow{number}", clock.takes(seconds), cost=seconds) for number in range(8)]
     small.use(monkeypatch, [*slow, small.made("numbers.endless", clock.takes(0.05), cost=0.05, least=10**6)])

@@ -38,6 +38,7 @@ def test_a_wrong_batching_rule(fails, rule):
     assert max(failure.args[0].shape) <= 3
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("op", [library_op("right", right_rule), torch.mul, torch.atan2])
 def test_right_batching_rules(holds, op):
     holds("transforms.vmap", op, args=TWO)
