@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from opkit import cli, config
+from opkit import cli
 
 RUNNER = CliRunner()
 NUMBERS = itertools.count()
@@ -24,12 +24,9 @@ def scaled(x, by=1):
 def module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path / "cache"))
-    config.get.cache_clear()
     name = f"explained_by_cli_{next(NUMBERS)}"
     (tmp_path / f"{name}.py").write_text(SOURCE, encoding="utf-8")
     yield name
-    config.get.cache_clear()
     torch._dynamo.reset()
 
 
@@ -40,7 +37,7 @@ def run(*arguments):
 def test_a_model(module, tmp_path):
     done = run(f"{module}:block", "--args", "torch.randn(4, 8)", "--html", tmp_path / "block.html")
     assert done.exit_code == 0, done.output
-    assert done.output.startswith("1 graph, 1 kernel, 0 calls of torch's operators\n")
+    assert done.stdout.startswith("1 graph, 1 kernel, 0 calls of torch's operators\n")
     assert "aten.native_layer_norm.default, aten.gelu.default" in done.output
     assert "Loop nest" in (tmp_path / "block.html").read_text(encoding="utf-8")
 
