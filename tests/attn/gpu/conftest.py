@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).parent))
+import decoding_kernels
 import listing_kernels
 from cuda_on_cpu import lists_in_torch, on_cpu, visits_in_torch
 
@@ -63,11 +64,6 @@ def run(request):
     return OnGpu() if request.param == "gpu" else Interpreted(request.getfixturevalue("interpreter"))
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def a_hopper(monkeypatch):
     """As if all tensors were on a GPU of compute capability 9.0, of a machine with nvcc."""
@@ -101,7 +97,14 @@ def machine(machine_built):
     return machine_built
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def decoding_process():
+    """The kernels that decode, that read pages and that merge, in Triton's interpreter."""
+    with Interpreter("decoding_kernels", decoding_kernels.__file__) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
 def listing_process():
     """Kernels that find what tiles of a mask have in them, in Triton's interpreter."""
     with Interpreter("listing_kernels", listing_kernels.__file__) as process:

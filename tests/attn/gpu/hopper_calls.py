@@ -13,6 +13,7 @@ import triton
 from opkit.attn import program, reference
 from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.hopper import library
+from opkit.errors import KernelError
 from opkit.kernels.triton import compiling
 from opkit.op.triton.examples import request_for
 from opkit.op.triton.launch import recording
@@ -33,6 +34,30 @@ on_hopper = [
 
 with_nvcc = pytest.mark.skipif(not library.compiler_there(), reason="needs nvcc")
 on_hopper_with_nvcc = [*on_hopper, with_nvcc]
+
+
+def some(cases, *telling):
+    """The names of a test's cases for ``parametrize``; those that tell less than ``telling`` are marked exhaustive."""
+    assert not {*telling} - {*cases}
+    return [case if case in telling else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+
+
+def unlike(cases, holds):
+    """The names of the calls of which something does not hold."""
+    return [case for case, given in cases.items() if not holds(given())]
+
+
+def refuses(function, said):
+    """Whether a function refuses a call in these words."""
+
+    def refused(given):
+        try:
+            function(*given)
+        except KernelError as error:
+            return re.search(said, str(error)) is not None
+        return False
+
+    return refused
 
 
 def bottom_right(queries, keys):

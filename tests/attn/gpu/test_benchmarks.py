@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.build
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 

@@ -1,9 +1,14 @@
 """The gradients of biases by the portable kernel, against the formula in float64."""
 
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hopper_calls import some
 
 import opkit
 from opkit.attn import gradients, program, reference
@@ -76,6 +81,12 @@ CASES = BROADCAST | {
 }  # fmt: skip
 
 
+TELLING = (
+    "of bhqk", "of k", "of nothing", "causal documents", "heads of two parts, and narrow", "dropout", "two, one of them twice",
+    "slopes", "an image of one column", "all kinds", "more tensors than slots",
+)  # fmt: skip
+
+
 def bias_call(case, dtype):
     """A call with the results of the formula in float64, and the same all in float64."""
     call = case.call(dtype)
@@ -98,7 +109,7 @@ def bias_call(case, dtype):
     return narrow, precise
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, *TELLING))
 def test_of_the_formula(run, name):
     case = CASES[name]
     dtype = run.narrow if case.narrow else torch.float32
@@ -194,6 +205,7 @@ COMPILED = {
 SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("case", "target"),
     [(case, target) for n, case in enumerate(COMPILED) for target in (SHARED if n == 0 else ("sm_90", "gfx942"))],

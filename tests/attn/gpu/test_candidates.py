@@ -22,6 +22,7 @@ from fake_gpu import CAUSAL, KERNELS, tried
 # ---- what is tried ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shared", [65536, 101376, 166912, 232448])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_candidates_begin_with_the_table_s_own_and_have_room(kernel, shared):
@@ -47,6 +48,7 @@ def test_candidates_differ_in_each_way_and_spare_registers():
     assert len(tried(candidates.FORWARD, 64, pair=4)) < len(tried(candidates.FORWARD, 64))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("gpu_of", [(108, 166912), (58, 101376), (304, 65536)], ids=["A100", "L4", "MI300X"])
 @pytest.mark.parametrize(
     "shape", [(4, 8, 8192, 128), (64, 8, 8192, 128), (128, 4, 4096, 256), (1, 2, 300, 64)], ids=str
@@ -86,6 +88,7 @@ def close(found, exact, bound=4e-3):
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=bound * max(exact.abs().max().item(), 1e-3))
 
 
+@pytest.mark.emulated
 def test_each_candidate_computes_the_same(interpreted):
     q, k, v = made((1, 2, 150, 64), (1, 1, 130, 64), (1, 1, 130, 64))
     exact, exact_lse = reference.attention(*candidate_kernels.call_of(q.double(), k.double(), v.double()))
@@ -95,6 +98,7 @@ def test_each_candidate_computes_the_same(interpreted):
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.emulated
 def test_each_candidate_computes_the_same_gradients(interpreted):
     gradient, q, k, v = made((1, 2, 150, 64), (1, 2, 150, 64), (1, 1, 130, 64), (1, 1, 130, 64))
     out, lse = reference.attention(*candidate_kernels.call_of(q.double(), k.double(), v.double()))
@@ -115,6 +119,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("target", "shared"), COMPILED)
 def test_candidates_compile(target, shared, monkeypatch):
     kernel, d = COMPILED[target, shared]
@@ -137,6 +142,7 @@ def _launches(d):
     return found
 
 
+@pytest.mark.exhaustive
 def test_changes_of_a_division_compile(monkeypatch):
     a100 = plan.Device(108, 166912, False, "tf32x3")
     monkeypatch.setattr(decoding, "device_of", lambda index: a100)

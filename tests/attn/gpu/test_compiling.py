@@ -50,6 +50,7 @@ CASES = {
 EVERYWHERE = ("bfloat16, causal", "float16, 96, causal documents")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("case", "target"),
     [(case, target) for case in CASES for target in (SHARED if case in EVERYWHERE else ("sm_90", "gfx942"))],

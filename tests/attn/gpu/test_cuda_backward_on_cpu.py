@@ -13,7 +13,9 @@ from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn import gradients, program, reference
 from opkit.attn.calls import GradientCall
-from opkit.attn.gpu.hopper import backward_cuda, library
+from opkit.attn.gpu.hopper import backward_cuda
+
+pytestmark = pytest.mark.emulated
 
 GRADIENTS = {  # (batch, heads of queries and of keys, queries, keys, head, columns), and what else
     "one tile": ((1, (1, 1), 128, 128, 64, 64), {}),
@@ -65,6 +67,7 @@ def let_helpers_prepare(monkeypatch):
 
 
 class TestBackward:
+    @pytest.mark.sweep
     @pytest.mark.parametrize("dtype", [BF16, FP16])
     @pytest.mark.parametrize("case", GRADIENTS)
     def test_numbers_are_the_references(self, machine, case, dtype):
@@ -76,6 +79,7 @@ class TestBackward:
         rounding = torch.finfo(dtype).eps
         assert off(found, expected) < 2 * rounding
 
+    @pytest.mark.sweep
     @pytest.mark.parametrize("order", range(4))
     @pytest.mark.parametrize(("head", "mask"), [(64, CAUSAL), (128, ()), (128, (program.BAND, -150, 20))])
     def test_rows_that_helpers_prepare(self, machine, monkeypatch, head, mask, order):
@@ -85,27 +89,11 @@ class TestBackward:
         machine[0] = order
         assert off(backward_cuda.backward(*call), expected) < 2 * torch.finfo(BF16).eps
 
-    @pytest.mark.parametrize(
-        ("batch", "heads", "queries", "section"),
-        [(2, 16, 8192, 4), (1, 16, 16384, 2), (1, 40, 8192, 4), (16, 16, 512, 32)],
-    )
-    def test_sections_are_about_as_large(self, batch, heads, queries, section):
-        q = torch.empty(batch, heads, queries, 128, dtype=BF16, device="meta")
-        call = GradientCall(q, None, q, q, q, q, q[..., 0], [], [], list(CAUSAL), [], 1.0, 0.0, False)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backward_cuda.forward, "processors", lambda device: 132)
-            assert backward_cuda._problem(call, False).section == section
-
-    @pytest.mark.parametrize(("queries", "all_of_them"), [(512, True), (1023, True), (1024, False)])
-    def test_all_rows_of_short_calls_are_prepared_before(self, machine, queries, all_of_them):
-        q, k = (torch.empty(64, heads, queries, 128, dtype=BF16) for heads in (8, 4))
-        call = GradientCall(q, None, q, k, k, q, torch.empty(q.shape[:3]), [], [], list(CAUSAL), [], 1.0, 0.0, False)
-        assert (backward_cuda._problem(call, False).prepared == 64 * 8) == all_of_them
-
     def test_a_gradient_of_the_log_sum_exp(self, machine):
         call, expected = gradient_call((1, (2, 1), 200, 150, 64, 64), of_lse=True, mask=CAUSAL)
         assert off(backward_cuda.backward(*call), expected) < 2 * torch.finfo(BF16).eps
 
+    @pytest.mark.sweep
     @pytest.mark.parametrize("order", range(1, 4))
     @pytest.mark.parametrize(("head", "mask"), [(64, CAUSAL), (128, CAUSAL), (64, ()), (128, (program.BAND, -150, 20))])
     def test_any_order_of_events_gives_the_same(self, machine, head, mask, order):
@@ -118,6 +106,7 @@ class TestBackward:
             map(torch.equal, found[1:], backward_cuda.backward(*call)[1:])
         )  # the gradient of queries is summed in any order
 
+    @pytest.mark.sweep
     @pytest.mark.parametrize("head", [64, 128])
     @pytest.mark.parametrize("mask", [CAUSAL, (program.BAND, -50, 30)])
     def test_hidden_keys_and_values_do_not_leak(self, machine, head, mask):
@@ -186,6 +175,7 @@ SEGMENTS = {  # queries, keys, a mask, and numbers of segments
 
 @pytest.mark.parametrize("head", [64, 128])
 class TestSegments:
+    @pytest.mark.sweep
     @pytest.mark.parametrize("case", SEGMENTS)
     def test_numbers_are_the_references_in_any_order_of_events(self, listed, monkeypatch, case, head):
         let_helpers_prepare(monkeypatch)
@@ -222,20 +212,6 @@ class TestSegments:
         assert off(backward_cuda.backward(*call), expected) < 2 * torch.finfo(BF16).eps
 
 
-def test_a_call_has_the_library_of_whether_sums_are_made_in_order(machine, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        library, "launcher_or_none", lambda name, dtype: asked.append(name) or (lambda call, stream: None)
-    )
-    call, _ = gradient_call((1, (1, 1), 128, 128, 64, 64))
-    run = backward_cuda.backward.prepare(*call)
-    for ordered in (True, False, True, False):
-        torch.use_deterministic_algorithms(ordered)
-        run(*call)
-    torch.use_deterministic_algorithms(False)
-    assert asked == ["backward_in_order", "backward"]
-
-
 # ---- the machine finds what it is for ---------------------------------------------------------------------------------
 
 BACKWARD_DEFECTS = {
@@ -269,6 +245,7 @@ BANDED = r"call\.banded \? launch<Shape<D, true, false, ORDERED>>\(call, stream\
 
 
 class TestDefects:
+    @pytest.mark.sweep(2)
     @pytest.mark.parametrize("case", [*BACKWARD_DEFECTS, *HELPERS_DEFECTS])
     def test_of_the_backward_are_found(self, case, tmp_path, monkeypatch):
         if case in HELPERS_DEFECTS:  # tiles are short: helpers have little time
@@ -285,6 +262,7 @@ class TestDefects:
         with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect, unused=unused) as seed:
             assert survives(seed, lambda: backward_cuda.backward(*call), check) == (case == "none")
 
+    @pytest.mark.sweep(2)
     @pytest.mark.parametrize("case", LISTS_DEFECTS)
     def test_of_lists_are_found(self, case, tmp_path, listed):
         ids = packed(150, 100, 150)

@@ -22,13 +22,12 @@ from test_cuda_backward_on_cpu import (
 )
 
 from opkit.attn import program
-from opkit.attn.calls import GradientCall
-from opkit.attn.gpu import plans
 from opkit.attn.gpu.hopper import backward_cuda, forward
 
-pytestmark = pytest.mark.usefixtures("deterministic")
+pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("deterministic")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("case", GRADIENTS)
 def test_numbers_are_the_references(machine, case, dtype):
@@ -49,6 +48,7 @@ SECTIONS = {"all heads at once, last queries first": (4, 0), "first queries firs
 """Heads of keys of a section at most, and how many sections go from the first queries to the last."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sections", SECTIONS)
 @pytest.mark.parametrize("case", BITS)
 def test_any_order_of_events_gives_the_same_bits(machine, monkeypatch, case, sections):
@@ -69,42 +69,6 @@ def in_sections(monkeypatch, call, width, upwards):
     monkeypatch.setattr(forward, "evenly", lambda count, most: width)
     tiles = min(upwards * width, heads) * -(-keys // 128)
     monkeypatch.setattr(backward_cuda, "_turned", lambda *given: tiles)
-
-
-TURNED = {  # heads, queries and keys, head, columns; mask; share of the tiles that go from the first queries to the last
-    "short": ((64, 2048, 128), CAUSAL, 0.0),
-    "long": ((32, 8192, 128), CAUSAL, 28 / 32),
-    "short, of 64": ((64, 2048, 64), CAUSAL, 1 / 2),
-    "window": ((32, 8192, 128), (program.BAND, -1024, 0), 1.0),
-}
-
-
-@pytest.mark.parametrize("case", TURNED)
-def test_the_longest_tiles_do_not_come_last(case):
-    (heads, length, head), mask, share = TURNED[case]
-    q = torch.empty(1, heads, length, head, dtype=BF16, device="meta")
-    call = GradientCall(q, None, q, q, q, q, q, [], [], list(mask), [], 1.0, 0.0, False)
-    section = forward.evenly(heads, backward_cuda._CACHED // (length * head * 8))
-    found = backward_cuda._turned(call, plans.shape_of(mask, ()), section)
-    assert found == share * heads * (length // 128)
-
-
-IDS = (program.SEGMENTS, 0, 1)
-INTERLEAVED = {  # a mask, and heads that are interleaved, of 64 and of 128 channels: in any order, and in order
-    "causal": (CAUSAL, (4, 4), (2, 2)),
-    "window": ((program.BAND, -1024, 0), (4, 8), (2, 2)),
-    "causal documents": ((*CAUSAL, *IDS, program.AND), (4, 8), (2, 2)),
-    "documents": (IDS, (4, 11), (2, 4)),
-}
-
-
-@pytest.mark.parametrize("case", INTERLEAVED)
-def test_more_heads_are_interleaved_where_tiles_would_wait_for_one_another(case):
-    mask, *sections = INTERLEAVED[case]
-    for head, expected in zip((64, 128), sections, strict=True):
-        q, ids = torch.empty(2, 16, 16384, head, dtype=BF16, device="meta"), torch.empty(1, 16384, device="meta")
-        call = GradientCall(q, None, q, q, q, q, q, [ids, ids], [], list(mask), [], 1.0, 0.0, False)
-        assert tuple(backward_cuda._problem(call, ordered).section for ordered in (False, True)) == expected
 
 
 def test_its_room_is_as_large_as_what_it_puts_there(machine, monkeypatch):
@@ -142,6 +106,7 @@ DEFECTS = {
 OF_BANDS = {"first keys first"}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_defects_are_found(defect, monkeypatch, tmp_path):
     mask = CAUSAL if defect in OF_BANDS else ()
@@ -166,6 +131,7 @@ def shown(call, expected, defect, monkeypatch, tmp_path, unused):
 # ---- segments: turns come from lists --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize("case", SEGMENTS)
 def test_any_order_of_events_gives_the_same_bits_under_segments(listed, monkeypatch, case, head):
@@ -189,6 +155,7 @@ DEFECTS_OF_LISTS = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("defect", DEFECTS_OF_LISTS)
 def test_defects_of_turns_in_lists_are_found(listed, defect, monkeypatch, tmp_path):
     ids = packed(650, 50)

@@ -14,6 +14,8 @@ from paged_calls import UNLIMITED, Cache, of_pages
 from opkit.attn import program
 from opkit.attn.gpu.hopper import decode_cuda, decode_pages_cuda
 
+pytestmark = pytest.mark.emulated
+
 DECODED = {  # (batch, heads of queries and of keys, queries, keys), and what else
     "some keys": ((1, (4, 1), 1, 300), {}),
     "tails": ((2, (6, 2), 2, 77), {}),
@@ -41,6 +43,7 @@ def divided(monkeypatch, splits):
 
 
 class TestDecoding:
+    @pytest.mark.sweep
     @pytest.mark.parametrize("splits", [1, 3])
     @pytest.mark.parametrize(("head", "dtype"), [(64, BF16), (128, FP16), (256, BF16)])
     @pytest.mark.parametrize("case", DECODED)
@@ -58,6 +61,7 @@ class TestDecoding:
         given = arguments(*filled(1, (2, 1), 1, 4000))
         compared(given, decode_cuda.decode(*given))
 
+    @pytest.mark.sweep
     @pytest.mark.parametrize("heads", [(6, 2), (34, 2)])
     @pytest.mark.parametrize("order", range(1, 6))
     def test_any_order_of_events_gives_the_same(self, machine, monkeypatch, order, heads):
@@ -112,6 +116,7 @@ PAGED = {  # starts, the size of pages, and what else
 
 
 class TestPages:
+    @pytest.mark.sweep
     @pytest.mark.parametrize("splits", [1, 3])
     @pytest.mark.parametrize(("head", "dtype"), [(64, BF16), (128, FP16), (256, BF16)])
     @pytest.mark.parametrize("case", PAGED)
@@ -122,6 +127,7 @@ class TestPages:
         q, what = cache.queries(starts[-1], 6, dtype), what | {"scale": head**-0.5}
         of_pages(decode_pages_cuda.paged(*cache.call(q, starts, **what)), cache, q, starts, **what)
 
+    @pytest.mark.sweep
     @pytest.mark.parametrize("splits", [1, 2])
     @pytest.mark.parametrize(
         ("head", "dtype", "heads"), [(64, BF16, 27), (128, FP16, 27), (64, BF16, 60), (128, FP16, 64), (256, BF16, 20)]
@@ -224,6 +230,7 @@ DEFECTS_TOGETHER = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("heads", "defect"),
     [
@@ -255,6 +262,7 @@ PAGED_DEFECTS_TOGETHER = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("head", "heads", "defect"),
     [

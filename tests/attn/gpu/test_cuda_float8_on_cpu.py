@@ -17,6 +17,8 @@ from opkit.attn.gpu.hopper import float8_cuda
 from opkit.errors import KernelError
 
 
+@pytest.mark.emulated
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", CALLS)
 class TestNumbers:
     def test_are_the_references(self, listed, head, case):
@@ -28,6 +30,8 @@ class TestNumbers:
         compared(call, float8_cuda.forward(*call))
 
 
+@pytest.mark.emulated
+@pytest.mark.sweep
 @pytest.mark.parametrize("order", range(1, 4))
 def test_any_order_of_events_gives_the_same(machine, head, order):
     call = given((1, (4, 2), 500, 500), head, CAUSAL, heads_inside=True)
@@ -38,15 +42,18 @@ def test_any_order_of_events_gives_the_same(machine, head, order):
     compared(call, expected)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_every_number_is_what_it_is(machine, dtype):
     every_number(dtype)
 
 
+@pytest.mark.emulated
 def test_what_is_hidden_does_not_leak(machine, head):
     hidden_stays_hidden(head)
 
 
+@pytest.mark.emulated
 def test_tensors_that_tma_cannot_follow_are_copied(machine):
     call = list(given((1, (2, 1), 200, 200), 128, CAUSAL))
     call[:3] = [torch.cat([x, x[..., :3]], -1)[..., :128] for x in call[:3]]
@@ -63,6 +70,8 @@ DEFECTS = {
 }
 
 
+@pytest.mark.emulated
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_defects_are_found(defect, monkeypatch, tmp_path):
     call = given((2, (2, 2), 300, 300), 128, (program.BAND, -150, 0))

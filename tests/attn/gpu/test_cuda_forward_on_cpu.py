@@ -15,6 +15,8 @@ from opkit.attn import program, reference
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda
 
+pytestmark = pytest.mark.emulated
+
 CALLS = {  # (batch, heads of queries and of keys, queries, keys), and what else
     "one tile": ((1, (1, 1), 192, 128), {}),
     "tails": ((1, (2, 1), 333, 300), {}),
@@ -34,6 +36,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys), and what else
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", CALLS)
 class TestForwardNumbers:
     def test_are_the_references(self, machine, head, case):
@@ -45,6 +48,7 @@ class TestForwardNumbers:
 
 
 class TestForward:
+    @pytest.mark.sweep
     @pytest.mark.parametrize("order", range(1, 5))
     @pytest.mark.parametrize("mask", [(), CAUSAL, (program.BAND, -150, 20)])
     def test_any_order_of_events_gives_the_same(self, machine, head, mask, order):
@@ -54,6 +58,7 @@ class TestForward:
         machine[0] = order
         assert all(map(torch.equal, expected, forward_cuda.forward(*given)))
 
+    @pytest.mark.sweep
     @pytest.mark.parametrize("mask", [CAUSAL, (program.BAND, -50, 0), bottom_right(300, 200), (program.BAND, -40, 30)])
     def test_hidden_keys_and_values_do_not_leak(self, machine, head, mask):
         q, k, v = filled(1, (2, 1), 300, 300, head, head)
@@ -120,6 +125,7 @@ SEGMENTS = {  # queries, keys, a mask, and numbers of segments
 
 @pytest.mark.parametrize("channels", [64, 128])
 class TestSegments:
+    @pytest.mark.sweep
     @pytest.mark.parametrize("case", SEGMENTS)
     def test_numbers_are_the_references_in_any_order_of_events(self, listed, case, channels):
         queries, keys, mask, ids = SEGMENTS[case]
@@ -196,6 +202,7 @@ DEFECTS_OF_TURNS = {
 
 
 class TestDefects:
+    @pytest.mark.sweep(2)
     @pytest.mark.parametrize(
         ("case", "head"),
         [*((case, head) for case in DEFECTS for head in ("64", "256")), *((case, "128") for case in DEFECTS_OF_TURNS)],
@@ -208,6 +215,7 @@ class TestDefects:
             found = survives(seed, lambda: forward_cuda.forward(*given), lambda found: compared(given, found))
             assert found == (defect is NONE)
 
+    @pytest.mark.sweep(2)
     @pytest.mark.parametrize(
         "case", [*((case, True) for case in DEFECTS_OF_SPANS), *((case, False) for case in DEFECTS_OF_LISTS)]
     )
@@ -228,6 +236,7 @@ class TestDefects:
         with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect, unused=LISTS_OF_128) as seed:
             assert survives(seed, lambda: forward_cuda.forward(*given), check) == (defect is NONE)
 
+    @pytest.mark.exhaustive
     def test_warpgroups_that_pass_over_more_than_there_are_buffers_for_are_found(self, tmp_path, listed):
         given = arguments(*filled(1, (2, 1), 1300, 1300, 64, 64), mask=DOCUMENTS, masks=[packed(600, 50, 650)] * 2)
         defect = ("constexpr int NEAR = 3;", "constexpr int NEAR = 99;")

@@ -1,5 +1,6 @@
 """Decoding on GPUs, contiguous keys: against float64, in Triton's interpreter and on a GPU; code for four architectures."""
 
+import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,6 @@ from opkit.errors import KernelError
 from opkit.kernels.triton import compiling, resources
 from opkit.op.triton.examples import request_for
 from opkit.op.triton.launch import recording
-from opkit.testing import Interpreter
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of weights and results
@@ -34,17 +34,11 @@ DEVICES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def interpreter():
-    with Interpreter("decoding_kernels", decoding_kernels.__file__) as run:
-        yield run
-
-
 @pytest.fixture(params=DEVICES)
 def run(request):
     """The kernel as a function of the operator's arguments."""
     if request.param == "interpreter":
-        interpreted = request.getfixturevalue("interpreter")
+        interpreted = request.getfixturevalue("decoding_process")
         return lambda *call, op="opkit::attention", kernel="split": interpreted(op, *call, kernel=kernel)
     return on_gpu
 
@@ -55,11 +49,6 @@ def on_gpu(*call, op="opkit::attention", kernel="split"):
         return decoding_kernels.latent(*arguments).cpu()
     with opkit.use_kernel(decoding_kernels.attention, kernel):
         return tuple(x.cpu() for x in decoding_kernels.attention(*arguments))
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
 
 
 def made(batch, heads, kv_heads, queries, keys, d, dv, dtype=torch.float32):
@@ -92,27 +81,29 @@ def check(run, q, k, v, **options):
 SHAPES = [(1, 4, 2, 1, 700, 32, 32), (2, 6, 2, 3, 300, 96, 33), (1, 20, 1, 1, 257, 7, 80), (1, 2, 2, 40, 130, 16, 16)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_results_are_those_of_float64(run, shape, dtype):
     check(run, *made(*shape, dtype))
 
 
-OPTIONS = [
+OPTIONS = [  # those that tell most come first
+    {"upper": 290, "lower": 40, "softcap": 5.0, "sinks": torch.tensor([50.0, -50.0, 0.0, 1.0])},
+    {"lower": 5, "upper": 4},
+    {"lower": 2**40},
+    {"sinks": torch.tensor([[0.5, -1.0, 3.0, 0.0]] * 2).T[:, 1]},
+    {"scale": -0.3, "upper": 290},
     {"upper": 280},
     {"lower": -5, "upper": 3},
     {"lower": 100, "upper": 100},
-    {"lower": 5, "upper": 4},
-    {"lower": 2**40},
     {"upper": -(2**40)},
     {"softcap": 1.5, "scale": 2.0},
-    {"sinks": torch.tensor([[0.5, -1.0, 3.0, 0.0]] * 2).T[:, 1]},
-    {"upper": 290, "lower": 40, "softcap": 5.0, "sinks": torch.tensor([50.0, -50.0, 0.0, 1.0])},
-    {"scale": -0.3, "upper": 290},
     {"scale": 0.0, "upper": 290},
 ]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_bands_caps_and_sinks(run, options):
     check(run, *made(1, 4, 2, 5, 301, 32, 32), **options)
@@ -135,6 +126,7 @@ def test_empty_tensors(run, shape):
     check(run, *made(*shape))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_hidden_does_not_leak(run, bad):
     q, k, v = made(1, 4, 2, 3, 203, 16, 16)
@@ -229,17 +221,16 @@ GPUS = {
 }
 
 
-@pytest.mark.parametrize("heads", [1, 7, 8, 100, 128, 140, 1000])
-@pytest.mark.parametrize("height", [1, 4, 32, 100, 128, 2048])
-def test_programs_fill_the_gpu(heads, height):
+def test_programs_fill_the_gpu():
     """There is work for all of it, and each split has some."""
-    shape = decode_plan.Shape(height, heads, 65536, 128, 128, 2, 2)
-    blocks = decode_plan.blocks_of(shape, H200)
-    tiles = heads * -(-height // blocks.rows)
-    assert tiles * blocks.splits >= min(0.6 * H200.processors, tiles * decode_plan.MOST_SPLITS)
-    share = -(-65536 // blocks.block) // blocks.splits
-    assert share >= 1
-    assert blocks.splits == 1 or share >= 2
+    for heads, height in itertools.product((1, 7, 8, 100, 128, 140, 1000), (1, 4, 32, 100, 128, 2048)):
+        shape = decode_plan.Shape(height, heads, 65536, 128, 128, 2, 2)
+        blocks = decode_plan.blocks_of(shape, H200)
+        tiles = heads * -(-height // blocks.rows)
+        assert tiles * blocks.splits >= min(0.6 * H200.processors, tiles * decode_plan.MOST_SPLITS), shape
+        share = -(-65536 // blocks.block) // blocks.splits
+        assert share >= 1, shape
+        assert blocks.splits == 1 or share >= 2, shape
 
 
 def test_few_tiles_have_as_many_rows_as_products_of_warpgroups_or_few_warps():
@@ -274,6 +265,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_without_spills(name, target, monkeypatch):
@@ -307,6 +299,7 @@ def exact_on_gpu(q, k, v, lower=-UNLIMITED, upper=UNLIMITED):
 
 
 @pytest.mark.gpu
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large_calls_on_a_gpu(shape, dtype):

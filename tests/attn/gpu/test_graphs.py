@@ -90,6 +90,7 @@ def same(found, expected):
     return all(torch.equal(mine, right) for mine, right in zip(found, expected, strict=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_graph_replays_with_new_data(mask):
     held, others = given(0), [given(1), given(2), given(0)]
@@ -111,6 +112,7 @@ def test_dropout_draws_anew_in_every_replay():
     assert not any(torch.equal(x, y) for i, (x, y) in enumerate(zip(before, found, strict=True)) if i != 1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_run_gives_the_same_bits(mask, dtype):

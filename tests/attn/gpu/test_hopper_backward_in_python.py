@@ -8,6 +8,12 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from hopper_backward_calls import TELLING
+from hopper_calls import some
+
+pytestmark = pytest.mark.emulated
+
 CASES = (
     "whole tiles", "tails", "tails, causal", "gradient of lse", "one query", "one key", "few queries, bottom right", "dead rows",
     "keys that nothing sees", "all rows dead", "all rows dead, other side", "narrow window", "window far behind", "heads inside",
@@ -42,8 +48,9 @@ def answer(child, *given):
     return child.stdout.readline()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ordered", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, *{*CASES} & {*TELLING}))
 def test_numbers_are_the_references(child, case, ordered):
     assert answer(child, case, ordered) == "right\n"
 

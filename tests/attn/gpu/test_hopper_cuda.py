@@ -22,7 +22,9 @@ from hopper_calls import (
     compared,
     filled,
     on_hopper_with_nvcc,
+    refuses,
     shaped,
+    unlike,
     with_nvcc,
 )
 from hopper_masks import documents, packed, padded, shuffled
@@ -60,6 +62,7 @@ def resources(name, dtype, folder):
     return {kernel: (int(registers), int(stored), int(loaded)) for kernel, stored, loaded, registers in found}
 
 
+@pytest.mark.build
 @with_nvcc
 @pytest.mark.parametrize("dtype", OF_FORWARD, ids=str)
 @pytest.mark.parametrize(
@@ -73,6 +76,7 @@ def test_the_forward_compiles_without_spills(name, registers, dtype, tmp_path, r
     assert all(stored == loaded == 0 for _, stored, loaded in found.values())
 
 
+@pytest.mark.build
 @with_nvcc
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
@@ -91,6 +95,7 @@ def test_the_backward_compiles_with_few_spills(name, kernels, spills, dtype, tmp
     assert all(stored == loaded == 0 for _, stored, loaded in others)
 
 
+@pytest.mark.build
 @with_nvcc
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_decoding_compiles_without_spills(dtype, tmp_path, record_property):
@@ -100,6 +105,7 @@ def test_decoding_compiles_without_spills(dtype, tmp_path, record_property):
     assert all(stored == loaded == 0 for _, stored, loaded in found.values())
 
 
+@pytest.mark.build
 @with_nvcc
 @pytest.mark.parametrize(
     ("name", "problem", "dtype"),
@@ -116,6 +122,7 @@ def test_a_call_is_laid_out_as_in_the_source(name, problem, dtype):
     assert built[f"hopper_{source}_shared_bytes"]() <= SHARED
 
 
+@pytest.mark.build
 @with_nvcc
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_launch_that_fails_raises():
@@ -179,13 +186,8 @@ def call_of(head, length, mask):
 
 @pytest.mark.usefixtures("a_hopper")
 class TestTakes:
-    @pytest.mark.parametrize("case", TAKEN)
-    def test_these(self, case):
-        assert cuda.takes(call_of(*TAKEN[case]))
-
-    @pytest.mark.parametrize("case", OTHERS)
-    def test_no_shorter_ones(self, case):
-        assert not cuda.takes(call_of(*OTHERS[case]))
+    def test_these_and_no_shorter_ones(self):
+        assert [case for case, call in (TAKEN | OTHERS).items() if cuda.takes(call_of(*call))] == [*TAKEN]
 
     def test_none_of_few_queries(self):
         assert not cuda.takes(Call(*arguments(*shaped((4, 2), 64, 8192, 64, 64), mask=bottom_right(64, 8192))))
@@ -202,9 +204,8 @@ class TestTakes:
         assert cuda.fits(call)
         assert not cuda.takes(call)
 
-    @pytest.mark.parametrize("case", REFUSED)
-    def test_none_that_it_refuses(self, case):
-        assert not cuda.takes(Call(*REFUSED[case]()))
+    def test_none_that_it_refuses(self):
+        assert not unlike(REFUSED, lambda given: not cuda.takes(Call(*given)))
 
     @pytest.mark.parametrize(
         ("queries", "keys", "mask", "brief"),
@@ -232,19 +233,15 @@ class TestTakes:
         assert not cuda.takes(Call(*arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)))
 
 
-@pytest.mark.parametrize(
-    ("batch", "length", "head", "section"),
-    [(16, 512, 64, 256), (16, 512, 128, 32), (16, 1024, 128, 32), (2, 8192, 128, 8), (16, 512, 256, 32)],
-)
-def test_heads_are_interleaved_as_the_cache_holds(batch, length, head, section):
-    q, k, v = shaped((16, 16), length, length, head, head, batch=batch)
-    assert cuda._section(q, k, v) == section
+def test_heads_are_interleaved_as_the_cache_holds():
+    calls = (16, 512, 64), (16, 512, 128), (16, 1024, 128), (2, 8192, 128), (16, 512, 256)
+    found = [cuda._section(*shaped((16, 16), length, length, head, head, batch=batch)) for batch, length, head in calls]
+    assert found == [256, 32, 32, 8, 32]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refuses(case):
-    with pytest.raises(KernelError, match=r"kernel 'hopper_cuda' does not take q, k, v of .* force kernel='hopper'"):
-        cuda.forward(*REFUSED[case]())
+def test_refuses():
+    said = r"kernel 'hopper_cuda' does not take q, k, v of .* force kernel='hopper'"
+    assert not unlike(REFUSED, refuses(cuda.forward, said))
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -276,6 +273,7 @@ def compared_here(given):
     return compared(given, cuda.forward(*given))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("case", CALLS)
 class TestNumbers:
@@ -303,6 +301,7 @@ SEGMENTS = {  # queries, keys, a mask, and numbers of segments
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("channels", [64, 128])
 @pytest.mark.parametrize("case", SEGMENTS)
 class TestSegments:
@@ -321,6 +320,7 @@ class TestSegments:
 class TestOnGpu:
     pytestmark = on_hopper_with_nvcc
 
+    @pytest.mark.sweep
     @pytest.mark.parametrize("mask", [CAUSAL, (program.BAND, -50, 0), bottom_right(300, 200), (program.BAND, -40, 30)])
     def test_hidden_keys_and_values_do_not_leak(self, head, mask):
         q, k, v = filled(1, (2, 1), 300, 300, head, head)

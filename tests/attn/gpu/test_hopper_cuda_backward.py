@@ -8,17 +8,18 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, on_hopper_with_nvcc, shaped
+from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, on_hopper_with_nvcc, refuses, shaped, unlike
 from hopper_masks import documents, packed, shuffled
 
 from opkit.attn import gradients, program, reference
 from opkit.attn.calls import Call, GradientCall
+from opkit.attn.gpu import plans
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as gluon_backward
 from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, library
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda as cuda
-from opkit.errors import CompileError, KernelError, NoCompilerWarning
+from opkit.errors import CompileError, NoCompilerWarning
 
 SEGMENTS = (program.SEGMENTS, 0, 1)
 PACKED = (*CAUSAL, *SEGMENTS, program.AND)
@@ -104,23 +105,19 @@ REFUSED_GRADIENTS = {
 
 @pytest.mark.usefixtures("a_hopper")
 class TestTakesGradients:
-    @pytest.mark.parametrize("case", LONG_GRADIENTS)
-    def test_long_calls(self, case):
-        assert backward_cuda.takes(GradientCall(*LONG_GRADIENTS[case]()))
-
-    @pytest.mark.parametrize("case", [*OTHER_GRADIENTS, *REFUSED_GRADIENTS])
-    def test_no_others(self, case):
-        assert not backward_cuda.takes(GradientCall(*(OTHER_GRADIENTS | REFUSED_GRADIENTS)[case]()))
+    def test_long_calls_and_no_others(self):
+        calls = LONG_GRADIENTS | OTHER_GRADIENTS | REFUSED_GRADIENTS
+        taken = [case for case, given in calls.items() if backward_cuda.takes(GradientCall(*given()))]
+        assert taken == [*LONG_GRADIENTS]
 
     def test_none_without_nvcc(self, monkeypatch):
         monkeypatch.setattr(library, "compiler_there", lambda: False)
         assert not backward_cuda.takes(GradientCall(*LONG_GRADIENTS["128"]()))
 
 
-@pytest.mark.parametrize("case", REFUSED_GRADIENTS)
-def test_refuses_gradients(case):
-    with pytest.raises(KernelError, match=r"kernel 'hopper_cuda' does not take q, k, v of .* force kernel='hopper'"):
-        backward_cuda.backward(*REFUSED_GRADIENTS[case]())
+def test_refuses_gradients():
+    said = r"kernel 'hopper_cuda' does not take q, k, v of .* force kernel='hopper'"
+    assert not unlike(REFUSED_GRADIENTS, refuses(backward_cuda.backward, said))
 
 
 @pytest.mark.usefixtures("a_hopper")
@@ -147,6 +144,73 @@ def test_where_nvcc_refuses_it_calls_get_another_one(kernel, monkeypatch):
     assert not module.takes(read(*call))
     assert getattr(module, kernel)(*call) == "another"  # without asking nvcc again
 
+
+# ---- how a call is divided --------------------------------------------------------------------------------------------
+
+
+def causal_call(batch, heads, queries, head=128, mask=CAUSAL, masks=()):
+    q = torch.empty(batch, heads, queries, head, dtype=BF16, device="meta")
+    return GradientCall(q, None, q, q, q, q, q[..., 0], list(masks), [], list(mask), [], 1.0, 0.0, False)
+
+
+def test_sections_are_about_as_large(monkeypatch):
+    monkeypatch.setattr(gluon, "processors", lambda device: 132)
+    calls = (2, 16, 8192), (1, 16, 16384), (1, 40, 8192), (16, 16, 512)
+    assert [backward_cuda._problem(causal_call(*sizes), False).section for sizes in calls] == [4, 2, 4, 32]
+
+
+def test_all_rows_of_short_calls_are_prepared_before(monkeypatch):
+    monkeypatch.setattr(gluon, "processors", lambda device: 2)
+    for queries, all_of_them in ((512, True), (1023, True), (1024, False)):
+        prepared = backward_cuda._problem(causal_call(64, 8, queries), False).prepared
+        assert (prepared == 64 * 8) == all_of_them, queries
+
+
+def test_the_longest_tiles_do_not_come_last():
+    for heads, length, head, mask, share in (  # of the tiles those that go from the first queries to the last
+        (64, 2048, 128, CAUSAL, 0.0),
+        (32, 8192, 128, CAUSAL, 28 / 32),
+        (64, 2048, 64, CAUSAL, 1 / 2),
+        (32, 8192, 128, (program.BAND, -1024, 0), 1.0),
+    ):
+        section = gluon.evenly(heads, backward_cuda._CACHED // (length * head * 8))
+        call = causal_call(1, heads, length, head, mask)
+        found = backward_cuda._turned(call, plans.shape_of(mask, ()), section)
+        assert found == share * heads * (length // 128), (heads, length, head, mask)
+
+
+INTERLEAVED = {  # a mask, and heads that are interleaved, of 64 and of 128 channels: in any order, and in order
+    "causal": (CAUSAL, [(4, 4), (2, 2)]),
+    "window": ((program.BAND, -1024, 0), [(4, 8), (2, 2)]),
+    "causal documents": (PACKED, [(4, 8), (2, 2)]),
+    "documents": (SEGMENTS, [(4, 11), (2, 4)]),
+}
+
+
+def test_more_heads_are_interleaved_where_tiles_would_wait_for_one_another():
+    ids = [torch.empty(1, 16384, device="meta")] * 2
+    for case, (mask, expected) in INTERLEAVED.items():
+        calls = [causal_call(2, 16, 16384, head, mask, ids) for head in (64, 128)]
+        found = [tuple(backward_cuda._problem(call, ordered).section for ordered in (False, True)) for call in calls]
+        assert found == expected, case
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_call_has_the_library_of_whether_sums_are_made_in_order(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        library, "launcher_or_none", lambda name, dtype: asked.append(name) or (lambda call, stream: None)
+    )
+    monkeypatch.setattr(gluon, "processors", lambda device: 2)
+    call = gradient_call(1, (1, 1), 128, 128, 64, 64, device="cpu")
+    run = backward_cuda.backward.prepare(*call)
+    for ordered in (True, False, True, False):
+        torch.use_deterministic_algorithms(ordered)
+        run(*call)
+    assert asked == ["backward_in_order", "backward"]
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
 
 GRADIENTS = {  # (batch, heads of queries and of keys, queries, keys, head, columns), and what else
     "one tile": ((1, (1, 1), 128, 128, 128, 128), {}),
@@ -180,6 +244,7 @@ def compared_gradients(call):
 class TestGradientsOnGpu:
     pytestmark = on_hopper_with_nvcc
 
+    @pytest.mark.sweep
     @pytest.mark.parametrize("dtype", [BF16, FP16])
     @pytest.mark.parametrize("case", GRADIENTS)
     def test_are_the_references(self, case, dtype):
@@ -208,6 +273,7 @@ class TestGradientsOnGpu:
         self.same_bits(gradient_call(*sizes, device="cuda", **what))
 
     @pytest.mark.usefixtures("deterministic")
+    @pytest.mark.sweep
     @pytest.mark.parametrize("mask", [CAUSAL, (program.BAND, -1000, 0), (program.BAND, -program.UNLIMITED, 300)])
     @pytest.mark.parametrize("head", [64, 128])
     def test_heads_that_go_one_way_and_others_that_go_the_other_are(self, monkeypatch, head, mask):

@@ -8,7 +8,20 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hopper_calls import BF16, CAUSAL, FAR, FP16, arguments, bottom_right, compared, filled, on_hopper_with_nvcc, shaped
+from hopper_calls import (
+    BF16,
+    CAUSAL,
+    FAR,
+    FP16,
+    arguments,
+    bottom_right,
+    compared,
+    filled,
+    on_hopper_with_nvcc,
+    refuses,
+    shaped,
+    unlike,
+)
 
 from opkit.attn import api, program
 from opkit.attn.calls import Call
@@ -66,13 +79,9 @@ REFUSED = {
 
 @pytest.mark.usefixtures("a_hopper")
 class TestTakes:
-    @pytest.mark.parametrize("case", TAKEN)
-    def test_few_rows(self, case):
-        assert decoding.takes(Call(*TAKEN[case]()))
-
-    @pytest.mark.parametrize("case", [*OTHERS, *REFUSED])
-    def test_no_others(self, case):
-        assert not decoding.takes(Call(*(OTHERS | REFUSED)[case]()))
+    def test_few_rows_and_no_others(self):
+        calls = TAKEN | OTHERS | REFUSED
+        assert [case for case, given in calls.items() if decoding.takes(Call(*given()))] == [*TAKEN]
 
     def test_none_where_batch_invariance_is_asked_for(self, monkeypatch):
         monkeypatch.setattr(gluon.config, "get", lambda: SimpleNamespace(batch_invariant=True))
@@ -83,10 +92,9 @@ class TestTakes:
         assert not decoding.takes(Call(*given()))
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refuses(case):
-    with pytest.raises(KernelError, match=r"kernel 'split_cuda' does not take q, k, v of .* force kernel='split'"):
-        decoding.decode(*REFUSED[case]())
+def test_refuses():
+    said = r"kernel 'split_cuda' does not take q, k, v of .* force kernel='split'"
+    assert not unlike(REFUSED, refuses(decoding.decode, said))
 
 
 def test_batch_invariance_is_refused(monkeypatch):
@@ -95,31 +103,30 @@ def test_batch_invariance_is_refused(monkeypatch):
         decoding.decode(*given())
 
 
-@pytest.mark.parametrize(
-    ("mask", "queries", "seen"),
-    [
-        ((), 3, (0, 100)),
-        (bottom_right(1, 100), 1, (0, 100)),
-        (CAUSAL, 1, (0, 1)),
-        ((program.BAND, 90, 95), 1, (90, 6)),
-        ((program.BAND, 90, 1000), 1, (90, 10)),
-        ((program.BAND, 100, 200), 1, (100, 0)),
-        ((program.BAND, -20, -10), 1, (0, 0)),
-        ((program.BAND, -2, 99), 3, (0, 100)),
-        ((program.BAND, -1, 99), 3, None),
-    ],
-)
-def test_the_keys_that_all_queries_see(mask, queries, seen):
-    assert decoding._seen(Call(*given(queries=queries, keys=100, mask=mask))) == seen
+SEEN = {  # a mask and queries: the first of 100 keys that all see, and how many
+    ((), 3): (0, 100),
+    (bottom_right(1, 100), 1): (0, 100),
+    (CAUSAL, 1): (0, 1),
+    ((program.BAND, 90, 95), 1): (90, 6),
+    ((program.BAND, 90, 1000), 1): (90, 10),
+    ((program.BAND, 100, 200), 1): (100, 0),
+    ((program.BAND, -20, -10), 1): (0, 0),
+    ((program.BAND, -2, 99), 3): (0, 100),
+    ((program.BAND, -1, 99), 3): None,
+}
 
 
-@pytest.mark.parametrize(
-    ("tiles", "splits"),
-    [(1, 128), (8, 16), (44, 3), (66, 2), (67, 2), (109, 2), (110, 1), (132, 1), (133, 1), (999, 1)],
-)
-def test_how_many_splits_a_tile_has(tiles, splits):
-    assert decoding.splits_of(tiles, 65536, 128, 132) == splits
-    assert decoding.splits_of(tiles, 256, 128, 132) == 1
+def test_the_keys_that_all_queries_see():
+    for (mask, queries), seen in SEEN.items():
+        assert decoding._seen(Call(*given(queries=queries, keys=100, mask=mask))) == seen, (mask, queries)
+
+
+SPLITS = {1: 128, 8: 16, 44: 3, 66: 2, 67: 2, 109: 2, 110: 1, 132: 1, 133: 1, 999: 1}  # by tiles
+
+
+def test_how_many_splits_a_tile_has():
+    assert {tiles: decoding.splits_of(tiles, 65536, 128, 132) for tiles in SPLITS} == SPLITS
+    assert {decoding.splits_of(tiles, 256, 128, 132) for tiles in SPLITS} == {1}
 
 
 CALLS = {  # (batch, heads of queries and of keys, queries, keys, channels), and what else
@@ -159,6 +166,7 @@ def on_gpu(case, dtype=BF16):
     return arguments(*filled(batch, heads, queries, keys, head, head, dtype, what.get("heads_inside", False)), **what)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("case", CALLS)
 class TestNumbers:

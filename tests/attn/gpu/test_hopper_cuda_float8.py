@@ -19,6 +19,7 @@ from opkit.masks import Causal
 class TestOnGpu:
     pytestmark = on_hopper_with_nvcc
 
+    @pytest.mark.sweep
     @pytest.mark.parametrize("case", CALLS)
     @pytest.mark.parametrize("dtype", KINDS, ids=str)
     def test_are_the_references(self, head, case, dtype):

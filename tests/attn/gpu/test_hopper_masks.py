@@ -7,7 +7,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hopper_calls import BF16, CAUSAL, FP16, arguments, check_compiled, compared, filled, on_hopper, shaped
+from hopper_calls import BF16, CAUSAL, FP16, arguments, check_compiled, compared, filled, on_hopper, shaped, some
 from hopper_masks import bools, documents, lengths, shuffled
 
 from opkit.attn import program as p
@@ -44,7 +44,7 @@ CASES = {  # the program, its tensors, and the sizes (batch, heads of queries an
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, "seven tensors"))
 def test_compiles(case, tmp_path, record_property):
     mask, tensors, (batch, heads, *sizes) = CASES[case]
     given = arguments(*shaped(heads, *sizes, batch=batch), mask=mask, masks=[x.to("meta") for x in tensors])
@@ -56,14 +56,16 @@ def called(case, dtype=BF16, **what):
     return arguments(*filled(*sizes, dtype=dtype), mask=mask, masks=[x.cuda() for x in tensors], **what)
 
 
-@pytest.mark.parametrize("case", CASES)
 class TestNumbers:
     pytestmark = on_hopper
 
+    @pytest.mark.sweep
     @pytest.mark.parametrize("dtype", [BF16, FP16])
+    @pytest.mark.parametrize("case", CASES)
     def test_are_the_references(self, case, dtype):
         compared(called(case, dtype))
 
+    @pytest.mark.parametrize("case", some(CASES, "causal with lengths", "bools", "64", "256"))
     def test_with_sinks_and_a_cap(self, case):
         heads = CASES[case][2][1][0]
         compared(called(case, sinks=torch.randn(heads, device="cuda"), softcap=3.0))

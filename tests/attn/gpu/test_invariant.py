@@ -1,17 +1,11 @@
 """Bit for bit: what a query gives does not depend on what is computed beside it."""
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent))
-
-import decoding_kernels
-
 import opkit
 from opkit.attn import paged_reference, reference
 from opkit.attn.api import _lowered
@@ -26,22 +20,29 @@ from opkit.masks import ALiBi, Causal, Dense, KeyPadding, Segments, SlidingWindo
 from opkit.op.operator import use_kernel
 from opkit.op.triton.examples import request_for
 from opkit.op.triton.launch import recording
-from opkit.testing import Interpreter, compile_launches
+from opkit.testing import compile_launches
 
 BATCH, HEADS, SHARED, LENGTH = 3, 4, 2, 300
 FAR = 2**62
 
 
-@pytest.fixture(scope="module")
-def interpreted():
+@pytest.fixture
+def interpreted(decoding_process):
     """Both operators in Triton's interpreter."""
-    with Interpreter("decoding_kernels", decoding_kernels.__file__) as process:
-        yield Interpreted(process)
+    return Interpreted(decoding_process)
 
 
 @pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
 def ask(request):
     """Runs an operator, given its name and arguments, with the kernel; ``dtypes`` are what it is to be asked for."""
+    return OnGpu() if request.param == "gpu" else request.getfixturevalue("interpreted")
+
+
+@pytest.fixture(
+    params=[pytest.param("interpreted", marks=pytest.mark.emulated), pytest.param("gpu", marks=pytest.mark.gpu)]
+)
+def ask_often(request):
+    """The same, for tests of so many calls that the interpreter takes long for them."""
     return OnGpu() if request.param == "gpu" else request.getfixturevalue("interpreted")
 
 
@@ -87,7 +88,8 @@ def rows(x, some):
     return [each[some] for each in x]
 
 
-@pytest.mark.parametrize("head", [64, 80])
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("head", [80, 64])
 def test_batches_and_heads(ask, head):
     for dtype in ask.dtypes:
         q, k, v = given(dtype, head, 150)
@@ -98,15 +100,15 @@ def test_batches_and_heads(ask, head):
         assert same(attention(ask, q[some], k[:, 1:], v[:, 1:], mask=Causal()), rows(whole, some))
 
 
-def test_queries_in_chunks_and_one_by_one(ask):
-    for dtype in ask.dtypes:
+def test_queries_in_chunks_and_one_by_one(ask_often):
+    for dtype in ask_often.dtypes:
         q, k, v = given(dtype, batch=1)
-        whole = attention(ask, q, k, v, mask=Causal())
+        whole = attention(ask_often, q, k, v, mask=Causal())
         for first, end in ((0, 1), (0, 64), (64, 250), (256, 257), (257, 300), (299, 300)):
             chunk = q[:, :, first:end], k[:, :, :end], v[:, :, :end]
-            found = attention(ask, *chunk, mask=last())
+            found = attention(ask_often, *chunk, mask=last())
             assert same(found, rows(whole, (slice(None), slice(None), slice(first, end))))
-        found = attention(ask, q[:, :, -1:], k, v)  # without a mask
+        found = attention(ask_often, q[:, :, -1:], k, v)  # without a mask
         assert same(found, rows(whole, (slice(None), slice(None), slice(-1, None))))
 
 
@@ -124,40 +126,40 @@ def test_the_other_arguments(ask):
         assert same(attention(ask, *others, **how), rows(whole, slice(1, 2)))
 
 
-def test_masks_of_all_kinds_of_the_same_keys(ask):
+def test_masks_of_all_kinds_of_the_same_keys(ask_often):
     """Padding after, packed documents at multiples of 64, and bools: as each sequence alone."""
-    for dtype in ask.dtypes:
+    for dtype in ask_often.dtypes:
         q, k, v = given(dtype)
         lengths, starts = torch.tensor([300, 133, 64]), torch.tensor([0, 128, 192, 300])
-        padded = attention(ask, q, k, v, mask=Causal() & KeyPadding(lengths))
+        padded = attention(ask_often, q, k, v, mask=Causal() & KeyPadding(lengths))
         for batch, n in enumerate(lengths.tolist()):
-            alone = attention(ask, *(x[batch : batch + 1, :, :n] for x in (q, k, v)), mask=Causal())
+            alone = attention(ask_often, *(x[batch : batch + 1, :, :n] for x in (q, k, v)), mask=Causal())
             assert same(rows(padded, (slice(batch, batch + 1), slice(None), slice(0, n))), alone)
         one = [x[:1] for x in (q, k, v)]
-        packed = attention(ask, *one, mask=Causal() & VarLen(starts))
+        packed = attention(ask_often, *one, mask=Causal() & VarLen(starts))
         for first, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
-            alone = attention(ask, *(x[:, :, first:end] for x in one), mask=Causal())
+            alone = attention(ask_often, *(x[:, :, first:end] for x in one), mask=Causal())
             assert same(rows(packed, (slice(None), slice(None), slice(first, end))), alone)
-        causal = attention(ask, *one, mask=Causal())
+        causal = attention(ask_often, *one, mask=Causal())
         bools = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-        assert same(attention(ask, *one, mask=Dense(bools)), causal)
-        assert same(attention(ask, *one, mask=Causal() & Segments(torch.zeros(LENGTH).int())), causal)
+        assert same(attention(ask_often, *one, mask=Dense(bools)), causal)
+        assert same(attention(ask_often, *one, mask=Causal() & Segments(torch.zeros(LENGTH).int())), causal)
 
 
-def test_sums_of_many_small_probabilities(ask):
+def test_sums_of_many_small_probabilities(ask_often):
     """One key has nearly all of the weight, first or last; the others, 2**-24 each, are summed up all the same."""
     keys = 500
-    for dtype in ask.dtypes:
+    for dtype in ask_often.dtypes:
         for first in (True, False):
             q, k, v = torch.ones(1, 1, 1, 16), torch.zeros(1, 1, keys, 16), torch.ones(1, 1, keys, 16)
             k[:, :, 0 if first else keys - 1] = 24 * 0.6931471805599453 / 4
             rest = ([], [], None, None, [], [], 1.0, 0.0, 0.0, False)
             call = (*(x.to(dtype) for x in (q, k / 4, v)), *rest)
-            out, lse = ask("opkit::attention", *call)
+            out, lse = ask_often("opkit::attention", *call)
             _, exact = reference.attention(*(x.double() for x in call[:3]), *rest)
             top = (call[0].double() * call[1].double()).sum(-1).max()
             assert ((lse.double() - exact).abs() < 1e-6 * top).all()
-            close = 1e-4 if isinstance(ask, OnGpu) else 1e-5  # tensor cores drop what is small beside a sum
+            close = 1e-4 if isinstance(ask_often, OnGpu) else 1e-5  # tensor cores drop what is small beside a sum
             rtol = close if dtype == torch.float32 else 1e-2
             torch.testing.assert_close(out, torch.ones_like(out), rtol=rtol, atol=0)
 
@@ -207,7 +209,8 @@ def paged_call(q, pages, table, lengths, starts, lower=-(2**62), upper=0, softca
     return q, *pages, table, lengths, starts, lower, upper, q.shape[-1] ** -0.5, softcap, sinks, *scales
 
 
-@pytest.mark.parametrize("size", [16, 5])
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("size", [5, 16])
 def test_pages_give_what_attention_gives(ask, size):
     for dtype in ask.dtypes:
         q, k, v = given(dtype)
@@ -222,8 +225,8 @@ def test_pages_give_what_attention_gives(ask, size):
             assert torch.equal(sums.unflatten(0, (BATCH, queries)).transpose(1, 2), lse[:, :, some])
 
 
-def test_ragged_queries_and_windows(ask):
-    for dtype in ask.dtypes:
+def test_ragged_queries_and_windows(ask_often):
+    for dtype in ask_often.dtypes:
         q, k, v = given(dtype)
         *pages, table = in_pages(k, v)
         lengths, starts = torch.tensor([300, 0, 233]), torch.tensor([0, 5, 5, 105])
@@ -231,8 +234,8 @@ def test_ragged_queries_and_windows(ask):
         sinks = torch.randn(HEADS)
         for how in ({}, {"upper": 2**62}, {"lower": -49}, {"lower": -20, "upper": 3}, {"softcap": 3.0, "sinks": sinks}):
             call = paged_call(asked, pages, table, lengths, starts, **how)
-            found, lse = ask("opkit::paged_attention", *call)
-            alone, _ = ask(
+            found, lse = ask_often("opkit::paged_attention", *call)
+            alone, _ = ask_often(
                 "opkit::paged_attention",
                 *paged_call(asked[5:], pages, table[2:], lengths[2:], torch.tensor([0, 100]), **how),
             )
@@ -308,6 +311,7 @@ def meta(*shape, dtype=torch.bfloat16):
 SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", SHARED_MEMORY)
 def test_compiles(monkeypatch, target):
     monkeypatch.setattr(blocks, "shared_memory", lambda device: SHARED_MEMORY[target])
@@ -333,6 +337,7 @@ def forms():
     yield invariant.paged, paged_call(meta(2, 4, 64), (pages, pages), table, *integers)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_all_forms_multiply_by_the_same_instruction(monkeypatch, target):
     monkeypatch.setattr(blocks, "shared_memory", lambda device: SHARED_MEMORY[target])

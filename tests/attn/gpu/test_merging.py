@@ -1,30 +1,18 @@
 """The kernel that merges attention to parts of the keys."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-import decoding_kernels
 
 from opkit.attn.gpu.portable import merging
 from opkit.attn.merging import merge_attention_operator, reference
 from opkit.op.operator import use_kernel
-from opkit.testing import Interpreter, compile_launches
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    with Interpreter("decoding_kernels", decoding_kernels.__file__) as process:
-        yield process
+from opkit.testing import compile_launches
 
 
 @pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
 def merge(request):
     if request.param == "interpreted":
-        process = request.getfixturevalue("interpreted")
+        process = request.getfixturevalue("decoding_process")
         return lambda *lists: process("opkit::merge_attention", *lists, kernel="triton")
 
     def on_gpu(*lists):
@@ -44,7 +32,8 @@ def made(count, *shape, dtype=torch.float32):
     return [torch.randn(shape).to(dtype) for _ in range(count)], lses
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.sweep
+@pytest.mark.parametrize("count", [8, 1, 2, 3])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((2, 3, 37, 16), torch.float32), ((5, 2, 9), torch.float16), ((3, 130), torch.bfloat16), ((0, 4), torch.float32)],
@@ -78,7 +67,8 @@ def test_what_is_taken():
     assert not merging.takes([torch.ones(2, 4097)], [lse])
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("target", ["gfx942", "sm_80", "sm_90", "sm_100"])
 def test_compiles(target):
     out, lse = torch.empty(8, 100, 128, dtype=torch.bfloat16, device="meta"), torch.empty(8, 100, device="meta")
     (row,) = compile_launches(lambda: merging.merge([out] * 3, [lse] * 3), [target]).rows

@@ -20,7 +20,6 @@ from opkit.errors import KernelError
 from opkit.kernels.triton import compiling, resources
 from opkit.op.triton.examples import request_for
 from opkit.op.triton.launch import recording
-from opkit.testing import Interpreter
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 KV = (*FLOATS, torch.int8, torch.float8_e4m3fn)
@@ -28,16 +27,10 @@ ROUNDING = {torch.float32: 2.0**-19, torch.bfloat16: 2.0**-7, torch.float16: 2.0
 DEVICES = ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.fixture(scope="module")
-def interpreter():
-    with Interpreter("decoding_kernels", decoding_kernels.__file__) as run:
-        yield run
-
-
 @pytest.fixture(params=DEVICES)
 def run(request):
     if request.param == "interpreter":
-        interpreted = request.getfixturevalue("interpreter")
+        interpreted = request.getfixturevalue("decoding_process")
         return lambda *call: interpreted("opkit::paged_attention", *call, kernel="split")
     return on_gpu
 
@@ -64,26 +57,28 @@ def check(run, cache, q, starts, **options):
 RAGGED = ([130, 5, 0, 77, 300], [0, 1, 3, 4, 4, 9])
 
 
-PAIRS = [
-    *((dtype, dtype) for dtype in FLOATS), (torch.float32, torch.float8_e4m3fn), (torch.float16, torch.float8_e4m3fn),
-    (torch.bfloat16, torch.int8), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16),
+PAIRS = [  # those that tell most come first
+    (torch.float32, torch.float32), (torch.bfloat16, torch.int8), (torch.float16, torch.float8_e4m3fn),
+    (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float8_e4m3fn),
+    (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16),
 ]  # fmt: skip
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("dtype", "kv"), PAIRS, ids=str)
 def test_ragged_queries(run, dtype, kv):
     cache = Cache(RAGGED[0], dtype=kv)
     check(run, cache, cache.queries(9, 6, dtype), RAGGED[1])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "options",
     [
         {"lower": -49, "softcap": 4.0, "sinks": torch.arange(4.0) - 2},
-        {"lower": -3, "upper": 2},
-        {"upper": UNLIMITED},
-        {"scale": -0.5},
         {"lower": -10, "upper": -12},
+        {"scale": -0.5, "upper": UNLIMITED},
+        {"lower": -3, "upper": 2},
     ],
     ids=str,
 )
@@ -92,18 +87,19 @@ def test_bands_caps_and_sinks(run, options):
     check(run, cache, cache.queries(9, 4), RAGGED[1], **options)
 
 
-def test_values_that_are_columns_of_keys(interpreter):
+def test_values_that_are_columns_of_keys(decoding_process):
     """As in multi-head latent attention: the kernel reads them once."""
     cache = Cache([100, 40], kv_heads=1, d=96)
     cache.k_exact, cache.v_exact = cache.k.double(), cache.k.double()[..., :64]
     cache.v = cache.k[..., :64]
     q, starts = cache.queries(3, 16), [0, 2, 3]
     arguments = (q, cache.k, 64, cache.table, cache.lengths, torch.tensor(starts))
-    out = interpreter("decoding_tests::latent_pages", *arguments, kernel="interpreted")
+    out = decoding_process("decoding_tests::latent_pages", *arguments, kernel="interpreted")
     torch.testing.assert_close(out.double(), expected(cache, q, starts)[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("page_size", [1, 7, 64, 200])
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("page_size", [7, 200, 1, 64])
 def test_pages_of_any_size(run, page_size):
     cache = Cache([130, 64, 1], page_size=page_size, kv_heads=1)
     check(run, cache, cache.queries(3, 20), [0, 1, 2, 3])
@@ -183,9 +179,9 @@ def test_what_is_taken():
 
 # ---- appending -------------------------------------------------------------------------------------------------------
 
-STORED = [
-    (torch.float32, None), (torch.bfloat16, None), (torch.int8, torch.float32), (torch.int8, torch.float16),
-    (torch.float8_e4m3fn, torch.float32), (torch.float8_e4m3fn, None),
+STORED = [  # those that tell most come first
+    (torch.bfloat16, None), (torch.int8, torch.float16), (torch.float8_e4m3fn, torch.float32), (torch.float32, None),
+    (torch.int8, torch.float32), (torch.float8_e4m3fn, None),
 ]  # fmt: skip
 
 
@@ -193,7 +189,7 @@ STORED = [
 def append(request):
     """The kernel as a function of the operator's arguments; what it writes to is theirs."""
     if request.param == "interpreter":
-        interpreted = request.getfixturevalue("interpreter")
+        interpreted = request.getfixturevalue("decoding_process")
         return lambda *call: interpreted("opkit::append_kv", *call, kernel="split")
     return append_on_gpu
 
@@ -212,6 +208,7 @@ def pages_of(dtype, scale, sizes=(20, 33), count=12):
     return pages, [None if scale is None else torch.full((count, 5, 2), 7.0, dtype=scale) for _ in sizes]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("dtype", "scale"), STORED, ids=str)
 def test_what_is_appended_is_what_the_reference_appends(append, dtype, scale):
     for given in FLOATS:
@@ -249,6 +246,7 @@ GPUS = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("kv", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_compiles_without_spills(kv, target, monkeypatch):

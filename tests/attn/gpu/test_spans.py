@@ -8,6 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import listing_kernels as kernels
+from hopper_calls import some
 from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn.calls import Call
@@ -37,6 +38,11 @@ CASES = {  # numbers of queries and of keys
 }
 
 
+TELLING = (
+    "one number", "padding", "other keys", "nothing in common", "shuffled", "in order in one batch alone", "they lie apart",
+)  # fmt: skip
+
+
 @pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
 def run(request):
     """Calls the kernel."""
@@ -46,8 +52,9 @@ def run(request):
     return lambda *given: process(kernels.spans, *given, kernel="interpreted")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tile", [64, 256])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, *TELLING))
 def test_as_torch_finds_them(run, case, tile):
     own, others = CASES[case]()
     for found, expected in zip(run(own, others, tile), kernels.spans_in_torch(own, others, tile), strict=True):
@@ -60,6 +67,7 @@ def test_of_documents_and_of_padding():
     assert tiles.tolist() == [[[0, 1, 0, 1], [1, 4, 3, 3]]]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_compiles(target):
     own = torch.empty(2, 5000, dtype=torch.int32, device="meta")

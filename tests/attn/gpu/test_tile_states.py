@@ -53,6 +53,7 @@ LAID_OUT = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("case", LAID_OUT)
 def test_as_torch_finds_them(run, case, tiles):
@@ -90,6 +91,7 @@ def test_more_elements_than_32_bits_count():
     assert torch.equal(kernels.states_by_kernel(*given), kernels.states.reference(*given))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("queries", [1000, 2**19], ids=["int32", "int64"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_compiles(target, queries):
