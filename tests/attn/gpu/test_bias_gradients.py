@@ -82,8 +82,8 @@ CASES = BROADCAST | {
 
 
 TELLING = (
-    "of bhqk", "of k", "of nothing", "causal documents", "heads of two parts, and narrow", "dropout", "two, one of them twice",
-    "slopes", "an image of one column", "all kinds", "more tensors than slots",
+    "of bhqk", "of k", "heads of two parts, and narrow", "two, one of them twice", "relative positions, dropout and a mask",
+    "an image of one column", "all kinds", "more tensors than slots",
 )  # fmt: skip
 
 
