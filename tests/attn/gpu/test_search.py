@@ -58,15 +58,16 @@ def test_one_plan_asks_once(gpu, monkeypatch):
     assert len(gpu.launches("attention_forward")) == 2
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "other",
     [
-        call(queries=512), call(dtype=torch.float16), call(dtype=torch.float32), call(d=128), call(mask=CAUSAL),
-        call()._replace(softcap=5.0), call()._replace(dropout_p=0.5, seed=torch.zeros(2, dtype=torch.int64)),
-        call(mask=(SEGMENTS, 0, 0), masks=(torch.zeros(1, 600, dtype=torch.int32),)),
+        call(queries=512), call(d=128), call(mask=(SEGMENTS, 0, 0), masks=(torch.zeros(1, 600, dtype=torch.int32),)),
         call(bias=(BIAS_DENSE, 0), biases=(torch.zeros(1, 1, 600, 600, dtype=torch.bfloat16),)),
+        call(dtype=torch.float16), call(dtype=torch.float32), call(mask=CAUSAL), call()._replace(softcap=5.0),
+        call()._replace(dropout_p=0.5, seed=torch.zeros(2, dtype=torch.int64)),
     ],
-    ids=["few queries", "float16", "float32", "heads of 128", "causal", "softcap", "dropout", "documents", "bias"],
+    ids=["few queries", "heads of 128", "documents", "bias", "float16", "float32", "causal", "softcap", "dropout"],
 )  # fmt: skip
 def test_other_classes_are_searched_apart(gpu, other):
     kernels.forward(*call())
