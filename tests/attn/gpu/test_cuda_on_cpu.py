@@ -42,7 +42,7 @@ def test_float8(machine):
         float8_calls.compared(call, float8_cuda.forward(*call))
 
 
-@pytest.mark.parametrize("ordered", [False, True], ids=["in any order", "in one order"])
+@pytest.mark.parametrize("ordered", [False, pytest.param(True, marks=pytest.mark.emulated)])
 def test_the_backward(machine, monkeypatch, request, ordered):
     if ordered:
         request.getfixturevalue("deterministic")

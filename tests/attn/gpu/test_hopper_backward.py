@@ -112,7 +112,7 @@ def test_compiles(case, tmp_path, record_property):
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.sweep(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
     [

@@ -44,7 +44,8 @@ CASES = {  # the program, its tensors, and the sizes (batch, heads of queries an
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", some(CASES, "seven tensors"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", CASES)
 def test_compiles(case, tmp_path, record_property):
     mask, tensors, (batch, heads, *sizes) = CASES[case]
     given = arguments(*shaped(heads, *sizes, batch=batch), mask=mask, masks=[x.to("meta") for x in tensors])
