@@ -70,6 +70,19 @@ def left_out(config):
     return [marker for marker in LEFT_OUT if marker not in named]
 
 
+def pytest_xdist_auto_num_workers(config):
+    """As many workers as cores, and no more than find room on the GPU, if it is what they need."""
+    workers = os.cpu_count()
+    if torch.cuda.is_available() and "gpu" not in left_out(config):
+        workers = min(workers, torch.cuda.get_device_properties(0).total_memory // (6 << 30))
+    return workers
+
+
+def pytest_runtest_teardown(item):
+    if item.get_closest_marker("gpu") is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # for the other workers
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before -m reads the markers, and before cases are shuffled
 def pytest_collection_modifyitems(config, items):
     for _, cases in itertools.groupby(items, key=lambda item: item.nodeid.partition("[")[0]):

@@ -240,6 +240,7 @@ def test_torch_s_own_takes_them_compiled():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive  # Inductor compiles its template for over a minute
 def test_torch_s_own_takes_documents_compiled_by_inductor():
     qkv, starts = [r(1, HEADS, 64, 16) for _ in range(3)], torch.arange(0, 65, 4)  # torch 2.11 takes no tensor twice
     mask = VarLen(starts) & Causal()

@@ -48,7 +48,8 @@ transforms.autocast transforms.checkpoint transforms.functional transforms.funct
 WITH_INTEGERS = {"plain": (), "masked": ("numbers.integers", "numbers.scalars")}
 
 
-@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.exhaustive), "masked"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_operator_keeps_its_contract(kind):
     """The kernels take delta from the result, which is rounded to the narrow dtype: gradients that cancel show it."""
     exclude = ["compile", "gradients.dtypes"]
