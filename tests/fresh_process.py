@@ -31,24 +31,27 @@ def run(
     check: bool = True,
     timeout: float = 900,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments (``-c program``, ``-m module`` or a file, after any ``-W``), as ``subprocess.run`` does."""
+    """Run Python with these arguments (``-c program``, ``-m module`` or a file, after any ``-W``), as ``subprocess.run`` does.
+
+    ``cwd`` is a new folder by default.
+    """
     return start(arguments, env, cwd).wait(check, timeout)
 
 
 def start(arguments: Sequence[str | Path], env: Mapping[str, str], cwd: Path | None = None) -> Child:
     """Start Python with these arguments."""
-    return Child([*map(str, arguments)], env, cwd or Path.cwd())
+    return Child([*map(str, arguments)], env, cwd)
 
 
 class Child:
     """A running program."""
 
-    def __init__(self, arguments: list[str], env: Mapping[str, str], cwd: Path) -> None:
+    def __init__(self, arguments: list[str], env: Mapping[str, str], cwd: Path | None) -> None:
         self.arguments = arguments
         self._folder = tempfile.TemporaryDirectory()
         self._files = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
         installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
-        settings = (arguments, dict(env), str(cwd), installed, self._files)
+        settings = (arguments, dict(env), str(cwd or self._folder.name), installed, self._files)
         self._process = _context.Process(target=_run, args=settings)
         self._process.start()
 

@@ -134,6 +134,7 @@ def mods(queries, keys):
     return [None, Softcap(2.0), alibi, grid, ScoreMods(Softcap(1.5), alibi, table), ScoreMods(alibi, grid), ScoreMods()]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("queries", "keys"), [(40, 70), (64, 60)])
 def test_beside_torch(queries, keys):
     q, k, v = r(BATCH, HEADS, queries, 8), r(BATCH, 2, keys, 8), r(BATCH, 2, keys, 8)

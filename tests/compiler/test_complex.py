@@ -86,7 +86,7 @@ def test_layouts(layout):
         torch.testing.assert_close(fast(z, w), chain(z, w), **tolerances)
 
 
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_layouts(layout):
     z, w = LAYOUTS[layout]

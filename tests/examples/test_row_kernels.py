@@ -38,7 +38,7 @@ def _seeded():
 # ---- numbers, in the interpreter -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("dtype", k.DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("name", k.CASES)
 def test_numbers(interpreted, name, dtype):

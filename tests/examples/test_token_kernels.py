@@ -73,7 +73,7 @@ def compare_layer(results: Any, expected: list[torch.Tensor], dtype: torch.dtype
 # ---- numbers, in the interpreter -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(7)
 @by_dtype
 @pytest.mark.parametrize("name", k.CASES)
 def test_numbers(interpreted, name, dtype):

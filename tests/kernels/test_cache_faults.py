@@ -304,6 +304,15 @@ def alive(pid):
         return False
 
 
+@pytest.fixture
+def interruptible():
+    """Python takes interruptions, also where it was started in the background by a shell that has it ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_build_leaves_no_compiler_behind(settings, tmp_path):
     pids = tmp_path / "pids"
     settings(cc=script(tmp_path / "gcc", f"echo $$ > {pids}; exec sleep 600"))
@@ -321,6 +330,7 @@ def test_an_interrupted_build_leaves_no_compiler_behind(settings, tmp_path):
     assert list((cache.root() / "tmp").iterdir()) == []
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_build_of_many_leaves_no_compiler_behind(settings, tmp_path):
     settings(cc=script(tmp_path / "gcc", f"echo $$ > {tmp_path}/pid$$; exec sleep 600"))
 

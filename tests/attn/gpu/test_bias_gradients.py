@@ -82,8 +82,7 @@ CASES = BROADCAST | {
 
 
 TELLING = (
-    "of bhqk", "of k", "heads of two parts, and narrow", "two, one of them twice", "relative positions, dropout and a mask",
-    "an image of one column", "all kinds", "more tensors than slots",
+    "of k", "heads of two parts, and narrow", "two, one of them twice", "all kinds", "more tensors than slots",
 )  # fmt: skip
 
 

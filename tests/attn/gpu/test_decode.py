@@ -81,7 +81,7 @@ def check(run, q, k, v, **options):
 SHAPES = [(1, 4, 2, 1, 700, 32, 32), (2, 6, 2, 3, 300, 96, 33), (1, 20, 1, 1, 257, 7, 80), (1, 2, 2, 40, 130, 16, 16)]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_results_are_those_of_float64(run, shape, dtype):

@@ -122,8 +122,7 @@ CASES = {
 
 
 TELLING = (
-    "narrow, heads that are padded", "heads inside", "causal documents of some length", "bools", "biases",
-    "softcap, sinks, causal", "dropout", "more tensors than slots",
+    "narrow, heads that are padded", "heads inside", "causal documents of some length", "bools", "softcap, sinks, causal",
 )  # fmt: skip
 
 
