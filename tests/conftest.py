@@ -5,6 +5,7 @@ it names. A test with the marker ``sweep`` keeps a few of its cases (see :func:`
 ``exhaustive``.
 """
 
+import gc
 import importlib.metadata
 import itertools
 import os
@@ -68,6 +69,11 @@ def left_out(config):
         return []
     named = re.findall(r"\w+", config.getoption("markexpr"))
     return [marker for marker in LEFT_OUT if marker not in named]
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # modules and cases stay: full collections, of which some tests make many, need not visit them
 
 
 def pytest_xdist_auto_num_workers(config):

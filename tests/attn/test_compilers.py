@@ -116,6 +116,7 @@ def test_the_reference_can_be_forced_where_a_compiler_sees_it():
     torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="eager")(*args), function(*args))
 
 
+@pytest.mark.exhaustive
 def test_compiled_gradients_of_all_lengths_are_the_reference_s():
     torch.compiler.reset()
 

@@ -108,7 +108,7 @@ def test_the_operator_keeps_its_contract():
     parts = [tensor("b n d", dtypes=(torch.float32, torch.float64))] * 2
     sums = [tensor("b n", dtypes=(torch.float32, torch.float64))] * 2
     groups = ["fake", "gradients", "layout", "numbers", "schema", "transforms"]
-    report = opkit.check(merge_attention_operator(), args=(parts, sums), max_examples=8, properties=groups)
+    report = opkit.check(merge_attention_operator(), args=(parts, sums), max_examples=3, properties=groups)
     report.raise_for_failures()
     passed = {each.property for each in report.passed}
     assert {"gradients.second", "gradients.forward", "transforms.vmap", "fake.symbolic", "numbers.extreme"} <= passed

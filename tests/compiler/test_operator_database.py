@@ -15,12 +15,12 @@ from database_exceptions import EXCEPTIONS
 
 # Of each kind of operator one or two: pointwise, reduced, a scan, moved, indexed, a product, of a library, of several results.
 SAMPLE = (
-    "add", "amax", "argmax", "cat", "clamp", "cumsum", "div.floor_rounding", "fft.rfft", "frexp", "gather", "index_put",
-    "linalg.vector_norm", "masked_fill", "max.reduction_with_dim", "nn.functional.conv2d", "nn.functional.cross_entropy",
-    "nn.functional.interpolate.bilinear", "nn.functional.layer_norm", "nn.functional.max_pool2d", "sort", "unfold",
-    "var_mean",
+    "amax", "cat", "cumsum", "fft.rfft", "frexp", "gather", "index_put", "max.reduction_with_dim", "nn.functional.conv2d",
+    "nn.functional.cross_entropy", "nn.functional.layer_norm", "sort",
 )  # fmt: skip
 FURTHER = (
+    "add", "argmax", "clamp", "div.floor_rounding", "linalg.vector_norm", "masked_fill", "nn.functional.interpolate.bilinear",
+    "nn.functional.max_pool2d", "unfold", "var_mean",
     "abs", "addmm", "all", "any", "atan2", "baddbmm", "bitwise_and", "bmm", "copysign", "cumprod", "diag_embed", "erf",
     "expand", "flip", "floor_divide", "fmod", "index_add", "index_select", "isclose", "lgamma", "lerp", "log1p",
     "logcumsumexp", "logsumexp", "nan_to_num", "nn.functional.avg_pool2d", "nn.functional.batch_norm",

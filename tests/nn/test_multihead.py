@@ -271,7 +271,8 @@ def test_under_autocast(need):
     close([out], [expected])
 
 
-@pytest.mark.parametrize("need", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("need", [False, True])
 def test_compiled_and_exported(need):
     theirs, model, given = padded(need)
     expected, query = theirs(*given), given[0]

@@ -158,7 +158,7 @@ print(json.dumps([results, hits, misses]))
 @pytest.mark.parametrize(
     ("spelling", "parts"),
     [
-        ("object", ["helper", "backward"]),
+        pytest.param("object", ["helper", "backward"], marks=pytest.mark.exhaustive),
         pytest.param("object", [], marks=pytest.mark.exhaustive),
         pytest.param("torch.ops", [], marks=pytest.mark.exhaustive),
     ],

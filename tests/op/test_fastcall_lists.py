@@ -237,7 +237,7 @@ def test_prepared_kernels_take_gradients_and_other_paths() -> None:
     for _ in range(5):
         assert torch.autograd.grad(op(x).sum(), x)[0].tolist() == [2.0] * 3
     torch.testing.assert_close(torch.vmap(op)(x.detach()), x.detach() * 2)
-    opkit.check(op).raise_for_failures()
+    opkit.check(op, properties=["numbers", "schema", "layout"], database=False).raise_for_failures()
 
 
 def doubled(x: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ CASES = BROADCAST | {
 
 
 TELLING = (
-    "of k", "heads of two parts, and narrow", "two, one of them twice", "all kinds", "more tensors than slots",
+    "of k", "heads of two parts, and narrow", "all kinds", "more tensors than slots",
 )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ def test_kernels_that_nobody_holds_are_given_back(on_cpu):
     assert kernel() is None
 
 
+@pytest.mark.exhaustive
 def test_more_kernels_than_a_process_can_have_at_once(on_cpu):
     on_cpu.fake.library.fake_quiet(1)
     for number in range(1100):
