@@ -57,6 +57,7 @@ def pytest_configure(config):
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     for variable in ("OPKIT_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         os.environ[variable] = os.path.join(folder, variable.lower())
+        os.mkdir(os.environ[variable])
 
 
 def pytest_report_header(config):
