@@ -77,6 +77,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout):
     z, w = LAYOUTS[layout]

@@ -130,7 +130,7 @@ def rows(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(shape) * torch.logspace(-3, 2, shape[-1]) * torch.randn((*shape[:-1], 1))).to(dtype)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(4)
 @by_dtype
 @pytest.mark.parametrize("shape", ROWS, ids=str)
 def test_quantised_rows(interpreted, shape, dtype):

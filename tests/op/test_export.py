@@ -110,7 +110,7 @@ def test_run_decompositions(kind, strict):
     torch.testing.assert_close(program.module()(x), expected(model, x))
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", OPS)
 @pytest.mark.parametrize("strict", [False, True])
 def test_dynamic_shapes(kind, strict):

@@ -107,6 +107,7 @@ def test_optional_tensors(name):
         assert_kernel_like_reference(linear, torch.randn(5), torch.randn(5))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("parameter", ["const T* const* xs", "const opk_tensor* xs"])
 def test_lists_of_tensors(name, parameter):
     @opkit.custom_op(name, mutates_args=())

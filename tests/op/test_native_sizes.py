@@ -34,7 +34,7 @@ REFERENCES = {
 }
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("what", REFERENCES)
 def test_sizes(name, what):
     reference = REFERENCES[what]

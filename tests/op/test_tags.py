@@ -47,6 +47,7 @@ def test_tags_reach_the_overload(tag):
     opkit.remove("ttags::tagged")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("tag", ["needs_fixed_stride_order", "needs_exact_strides"])
 def test_stride_tags_bind_inductor(tag):
     torch._dynamo.reset()

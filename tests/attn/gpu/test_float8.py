@@ -76,7 +76,7 @@ CASES = {
 TELLING = "causal, heads inside", "padded heads", "documents and lengths", "bools", "slopes, sinks and a cap"
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize("case", some(CASES, *TELLING))
 def test_as_the_reference(run, case, dtype):

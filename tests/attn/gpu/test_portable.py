@@ -122,7 +122,7 @@ CASES = {
 
 
 TELLING = (
-    "narrow, heads that are padded", "heads inside", "causal documents of some length", "bools", "softcap, sinks, causal",
+    "narrow, heads that are padded", "heads inside", "causal documents of some length",
 )  # fmt: skip
 
 

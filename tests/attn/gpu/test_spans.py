@@ -52,7 +52,7 @@ def run(request):
     return lambda *given: process(kernels.spans, *given, kernel="interpreted")
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("tile", [64, 256])
 @pytest.mark.parametrize("case", some(CASES, *TELLING))
 def test_as_torch_finds_them(run, case, tile):

@@ -88,6 +88,7 @@ def check(launch, a, specialised):
     assert repr([launch.request.constexprs[name] for name in ("MODE", "TEXT", "C", "HAS", "LIST")]) == repr(expected)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_calls(on_cpu, op, seed):
     native = pytest.importorskip("triton._C.libtriton").native_specialize_impl
