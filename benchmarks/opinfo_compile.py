@@ -27,14 +27,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "compiler"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "contract"))
 
 import isolated
-from database_compiled import INFOS, asked
+from database_compiled import asked, infos
 
 OUTCOMES = ("pass", "wrong", "error", "time", "died", "none")
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each operator and dtype, in the order in which they end; written to ``--json`` as they come."""
-    names = options.names or [*INFOS][:: options.every]
+    names = options.names or [*infos()][:: options.every]
     items = [(name, dtype) for name in names for dtype in options.dtypes]
     rows: list[dict[str, Any]] = []
     for row in _rows(items, options):

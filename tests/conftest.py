@@ -1,8 +1,8 @@
 """Which cases run, where what they build is stored, and an environment for child processes.
 
 The default run leaves out the cases with a marker of ``LEFT_OUT``. ``--exhaustive`` runs them too, and ``-m`` those whose marker
-it names. A test with the marker ``sweep`` keeps a few of its cases (see :func:`telling`): the others get the marker
-``exhaustive``.
+it names. Of the cases of a test with the marker ``sweep`` it keeps a few (see :func:`representatives`): the others get the
+marker ``exhaustive``.
 """
 
 import gc
@@ -101,15 +101,22 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(skip)
     wanted = items
     if shard := config.getoption("shard"):
-        further = [item for item in items if has_marker(item, LEFT_OUT)]
+        further = [item for item in items if reasons(item, LEFT_OUT)]
         wanted = [item for i, item in enumerate(further) if i // _CHUNK % shard[1] == shard[0] - 1]
     elif leave := left_out(config):
-        wanted = [item for item in items if not has_marker(item, leave)]
+        wanted = [item for item in items if not reasons(item, leave)]
     if len(wanted) < len(items):
         chosen = set(wanted)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = wanted
     return (yield)
+
+
+def reasons(item, leave):
+    """The markers among ``leave`` that a case has. What runs on a GPU is not emulated, if other cases of its test are."""
+    return [
+        name for name in leave if has_marker(item, (name,)) and not (name == "emulated" and has_marker(item, ("gpu",)))
+    ]
 
 
 def has_marker(item, names):
@@ -121,28 +128,31 @@ def mark_exhaustive(cases):
     sweep = cases[0].get_closest_marker("sweep")
     if sweep is None or not hasattr(cases[0], "callspec"):
         return
-    cases = [case for case in cases if not has_marker(case, ("exhaustive",))]
-    for _, alike in itertools.groupby(sorted(cases, key=_where), key=_where):
-        alike = list(alike)
-        kept = telling(alike, *sweep.args)
+    for elsewhere in (False, True):  # cases that cannot run here are chosen from on their own
+        alike = [case for case in cases if has_marker(case, ("gpu", "skip")) is elsewhere]
+        chosen = representatives(alike, *sweep.args, **sweep.kwargs)
         for case in alike:
-            if case not in kept:
+            if case not in chosen:
                 case.add_marker(pytest.mark.exhaustive)
 
 
-def _where(case):
-    return has_marker(case, ("gpu", "skip"))
+def representatives(cases, most=sys.maxsize, keep=None):
+    """Few cases that together have every value of every parameter, the first of equals; at most ``most``.
 
-
-def telling(cases, most=sys.maxsize):
-    """Of a sweep's cases, few that together have every value of every parameter, the first of equals; at most ``most``."""
-    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases}
+    ``keep`` names values: they are chosen from the cases that have one of these. Cases marked exhaustive are not chosen.
+    """
+    values = {
+        case: {(name, id(value)) for name, value in case.callspec.params.items()}
+        for case in cases
+        if not has_marker(case, ("exhaustive",))
+        and (keep is None or any(isinstance(v, str) and v in keep for v in case.callspec.params.values()))
+    }
     missing = set().union(*values.values())
-    kept = []
-    while missing and len(kept) < most:
-        kept.append(max(cases, key=lambda case: len(values[case] & missing)))
-        missing -= values[kept[-1]]
-    return kept
+    chosen = []
+    while missing and len(chosen) < most:
+        chosen.append(max(values, key=lambda case: len(values[case] & missing)))
+        missing -= values[chosen[-1]]
+    return chosen
 
 
 @pytest.fixture(scope="session")

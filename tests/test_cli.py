@@ -8,6 +8,7 @@ import re
 import sys
 import types
 
+import fresh_process
 import pytest
 from typer.testing import CliRunner
 
@@ -209,8 +210,12 @@ def operator_module(module_folder):
     opkit.remove("cli_test::double")
 
 
-def test_an_operator_is_listed_and_described(operator_module):
-    assert "cli_test::double" in run("list", "--module", operator_module).stdout
+def test_an_operator_is_listed_and_described(operator_module, module_folder, child_environment):
+    command = ["-m", "opkit", "list", "--module", operator_module]
+    listed = fresh_process.run(
+        command, child_environment, module_folder
+    ).stdout  # by itself: here are all other tests' too
+    assert "cli_test::double" in listed
     described = run("describe", "cli_test::double", "--module", operator_module)
     assert described.exit_code == 0
     for text in ("Twice x.", "Tensor x", "backward", "derived", opkit.get("cli_test::double").describe().contract_hash):

@@ -1,6 +1,5 @@
 """Attention written out: one row at a time, in Python's and torch's float64; what it is given, and how near it is."""
 
-import contextlib
 import math
 
 import torch
@@ -34,16 +33,6 @@ def naive(q, k, v, visible=None, bias=None, scale=None, softcap=None, sinks=None
             if total and kept[b, h, i, j]:
                 out[b, h, i] += math.exp(x - top) / total / (1 - dropout_p) * v[b, h // groups, j]
     return out, lse
-
-
-@contextlib.contextmanager
-def named(*case):
-    """What fails within names the case."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"the case: {', '.join(map(str, case))}")
-        raise
 
 
 def randn(*shape, dtype=torch.float64, seed=0):

@@ -2,8 +2,6 @@
 
 import itertools
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +9,6 @@ import torch
 from opkit.attn import cpu
 from opkit.attn.calls import GradientCall
 from tests.attn.test_forward import FAR, Leaves, expected, r, run
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_oracle import named
 
 FLOATS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -60,10 +55,10 @@ SHAPES = [  # batch, heads, heads of keys, queries, keys, elements of a key, of 
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_key_is_seen(isa, dtype):
+def test_every_key_is_seen(subtests, isa, dtype):
     for shape in SHAPES:
         q, k, v, gradient = three(*shape, dtype=dtype)
-        with named(shape):
+        with subtests.test(str(shape)):
             close(gradients(q, k, v, gradient), exact(q, k, v, gradient), FLOATS[dtype])
 
 
@@ -80,7 +75,7 @@ def test_strides(isa):
     close(gradients(q, k, v, one), exact(q, k, v, one), 1e-5)
 
 
-def test_masks(isa):
+def test_masks(subtests, isa):
     for seed in range(12):
         chance = random.Random(seed)
         b, h, n, m = (chance.choice(sizes) for sizes in ([1, 2], [2, 4], [1, 33, 130], [7, 64, 65, 200]))
@@ -91,7 +86,7 @@ def test_masks(isa):
         found = gradients(q, k, v, gradient, mask=program, tensors=leaves.tensors)
         seen = truth.any(-1, keepdim=True)
         scores = torch.where(seen, truth, True)  # softmax of a row that sees nothing has no gradient in autograd
-        with named(seed, program):
+        with subtests.test(f"{seed}, {program}"):
             close(found, exact(q, k, v, gradient * seen, visible=scores), 1e-5)
 
 

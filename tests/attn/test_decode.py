@@ -1,16 +1,11 @@
 """The decoding kernel on contiguous keys, with every instruction set that runs here, against float64."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from opkit.attn.paged_cpu import UNLIMITED, decode, takes
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_oracle import named
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # of results
@@ -66,9 +61,9 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_results_are_those_of_float64(isa, dtype):
+def test_results_are_those_of_float64(subtests, isa, dtype):
     for shape, kv_dtype in itertools.product(SHAPES, FLOATS):
-        with named(shape, kv_dtype):
+        with subtests.test(f"{shape}, {kv_dtype}"):
             check(*made(*shape, dtype, kv_dtype))
 
 
@@ -86,9 +81,9 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_bands_caps_and_sinks(isa, dtype):
+def test_bands_caps_and_sinks(subtests, isa, dtype):
     for options in OPTIONS:
-        with named(options):
+        with subtests.test(str(options)):
             check(*made(2, 4, 2, 5, 301, 32, 32, dtype), **options)
 
 
@@ -102,9 +97,9 @@ def test_queries_that_see_nothing_give_zeros(isa):
     assert (lse == -torch.inf).all()
 
 
-def test_empty_tensors(isa):
+def test_empty_tensors(subtests, isa):
     for shape in ((0, 2, 2, 1, 5, 8, 8), (1, 0, 1, 1, 5, 8, 8), (1, 2, 1, 0, 5, 8, 8), (1, 2, 1, 1, 5, 8, 0)):
-        with named(shape):
+        with subtests.test(str(shape)):
             check(*made(*shape))
 
 
@@ -183,11 +178,11 @@ def test_threads_change_no_bit(isa, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parts_of_all_sizes_are_merged(isa, dtype):
+def test_parts_of_all_sizes_are_merged(subtests, isa, dtype):
     for queries, keys in ((1, 8193), (1, 20000), (150, 1000), (40, 7000)):
         q, k, v = made(1, 2, 1, queries, keys, 16, 16, dtype)
         k[:, :, 5000:5010] *= 30  # the greatest logits are in one part
-        with named(queries, keys):
+        with subtests.test(f"{queries}, {keys}"):
             check(q, k, v, upper=keys - queries)
 
 

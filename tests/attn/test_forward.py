@@ -2,8 +2,6 @@
 
 import itertools
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +10,6 @@ import opkit
 from opkit.attn import cpu
 from opkit.attn.calls import Call
 from opkit.errors import KernelError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_oracle import named
 
 FLOATS = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 FAR = 2**62
@@ -65,11 +60,11 @@ SHAPES = [  # batch, heads, heads of keys, queries, keys, elements of a key, of 
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_key_is_seen(isa, dtype):
+def test_every_key_is_seen(subtests, isa, dtype):
     for shape in SHAPES:
         b, h, hk, n, m, d, dv = shape
         q, k, v = r(b, h, n, d, dtype=dtype), r(b, hk, m, d, dtype=dtype), r(b, hk, m, dv, dtype=dtype)
-        with named(shape):
+        with subtests.test(str(shape)):
             close(run(q, k, v), expected(q, k, v), FLOATS[dtype])
 
 
@@ -162,14 +157,14 @@ class Leaves:
         return [*program, *other, opcode], truth & second if opcode == 0 else truth | second
 
 
-def test_masks(isa):
+def test_masks(subtests, isa):
     for seed in range(16):
         chance = random.Random(seed)
         b, h, n, m = (chance.choice(sizes) for sizes in ([1, 2], [2, 4], [1, 33, 130], [7, 64, 65, 200]))
         leaves = Leaves(b, h, n, m, seed)
         program, truth = leaves.tree(seed % 4)
         q, k, v = r(b, h, n, 16), r(b, h // 2, m, 16), r(b, h // 2, m, 8)
-        with named(seed, program):
+        with subtests.test(f"{seed}, {program}"):
             close(run(q, k, v, program, leaves.tensors), expected(q, k, v, truth.expand(b, h, n, m)), 2e-6)
 
 

@@ -1,8 +1,6 @@
 """Paged attention, and appending to pages: every instruction set, against float64."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +9,6 @@ import opkit
 from opkit.attn.paged import append_kv_operator, paged_attention_operator
 from opkit.errors import ArgumentError, DtypeError, ShapeError
 from opkit.testing import tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_oracle import named
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 KV = (*FLOATS, torch.int8, torch.float8_e4m3fn)
@@ -123,10 +118,10 @@ RAGGED = ([90, 0, 33, 1, 300], [0, 4, 4, 9, 10, 11])
 
 
 @pytest.mark.parametrize("kv_dtype", KV, ids=str)
-def test_ragged_batches_of_all_dtypes(isa, kv_dtype):
+def test_ragged_batches_of_all_dtypes(subtests, isa, kv_dtype):
     for dtype in FLOATS:
         cache = Cache(RAGGED[0], dtype=kv_dtype)
-        with named(dtype):
+        with subtests.test(str(dtype)):
             check(cache, cache.queries(11, 8, dtype), RAGGED[1], {})
 
 

@@ -34,12 +34,6 @@ def infos() -> dict[str, Any]:
     return {full_name(info): info for info in op_db}
 
 
-def __getattr__(name: str) -> Any:
-    if name == "INFOS":
-        return infos()
-    raise AttributeError(name)
-
-
 @dataclasses.dataclass(frozen=True)
 class Found:
     """What came of an operator with one dtype.

@@ -144,19 +144,6 @@ def check(function, *args, lowered=True, exact=False, **tolerances):
         same(x, y, exact, **tolerances)
 
 
-def each(cases, check):
-    """Check every case; all that fail are told, by name."""
-    failed = []
-    for case in cases:
-        try:
-            check(case)
-        except Exception as error:
-            error.add_note(f"case: {case}")
-            failed.append(error)
-    if failed:
-        raise ExceptionGroup(f"{len(failed)} of {len(cases)} cases failed", failed)
-
-
 def gradients(function):
     """The function's gradients with regard to all of its arguments."""
 

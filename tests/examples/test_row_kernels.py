@@ -49,6 +49,7 @@ def test_numbers(interpreted, name, dtype):
             k.check(result, expected, bits=2, scale=case.scale)
 
 
+@pytest.mark.emulated
 @pytest.mark.sweep
 @pytest.mark.parametrize("shape", LONG, ids=str)
 @pytest.mark.parametrize("name", ["softmax", "softmax_backward"])
@@ -104,6 +105,7 @@ def test_philox_is_the_published_one():
     assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # the known answer of Random123's kat_vectors
 
 
+@pytest.mark.emulated
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("seed", [0, 42, -1, 2**40 + 1, -(2**63)])
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
@@ -141,6 +143,7 @@ def test_the_gradient_of_dropout_is_dropped_alike(interpreted):
 # ---- partial sums ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("shape", [(1, 1), (2, 300, 70), (0, 5), (3, 0), (2, 3, 129, 33)], ids=str)
 def test_column_sums(interpreted, shape):
     partial = torch.randn(shape)

@@ -358,16 +358,15 @@ def compared(operator: Any, program: Program, args: list[Any]) -> bool:
 
 
 # Each kind of argument, of arithmetic on sizes, of layout and of branch; the others are like one of these.
-TELLING = [
+REPRESENTATIVE = [
     "broadcast_three", "promoted", "summed", "normed", "product", "concatenated", "halved", "heads", "convolved",
     "pooled", "windows", "permuted", "listed", "at_most", "optional", "padded", "gaps", "rounded_up", "scaled",
     "branching", "by_name", "cast", "kept", "factors", "large_or_small",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in TELLING else pytest.mark.exhaustive) for name in CASES]
-)
+@pytest.mark.sweep(keep=REPRESENTATIVE)
+@pytest.mark.parametrize("name", CASES)
 def test_a_program_gives_the_layout_of_every_call_that_fits(operators, name):
     operator, (_, arguments) = operators[name], CASES[name]
     rng = random.Random(zlib.crc32(name.encode()))

@@ -73,8 +73,8 @@ def test_inferred_by_tracing() -> None:
         (optional, ("y",)),
         (nothing, ()),
     ):
-        told = opkit.custom_op(f"mutation::traced_{function.__name__}", function).describe()
-        assert (told.mutates, told.mutation_origin) == (mutates, "a trace of the reference"), told.name
+        described = opkit.custom_op(f"mutation::traced_{function.__name__}", function).describe()
+        assert (described.mutates, described.mutation_origin) == (mutates, "a trace of the reference"), described.name
 
 
 def plain_pure(x: Tensor, y: Tensor) -> Tensor:
@@ -126,8 +126,8 @@ def test_inferred_from_the_source() -> None:
         (plain_fresh, ()),
         (plain_raise, ()),
     ):
-        told = opkit.custom_op(f"mutation::read_{function.__name__}", function).describe()
-        assert (told.mutates, told.mutation_origin) == (mutates, "its source"), told.name
+        described = opkit.custom_op(f"mutation::read_{function.__name__}", function).describe()
+        assert (described.mutates, described.mutation_origin) == (mutates, "its source"), described.name
 
 
 def unproved_numpy(x: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns)
 }  # fmt: skip
 
 
-TELLING = (
+REPRESENTATIVE = (
     "one tile, causal", "tails", "tails, causal", "gradient of lse", "one query", "one key", "dead rows",
     "keys that nothing sees", "all rows dead", "window far behind", "many tiles", "heads inside", "capped",
     "72 and 128", "64, causal", "256, tails", "256, causal", "256, capped", "136", "64 and 256", "documents",
@@ -200,7 +200,7 @@ TELLING = (
     "bools of heads", "not these documents, or near", "a diagonal of each query", "seven tensors", "documents, 64",
     "256, documents", "256, lengths", "256, blocks of bools", "256, documents, many tiles",
 )  # fmt: skip
-"""Those of the calls that tell most; the tests of the others are exhaustive."""
+"""The calls that the default run keeps."""
 
 
 def called(tensors, of_lse=False, **what):

@@ -36,12 +36,6 @@ with_nvcc = pytest.mark.skipif(not library.compiler_there(), reason="needs nvcc"
 on_hopper_with_nvcc = [*on_hopper, with_nvcc]
 
 
-def some(cases, *telling):
-    """The names of a test's cases for ``parametrize``; those that tell less than ``telling`` are marked exhaustive."""
-    assert not {*telling} - {*cases}
-    return [case if case in telling else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
-
-
 def unlike(cases, holds):
     """The names of the calls of which something does not hold."""
     return [case for case, given in cases.items() if not holds(given())]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hopper_calls import some
 
 import opkit
 from opkit.attn import gradients, program, reference
@@ -81,7 +80,7 @@ CASES = BROADCAST | {
 }  # fmt: skip
 
 
-TELLING = (
+REPRESENTATIVE = (
     "of k", "heads of two parts, and narrow", "all kinds", "more tensors than slots",
 )  # fmt: skip
 
@@ -108,7 +107,8 @@ def bias_call(case, dtype):
     return narrow, precise
 
 
-@pytest.mark.parametrize("name", some(CASES, *TELLING))
+@pytest.mark.sweep(keep=REPRESENTATIVE)
+@pytest.mark.parametrize("name", CASES)
 def test_of_the_formula(run, name):
     case = CASES[name]
     dtype = run.narrow if case.narrow else torch.float32
@@ -124,6 +124,7 @@ def test_of_the_formula(run, name):
         torch.testing.assert_close(mine.double(), right, rtol=0, atol=4 * BOUNDS[dtype] * size)
 
 
+@pytest.mark.emulated
 def test_only_what_is_wanted_in_the_dtypes_of_the_tensors(run):
     case = added(SIZES, (1, 4, 70, 90), (1, 1, 1, 90), (2, 4, 1, 1))
     call, precise = bias_call(case, torch.float32)

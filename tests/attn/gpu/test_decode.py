@@ -88,7 +88,7 @@ def test_results_are_those_of_float64(run, shape, dtype):
     check(run, *made(*shape, dtype))
 
 
-OPTIONS = [  # those that tell most come first
+OPTIONS = [  # the most important come first
     {"upper": 290, "lower": 40, "softcap": 5.0, "sinks": torch.tensor([50.0, -50.0, 0.0, 1.0])},
     {"lower": 5, "upper": 4},
     {"lower": 2**40},

@@ -63,7 +63,7 @@ def library(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.exhaustive  # tests/kernels/triton/test_named.py has one without attention
 @pytest.mark.parametrize("case", ["decode", "documents", "hopper", "portable", "backward", "portable_backward"])
 def test_a_process_that_finds_its_kernels_does_not_import_triton(case, library, tmp_path, child_environment):
     caches = {

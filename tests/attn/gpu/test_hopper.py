@@ -21,7 +21,6 @@ from hopper_calls import (
     refuses,
     requested,
     shaped,
-    some,
     unlike,
 )
 
@@ -56,7 +55,8 @@ def run_with(tile, given):
     return hopper._prepared(Call(*given), tile)(*given)
 
 
-@pytest.mark.parametrize("case", some(COMPILED, "128, causal, float16, sinks, capped"))
+@pytest.mark.sweep(keep=["128, causal, float16, sinks, capped"])
+@pytest.mark.parametrize("case", COMPILED)
 def test_compiles_without_spills(case, tmp_path, record_property):
     registers, given = COMPILED[case]
     check_compiled(lambda: hopper.forward(*given()), registers, tmp_path, record_property)

@@ -12,9 +12,9 @@ from hopper_backward_calls import (
     AND,
     CALLS,
     HIDING,
+    REPRESENTATIVE,
     ROWS_HIDING,
     SEGMENTS,
-    TELLING,
     arguments,
     called,
     compared,
@@ -23,7 +23,7 @@ from hopper_backward_calls import (
     compared_where_rows_are_hidden,
     expected_of,
 )
-from hopper_calls import BF16, CAUSAL, FAR, FP16, SHARED, assembled, filled, on_hopper, refuses, shaped, some, unlike
+from hopper_calls import BF16, CAUSAL, FAR, FP16, SHARED, assembled, filled, on_hopper, refuses, shaped, unlike
 from hopper_masks import documents, packed
 
 from opkit.attn import program
@@ -105,7 +105,8 @@ def check_compiled(given, most, folder, record_property):
     assert max(stores, loads) <= most, said
 
 
-@pytest.mark.parametrize("case", some(COMPILED, "128, causal documents, capped"))
+@pytest.mark.sweep(keep=["128, causal documents, capped"])
+@pytest.mark.parametrize("case", COMPILED)
 def test_compiles(case, tmp_path, record_property):
     most, given = COMPILED[case]
     check_compiled(given(), most, tmp_path, record_property)
@@ -188,9 +189,9 @@ def test_takes_nothing_that_is_not_on_such_a_gpu():
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(keep=REPRESENTATIVE)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("case", some(CALLS, *TELLING))
+@pytest.mark.parametrize("case", CALLS)
 class TestNumbers:
     pytestmark = on_hopper
 
@@ -199,7 +200,8 @@ class TestNumbers:
         compared(called(filled(*sizes, dtype=dtype, heads_inside=what.get("heads_inside", False)), **what))
 
 
-@pytest.mark.parametrize("case", some(CALLS, *TELLING))
+@pytest.mark.sweep(keep=REPRESENTATIVE)
+@pytest.mark.parametrize("case", CALLS)
 @pytest.mark.usefixtures("deterministic")
 class TestDeterministic:
     pytestmark = on_hopper
@@ -215,16 +217,14 @@ class TestDeterministic:
 class TestOnGpu:
     pytestmark = on_hopper
 
-    @pytest.mark.parametrize(
-        "case", some(HIDING, "hidden, 128", "hidden, 200, both sides", "hidden, 64, documents", "hidden, 200, bools")
-    )
+    @pytest.mark.sweep(keep=["hidden, 128", "hidden, 200, both sides", "hidden, 64, documents", "hidden, 200, bools"])
+    @pytest.mark.parametrize("case", HIDING)
     def test_hidden_keys_and_values_do_not_leak(self, case):
         head, what = HIDING[case]
         compared_where_hidden(filled(1, (2, 1), 300, 300, head, head), what)
 
-    @pytest.mark.parametrize(
-        "case", some(ROWS_HIDING, "hidden rows, 128, documents", "hidden rows, 64, bools", "hidden rows, 256, bools")
-    )
+    @pytest.mark.sweep(keep=["hidden rows, 128, documents", "hidden rows, 64, bools", "hidden rows, 256, bools"])
+    @pytest.mark.parametrize("case", ROWS_HIDING)
     def test_hidden_queries_and_gradients_do_not_leak(self, case):
         head, what = ROWS_HIDING[case]
         compared_where_rows_are_hidden(filled(1, (2, 1), 300, 300, head, head), what)

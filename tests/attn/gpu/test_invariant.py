@@ -88,6 +88,7 @@ def rows(x, some):
     return [each[some] for each in x]
 
 
+@pytest.mark.emulated
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("head", [80, 64])
 def test_batches_and_heads(ask, head):
@@ -164,6 +165,7 @@ def test_sums_of_many_small_probabilities(ask_often):
             torch.testing.assert_close(out, torch.ones_like(out), rtol=rtol, atol=0)
 
 
+@pytest.mark.emulated
 def test_what_is_seen_and_not_a_number(ask):
     for dtype in ask.dtypes:
         q, k, v = given(dtype, length=70)
@@ -245,6 +247,7 @@ def test_ragged_queries_and_windows(ask_often):
             torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_quantised_pages(ask, stored):
     q, k, v = given(torch.float32, length=150)

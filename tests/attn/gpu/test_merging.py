@@ -32,6 +32,7 @@ def made(count, *shape, dtype=torch.float32):
     return [torch.randn(shape).to(dtype) for _ in range(count)], lses
 
 
+@pytest.mark.emulated
 @pytest.mark.sweep
 @pytest.mark.parametrize("count", [8, 1, 2, 3])
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from hopper_calls import SHARED, assembled, compared, on_hopper, refuses, some, unlike
+from hopper_calls import SHARED, assembled, compared, on_hopper, refuses, unlike
 from paged_calls import Cache, expected
 
 import opkit
@@ -71,7 +71,8 @@ COMPILED = {  # a call, and how many kernels it launches
 }
 
 
-@pytest.mark.parametrize("case", some(COMPILED, "splits, lengths"))
+@pytest.mark.sweep(keep=["splits, lengths"])
+@pytest.mark.parametrize("case", COMPILED)
 def test_compiles_without_spills(case, tmp_path, record_property):
     run, launches = COMPILED[case]
     with recording() as found:

@@ -57,7 +57,7 @@ def check(run, cache, q, starts, **options):
 RAGGED = ([130, 5, 0, 77, 300], [0, 1, 3, 4, 4, 9])
 
 
-PAIRS = [  # those that tell most come first
+PAIRS = [  # the most important come first
     (torch.float32, torch.float32), (torch.bfloat16, torch.int8), (torch.float16, torch.float8_e4m3fn),
     (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float8_e4m3fn),
     (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16),
@@ -71,6 +71,7 @@ def test_ragged_queries(run, dtype, kv):
     check(run, cache, cache.queries(9, 6, dtype), RAGGED[1])
 
 
+@pytest.mark.emulated
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "options",
@@ -179,7 +180,7 @@ def test_what_is_taken():
 
 # ---- appending -------------------------------------------------------------------------------------------------------
 
-STORED = [  # those that tell most come first
+STORED = [  # the most important come first
     (torch.bfloat16, None), (torch.int8, torch.float16), (torch.float8_e4m3fn, torch.float32), (torch.float32, None),
     (torch.int8, torch.float32), (torch.float8_e4m3fn, None),
 ]  # fmt: skip

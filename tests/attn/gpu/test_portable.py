@@ -9,7 +9,6 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hopper_calls import some
 
 from opkit.attn import gradients, program, reference
 from opkit.attn.calls import Call, GradientCall
@@ -121,7 +120,7 @@ CASES = {
 }  # fmt: skip
 
 
-TELLING = (
+REPRESENTATIVE = (
     "narrow, heads that are padded", "heads inside", "causal documents of some length",
 )  # fmt: skip
 
@@ -135,7 +134,8 @@ def wide(values):
     return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in values]
 
 
-@pytest.mark.parametrize("name", some(CASES, *TELLING))
+@pytest.mark.sweep(keep=REPRESENTATIVE)
+@pytest.mark.parametrize("name", CASES)
 def test_of_the_formula(run, name):
     case = CASES[name]
     dtype = run.narrow if case.narrow else torch.float32
@@ -165,6 +165,7 @@ def test_without_keys_queries_or_heads(run):
         torch.testing.assert_close(lse, sinks[None, :, None].expand(*q[:3]))
 
 
+@pytest.mark.emulated
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "mask", [[SEGMENTS, 0, 1], [BAND, -FAR, 0], [LENGTH, 2]], ids=["documents", "causal", "lengths"]

@@ -69,6 +69,7 @@ BROADCAST = {
 }
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", BROADCAST)
 def test_a_dimension_that_bools_do_not_depend_on_has_one_tile(run, case):
     x = BROADCAST[case]()

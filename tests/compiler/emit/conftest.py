@@ -10,7 +10,6 @@ from opkit.compiler.ir.interpreter_kernel import run_kernel
 from opkit.compiler.ir.schedule import Launch
 from opkit.compiler.ir.verifier import verify_kernel
 from tests.compiler import native
-from tests.compiler.graphs import each
 
 PARALLEL = ctypes.CFUNCTYPE(
     None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
@@ -68,24 +67,22 @@ def same():
     return check
 
 
-@pytest.fixture(scope="session")
-def all_same():
+@pytest.fixture
+def all_same(subtests):
     """``same``, of many kernels without sizes that are compiled at once: ``(kernel, arrays, ulps)`` of each."""
 
     def check(cases):
         names = list(dict.fromkeys(a.buffer for kernel, *_ in cases for a in kernel.arguments))
         made = library([[Launch(k, tuple(a.buffer for a in k.arguments))] for k, *_ in cases], names)
 
-        def one(case):
-            number, _ = case
+        for number, (kernel, arrays, ulps) in enumerate(cases):
+            segment = getattr(made, f"opkit_segment_{number}")
 
-            def in_its_segment(kernel, arrays, sizes, runtime):
-                segment = getattr(made, f"opkit_segment_{number}")
+            def run(kernel, arrays, sizes, runtime, segment=segment):
                 return call(segment, [arrays.get(name, NOTHING) for name in names], (), runtime)
 
-            as_interpreted(in_its_segment, *cases[number][:2], {}, cases[number][2])
-
-        each([(number, kernel.name) for number, (kernel, *_) in enumerate(cases)], one)
+            with subtests.test(kernel.name):
+                as_interpreted(run, kernel, arrays, {}, ulps)
 
     return check
 

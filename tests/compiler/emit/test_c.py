@@ -12,7 +12,6 @@ from opkit.compiler.ir.interpreter_kernel import STORED
 from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
 from opkit.compiler.ir.ops import OPS
 from opkit.compiler.ir.schedule import Launch
-from tests.compiler.graphs import each
 
 RANDOM = np.random.default_rng(0)
 START = RANDOM.bit_generator.state
@@ -352,7 +351,7 @@ def test_quotients_and_remainders(same):
     same(kernel, {"y": np.zeros(42, np.int64)}, {"n": 7})
 
 
-def test_several_parallel_axes_are_shared_among_threads(same, team):
+def test_several_parallel_axes_are_shared_among_threads(subtests, same, team):
     """Also where OpenMP gives fewer threads than it was asked for."""
     n = size("n")
     a, b, c = axis(0, 3), axis(1, n), axis(2, 5)
@@ -371,7 +370,9 @@ def test_several_parallel_axes_are_shared_among_threads(same, team):
         wanted = min(threads, 15 * length // 4)
         assert workers.parts == ([wanted] if wanted > 1 else [])
 
-    each([*itertools.product((1, 2, 3, 7), (1, 2, 7), (0, 1, 4))], shared)
+    for case in [*itertools.product((1, 2, 3, 7), (1, 2, 7), (0, 1, 4))]:
+        with subtests.test(str(case)):
+            shared(case)
 
 
 def embedding(extent=10):

@@ -17,7 +17,6 @@ from opkit.compiler.ir.schedule import Launch, called
 from opkit.compiler.ir.verifier import verify_kernel
 from opkit.compiler.run import callees
 from opkit.errors import CompileError, CompilerError
-from tests.compiler.graphs import each
 
 LIBM = "libm.so.6"
 GAMMA = Callee("tgamma", LIBM, ("f64",), "f64")
@@ -104,7 +103,7 @@ def compiled(segments):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_the_numbers_are_those_of_the_interpreter(compiled, segments, name):
+def test_the_numbers_are_those_of_the_interpreter(subtests, compiled, segments, name):
     made, (library, functions), (_, call_segment) = KERNELS[name], compiled, segments
     verify_kernel(made)
     segment = getattr(library, f"opkit_segment_{list(KERNELS).index(name)}")
@@ -120,7 +119,9 @@ def test_the_numbers_are_those_of_the_interpreter(compiled, segments, name):
         for key, array in arrays.items():
             np.testing.assert_allclose(array, expected[key], rtol=1e-13 if array.dtype == np.float64 else 1e-6)
 
-    each((1, 3, 511, 512, 513, 1100), same)
+    for case in (1, 3, 511, 512, 513, 1100):
+        with subtests.test(str(case)):
+            same(case)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import torch
 
 from opkit.compiler.emit import functions
 from opkit.compiler.emit.functions.near import LIMITS
-from tests.compiler.graphs import each
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc"),
@@ -151,7 +150,7 @@ def test_loops_are_made_vectors(tmp_path, machine):
     assert {n for n, line in where.items() if not {line + 1, line + 2} & done} <= _TABLES
 
 
-def test_f32_within_two_ulp(run):
+def test_f32_within_two_ulp(subtests, run):
     x = spread(200_000, np.float32)
 
     def within(op):
@@ -161,7 +160,9 @@ def test_f32_within_two_ulp(run):
         worst = int(np.argmax(off))
         assert off[worst] <= 2, (float(x[worst]).hex(), exact[worst])
 
-    each(ORACLE, within)
+    for case in ORACLE:
+        with subtests.test(str(case)):
+            within(case)
 
 
 # Where every seventh of all arguments is off by most, or most nearly a multiple of a quarter turn.
@@ -182,7 +183,7 @@ WORST = {
 }
 
 
-def test_the_worst_arguments_f32(run):
+def test_the_worst_arguments_f32(subtests, run):
     def within(name):
         bits = np.array(WORST[name], np.float32).view(np.int32)[:, None] + np.arange(-20_000, 20_000, dtype=np.int32)
         x = bits.view(np.float32).ravel()
@@ -190,7 +191,9 @@ def test_the_worst_arguments_f32(run):
         with np.errstate(all="ignore"):
             assert ulps(run(name, x), ORACLE[op](x.astype(np.float64)), np.float32).max() <= 2
 
-    each(WORST, within)
+    for case in WORST:
+        with subtests.test(str(case)):
+            within(case)
 
 
 @pytest.mark.sweep
@@ -285,8 +288,10 @@ def test_rounding_and_remainders(run, t):
     np.testing.assert_array_equal(run(f"floordiv_{t}", a, b), expected.numpy())
 
 
-def test_integer_division(run):
-    each(("i8", "i16", "i32", "i64", "u8", "u64"), lambda t: divides(run, t))
+def test_integer_division(subtests, run):
+    for t in ("i8", "i16", "i32", "i64", "u8", "u64"):
+        with subtests.test(str(t)):
+            divides(run, t)
 
 
 def divides(run, t):

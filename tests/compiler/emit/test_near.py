@@ -16,7 +16,6 @@ from opkit.compiler.ir.interpreter_kernel import STORED
 from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
 from opkit.compiler.ir.schedule import Launch
 from opkit.kernels import isa
-from tests.compiler.graphs import each
 
 N = 64
 AT = axis(1, N)
@@ -40,7 +39,7 @@ def text(made, buffers=("x", "y")):
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["sin", "cos", "tan"])
 @pytest.mark.parametrize("t", ["f32", "f64", "bf16", "f16"])
-def test_both_forms_as_the_interpreter(same, t, name):
+def test_both_forms_as_the_interpreter(subtests, same, t, name):
     at = axis(0, 100)
     made = Kernel(
         "k",
@@ -57,7 +56,9 @@ def test_both_forms_as_the_interpreter(same, t, name):
             x = (x.view(np.uint32) >> 16).astype(np.uint16) if t == "bf16" else x.astype(STORED[t])
         same(made, {"x": x, "y": np.zeros(100, STORED[t])}, ulps=2)
 
-    each((None, 3e7, 1e30, np.inf, np.nan), both)
+    for case in (None, 3e7, 1e30, np.inf, np.nan):
+        with subtests.test(str(case)):
+            both(case)
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -73,7 +74,7 @@ def test_a_reduction_begins_anew(same, far):
     same(made, {"x": x, "y": np.zeros(N, np.float32)}, ulps=40)
 
 
-def test_threads_each_begin_anew(same, team):
+def test_threads_each_begin_anew(subtests, same, team):
     at = axis(0, N)
     loop = Loop(Axis(0, index(N)), (Store("y", at, op("cos", load("x", "f32", at))),), "parallel")
     made = Kernel("k", (Argument("x", "f32", False), Argument("y", "f32", True)), (), (loop,))
@@ -83,7 +84,9 @@ def test_threads_each_begin_anew(same, team):
         x[list(far)] = 1e12
         same(made, {"x": x, "y": np.zeros(N, np.float32)}, ulps=2, runtime=team(4).runtime)
 
-    each([(), (3,), (60,), (3, 60)], begun)
+    for case in [(), (3,), (60,), (3, 60)]:
+        with subtests.test(str(case)):
+            begun(case)
 
 
 def test_memory_of_the_function_is_no_obstacle(same):

@@ -12,7 +12,6 @@ from opkit.compiler.ir.expr import const, load, op
 from opkit.compiler.ir.index import Axis, axis, index
 from opkit.compiler.ir.kernel import Argument, Kernel, Loop, Store
 from opkit.compiler.ir.schedule import Launch
-from tests.compiler.graphs import each
 
 
 def test_a_large_graph_is_compiled_in_two_units(monkeypatch):
@@ -52,7 +51,7 @@ def tripled(count, name):
 
 
 @pytest.mark.parametrize("counts", [(5,), (3, 3), (37, 0, 1, 100, 2), (0, 0)])
-def test_a_batch_is_shared_among_threads(segments, team, counts):
+def test_a_batch_is_shared_among_threads(subtests, segments, team, counts):
     """Every iteration runs once, also where OpenMP gives fewer threads than it was asked for."""
     library, call = segments
     names = [f"{b}{k}" for k in range(len(counts)) for b in "xy"]
@@ -70,4 +69,6 @@ def test_a_batch_is_shared_among_threads(segments, team, counts):
             assert y[n] == n + k
         assert workers.parts == ([min(threads, sum(counts) // 4, 256)] if min(threads, sum(counts) // 4) > 1 else [])
 
-    each([*itertools.product((1, 2, 3, 7, 300), (0, 1, None))], shared)
+    for case in [*itertools.product((1, 2, 3, 7, 300), (0, 1, None))]:
+        with subtests.test(str(case)):
+            shared(case)

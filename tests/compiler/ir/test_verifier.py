@@ -10,7 +10,6 @@ from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, S
 from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, Strided
 from opkit.compiler.ir.verifier import verify_kernel, verify_program
 from opkit.errors import CompilerError
-from tests.compiler.graphs import each
 
 AT = axis(0, 8)
 X = load("x", "f32", AT)
@@ -73,8 +72,10 @@ BAD = {
 }
 
 
-def test_what_is_well_formed():
-    each(GOOD, verify_kernel)
+def test_what_is_well_formed(subtests):
+    for case in GOOD:
+        with subtests.test(str(case)):
+            verify_kernel(case)
 
 
 def refused(message, verify, mistaken):
@@ -82,8 +83,10 @@ def refused(message, verify, mistaken):
         verify(mistaken)
 
 
-def test_mistakes_in_kernels():
-    each(BAD, lambda message: refused(message, verify_kernel, BAD[message]))
+def test_mistakes_in_kernels(subtests):
+    for message in BAD:
+        with subtests.test(str(message)):
+            refused(message, verify_kernel, BAD[message])
 
 
 def program(*steps, outputs=("y",)):
@@ -118,8 +121,10 @@ def test_a_program():
     verify_program(program(Compute("y", BOTH, (A, B), R.body, "scan:sum", frozenset({1}))))
 
 
-def test_mistakes_in_programs():
-    each(BAD_PROGRAMS, lambda message: refused(message, verify_program, BAD_PROGRAMS[message]))
+def test_mistakes_in_programs(subtests):
+    for message in BAD_PROGRAMS:
+        with subtests.test(str(message)):
+            refused(message, verify_program, BAD_PROGRAMS[message])
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------

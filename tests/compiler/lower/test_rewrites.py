@@ -47,7 +47,7 @@ def test_identities():
         assert simplify(before) is after, str(before)
 
 
-KEPT = [
+UNCHANGED = [
     op("add", X, f(0.0)),  # -0.0 + 0.0 is 0.0
     op("sub", X, f(-0.0)),
     op("mul", X, f(0)),  # NaN and infinities
@@ -59,8 +59,8 @@ KEPT = [
 
 
 def test_what_is_no_identity_stays():
-    for kept in KEPT:
-        assert simplify(kept) is kept, str(kept)
+    for expression in UNCHANGED:
+        assert simplify(expression) is expression, str(expression)
 
 
 def test_equal_computes_are_one():

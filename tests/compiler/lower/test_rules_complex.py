@@ -12,7 +12,7 @@ from opkit.compiler.ir.schedule import Launch
 from opkit.compiler.ir.verifier import verify_kernel, verify_program
 from opkit.compiler.lower.lowering import lower
 from opkit.compiler.lower.plan import schedule
-from tests.compiler.graphs import computes, each, externs, graph_of, program_of, run_graph, same
+from tests.compiler.graphs import computes, externs, graph_of, program_of, run_graph, same
 from tests.compiler.lower import test_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values", "ignore:ComplexHalf support")
@@ -73,8 +73,10 @@ UNARY = {
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_functions(dtype):
-    each(UNARY, lambda name: check(UNARY[name], r(3, 4, dtype=dtype)))
+def test_functions(subtests, dtype):
+    for name in UNARY:
+        with subtests.test(name):
+            check(UNARY[name], r(3, 4, dtype=dtype))
 
 
 @pytest.mark.sweep(10)
@@ -162,16 +164,20 @@ VIEWS = {
 }
 
 
-def test_views():
-    each(VIEWS, lambda name: check(VIEWS[name], r(2, 3, 4), rtol=0, atol=0))
+def test_views(subtests):
+    for name in VIEWS:
+        with subtests.test(name):
+            check(VIEWS[name], r(2, 3, 4), rtol=0, atol=0)
 
 
-def test_what_follows_a_view():
+def test_what_follows_a_view(subtests):
     def used(view, z):
         found = view(z * (1 + 1j))
         return tuple(part * 2 for part in (found if isinstance(found, tuple | list) else [found]))
 
-    each(VIEWS, lambda name: check(functools.partial(used, VIEWS[name]), r(2, 3, 4)))
+    for name in VIEWS:
+        with subtests.test(name):
+            check(functools.partial(used, VIEWS[name]), r(2, 3, 4))
 
 
 def test_from_real_tensors():
@@ -208,8 +214,10 @@ def test_reductions(name, given):
     check(REDUCTIONS[name], given)
 
 
-def test_reductions_of_nothing():
-    each(["sum", "sum of rows", "mean", "any", "all", "norm"], lambda name: check(REDUCTIONS[name], r(2, 0, 4)))
+def test_reductions_of_nothing(subtests):
+    for name in ["sum", "sum of rows", "mean", "any", "all", "norm"]:
+        with subtests.test(name):
+            check(REDUCTIONS[name], r(2, 0, 4))
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -257,8 +265,10 @@ PARTS = [0.0, -0.0, 1.0, -2.0, math.inf, -math.inf, math.nan, 1e300, 1e-300]
 EDGES = torch.tensor([complex(a, b) for a in PARTS for b in PARTS], dtype=torch.complex128)
 
 
-def test_infinities_and_nan_as_in_eager():
-    each(["mul", "eq", "ne"], lambda name: check(BINARY[name], EDGES[:, None].clone(), EDGES[None].clone()))
+def test_infinities_and_nan_as_in_eager(subtests):
+    for name in ["mul", "eq", "ne"]:
+        with subtests.test(name):
+            check(BINARY[name], EDGES[:, None].clone(), EDGES[None].clone())
 
 
 @pytest.mark.parametrize("name", ["add", "sub"])
@@ -271,9 +281,11 @@ def test_sums_of_infinities_part_by_part(name):
     torch.testing.assert_close(torch.view_as_real(found), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_functions_of_infinities_and_nan():
+def test_functions_of_infinities_and_nan(subtests):
     names = ["abs", "angle", "isnan", "isinf", "isfinite", "conj_physical", "neg"]
-    each(names, lambda name: check(UNARY[name], EDGES))
+    for name in names:
+        with subtests.test(name):
+            check(UNARY[name], EDGES)
 
 
 def test_what_is_large_and_small_overflows_only_where_the_result_does():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opkit.compiler.ir import interpreter
-from tests.compiler.graphs import check, computes, each, externs, program_of, to_numpy
+from tests.compiler.graphs import check, computes, externs, program_of, to_numpy
 
 aten = torch.ops.aten
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -107,8 +107,10 @@ SELECTIONS = {
 
 
 @pytest.mark.parametrize(("i", "j"), [(ints(0, 2, -1), ints(1, -3, 0)), (ints(), ints())], ids=["some", "none"])
-def test_index(i, j):
-    each(SELECTIONS, lambda name: check(SELECTIONS[name], numbers(4, 3, 5, 3), i, j, exact=True))
+def test_index(subtests, i, j):
+    for name in SELECTIONS:
+        with subtests.test(name):
+            check(SELECTIONS[name], numbers(4, 3, 5, 3), i, j, exact=True)
 
 
 def test_index_of_a_range():

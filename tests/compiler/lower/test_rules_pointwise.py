@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.compiler.graphs import check, computes, each, gradients, interpreted, program_of
+from tests.compiler.graphs import check, computes, gradients, interpreted, program_of
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTS = (torch.int64, torch.int32, torch.int8, torch.uint8)
@@ -45,30 +45,38 @@ _CLOSE = (
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
-def test_exact_functions(dtype):
-    each(_EXACT, lambda name: check(getattr(torch, name), torch.tensor(EDGES).to(dtype), exact=True))
+def test_exact_functions(subtests, dtype):
+    for name in _EXACT:
+        with subtests.test(name):
+            check(getattr(torch, name), torch.tensor(EDGES).to(dtype), exact=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_elementary_functions(dtype):
+def test_elementary_functions(subtests, dtype):
     edges = torch.tensor([e for e in EDGES if abs(e) < 1e20 or e in (INF, -INF) or e != e]).to(dtype)
-    each(_CLOSE, lambda name: check(getattr(torch, name), edges, **close(dtype)))
+    for name in _CLOSE:
+        with subtests.test(name):
+            check(getattr(torch, name), edges, **close(dtype))
 
 
 @pytest.mark.parametrize("dtype", INTS, ids=str)
-def test_functions_of_integers(dtype):
+def test_functions_of_integers(subtests, dtype):
     def one(name):
         check(getattr(torch, name), torch.tensor([0, 1, 5, 100, 127]).to(dtype), exact=True)
         if dtype.is_signed:
             check(getattr(torch, name), torch.tensor([-1, -5, torch.iinfo(dtype).min]).to(dtype), exact=True)
 
-    each(["abs", "neg", "sign", "relu", "square", "bitwise_not", "floor", "logical_not", "signbit"], one)
+    for case in ["abs", "neg", "sign", "relu", "square", "bitwise_not", "floor", "logical_not", "signbit"]:
+        with subtests.test(str(case)):
+            one(case)
 
 
 @pytest.mark.parametrize("given", [torch.arange(5), torch.tensor([True, False])], ids=["integers", "bools"])
-def test_functions_of_integers_give_floats(given):
+def test_functions_of_integers_give_floats(subtests, given):
     names = ["sin", "sigmoid", "sqrt", "exp", "reciprocal", "angle"]
-    each(names, lambda name: check(getattr(torch, name), given, rtol=1e-6, atol=1e-6))
+    for name in names:
+        with subtests.test(name):
+            check(getattr(torch, name), given, rtol=1e-6, atol=1e-6)
 
 
 # ---- two arguments ---------------------------------------------------------------------------------------------------
@@ -104,31 +112,39 @@ _BINARY = {
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
-def test_binary(dtype):
+def test_binary(subtests, dtype):
     inexact = ("maximum", "minimum", "fmax", "fmin", "clamp")
-    each(_BINARY, lambda name: check(_BINARY[name], *all_pairs(dtype), exact=name not in inexact))
+    for name in _BINARY:
+        with subtests.test(name):
+            check(_BINARY[name], *all_pairs(dtype), exact=name not in inexact)
 
 
 @pytest.mark.parametrize("dtype", FLOATS[2:], ids=str)
-def test_binary_of_narrow_floats(dtype):
+def test_binary_of_narrow_floats(subtests, dtype):
     x, y = torch.randn(4, 3).to(dtype), torch.randn(3).to(dtype)
-    each(["add", "mul", "div", "lt", "maximum", "where", "fmod"], lambda name: check(_BINARY[name], x, y))
+    for name in ["add", "mul", "div", "lt", "maximum", "where", "fmod"]:
+        with subtests.test(name):
+            check(_BINARY[name], x, y)
 
 
 @pytest.mark.parametrize("dtype", INTS, ids=str)
-def test_binary_of_integers(dtype):
+def test_binary_of_integers(subtests, dtype):
     x = torch.tensor([0, 1, 5, 100, 127, -1, -7, -100]).to(dtype)
     names = ["add", "sub", "mul", "div", "floor", "trunc", "remainder", "fmod", "lt", "maximum", "where"]
-    each(names, lambda name: check(_BINARY[name], x[:, None], x[None, 1:], exact=True))
+    for name in names:
+        with subtests.test(name):
+            check(_BINARY[name], x[:, None], x[None, 1:], exact=True)
 
 
-def test_functions_of_two():
+def test_functions_of_two(subtests):
     def one(name):
         check(getattr(torch, name), torch.randn(4, 1), torch.rand(3) + 0.1)
         if name != "hypot":
             check(getattr(torch, name), *all_pairs(torch.float32))
 
-    each(["atan2", "hypot", "logaddexp", "xlogy"], one)
+    for case in ["atan2", "hypot", "logaddexp", "xlogy"]:
+        with subtests.test(str(case)):
+            one(case)
 
 
 def test_mixed_types():

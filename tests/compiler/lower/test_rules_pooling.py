@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.compiler.graphs import check, computes, each, externs, program_of
+from tests.compiler.graphs import check, computes, externs, program_of
 
 aten = torch.ops.aten
 NARROW = {"rtol": 3e-2, "atol": 3e-2}
@@ -106,13 +106,15 @@ def test_adaptive_pool():
 # ---- images of other sizes -------------------------------------------------------------------------------------------
 
 
-def test_upsample_nearest():
+def test_upsample_nearest(subtests):
     def one(sizes):
         x = numbers(2, 3, 4, 5)
         check(lambda x: aten.upsample_nearest2d(x, sizes), x, exact=True)
         check(lambda x: aten.upsample_nearest2d.vec(x, sizes, None), x, exact=True)
 
-    each([(8, 10), (12, 15), (4, 5), (2, 5)], one)
+    for case in [(8, 10), (12, 15), (4, 5), (2, 5)]:
+        with subtests.test(str(case)):
+            one(case)
 
 
 def test_upsample_by_scales():
@@ -122,11 +124,13 @@ def test_upsample_by_scales():
     assert "rounding decides" in rounded[0]
 
 
-def test_upsample_whatever_the_sizes():
+def test_upsample_whatever_the_sizes(subtests):
     def one(size):
         check(lambda x: aten.upsample_nearest1d(x, [3 * size + 1]), numbers(1, 2, size), lowered=False, exact=True)
 
-    each(range(1, 9), one)
+    for case in range(1, 9):
+        with subtests.test(str(case)):
+            one(case)
 
 
 def test_padding_by_what_is_inside():

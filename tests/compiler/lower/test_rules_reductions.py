@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from opkit.compiler.ir.index import index
 from opkit.compiler.lower.lowering import lower
-from tests.compiler.graphs import check, each, gradients, graph_of, run_graph, same
+from tests.compiler.graphs import check, gradients, graph_of, run_graph, same
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
@@ -60,36 +60,46 @@ def test_floats(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
-def test_integers(dtype):
+def test_integers(subtests, dtype):
     x = torch.randint(0, 9, (3, 4, 5), dtype=dtype)
-    each(_INTS, lambda name: check(_SUMS[name], x, exact=True))
+    for name in _INTS:
+        with subtests.test(name):
+            check(_SUMS[name], x, exact=True)
 
 
-def test_bools():
+def test_bools(subtests):
     x = torch.randn(3, 4, 5) > 1
-    each(_BOOLS, lambda name: check(_SUMS[name], x, exact=True))
+    for name in _BOOLS:
+        with subtests.test(name):
+            check(_SUMS[name], x, exact=True)
 
 
-def test_nothing():
+def test_nothing(subtests):
     names = ["sum", "sum of a dimension", "mean", "prod", "any", "all", "softmax", "cumsum"]
-    each(names, lambda name: check(_SUMS[name], torch.randn(3, 0, 5)))
+    for name in names:
+        with subtests.test(name):
+            check(_SUMS[name], torch.randn(3, 0, 5))
 
 
-def test_one_number():
+def test_one_number(subtests):
     functions = {
         **{name: _SUMS[name] for name in ("sum", "mean", "prod", "argmax", "any", "max")},
         "amax": lambda x: x.amax(),
         "softmax": lambda x: x.softmax(0),
         "log_softmax": lambda x: x.log_softmax(-1),
     }
-    each(functions, lambda name: check(functions[name], torch.tensor(1.5)))
+    for name in functions:
+        with subtests.test(name):
+            check(functions[name], torch.tensor(1.5))
 
 
-def test_not_finite():
+def test_not_finite(subtests):
     x = torch.randn(3, 4, 5)
     x[0, 1, 2], x[1, 2, 3], x[2, 3, 4] = float("nan"), float("inf"), -float("inf")
     names = ["sum", "mean", "amax", "max and place", "argmax", "argmin", "softmax", "logsumexp", "any"]
-    each(names, lambda name: check(_SUMS[name], x))
+    for name in names:
+        with subtests.test(name):
+            check(_SUMS[name], x)
 
 
 def test_a_row_of_infinities():

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from tests.compiler.graphs import check, computes, each, externs, program_of
+from tests.compiler.graphs import check, computes, externs, program_of
 
 _VIEWS = {
     "view": lambda x: x.view(6, 4),
@@ -50,20 +50,24 @@ _VIEWS = {
 }
 
 
-def test_views():
+def test_views(subtests):
     x = torch.randn(2, 3, 4)
-    each(_VIEWS, lambda name: check(_VIEWS[name], x, exact=True, lowered=name != "as_strided"))
+    for name in _VIEWS:
+        with subtests.test(name):
+            check(_VIEWS[name], x, exact=True, lowered=name != "as_strided")
 
 
-def test_what_follows_a_view():
+def test_what_follows_a_view(subtests):
     def used(view, x):
         found = view(x * 2)
         return [y.sin() for y in (found if isinstance(found, tuple | list) else [found])]
 
-    each(_VIEWS, lambda name: check(functools.partial(used, _VIEWS[name]), torch.randn(2, 3, 4)))
+    for name in _VIEWS:
+        with subtests.test(name):
+            check(functools.partial(used, _VIEWS[name]), torch.randn(2, 3, 4))
 
 
-def test_views_are_not_steps():
+def test_views_are_not_steps(subtests):
     def used(view, x):
         found = view(x)
         return (found[0] if isinstance(found, tuple) else found) + 1
@@ -72,7 +76,9 @@ def test_views_are_not_steps():
         steps = computes(program_of(functools.partial(used, _VIEWS[name]), torch.randn(2, 3, 4)))
         assert len(steps) <= (2 if name == "reshape of a transpose" else 1)
 
-    each(["view", "permute", "slice", "split", "flip", "reshape of a transpose"], one)
+    for case in ["view", "permute", "slice", "split", "flip", "reshape of a transpose"]:
+        with subtests.test(str(case)):
+            one(case)
 
 
 def test_of_nothing():

@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.emulated
 def test_the_example_runs(child_environment, tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "triton_kernel.py")]
     environment = {**child_environment, "TRITON_CACHE_DIR": str(tmp_path)}
