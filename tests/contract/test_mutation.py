@@ -28,34 +28,36 @@ def f(x):
 """
 
 
-IN_C = [
-    ("bound", "i <= n"),
-    ("bound", "x[i + 1]"),
-    ("accumulator", "T sum = (T)0;"),
-    ("term", "sum += (opk_acc)x[i];"),
-    ("constant", "* 3;"),
-    ("initialisation", "opk_acc sum;"),
-    ("argument", "((T*)x)[0] += (T)1;"),
-    ("state", "static opk_acc sum = 0;"),
-]
-IN_PYTHON = [
-    ("operand", "total - x"),
-    ("term", "return x - total"),
-    ("bound", "x[1 - 1:]"),
-    ("constant", "x[2:]"),
-    ("initialisation", "torch.empty(3)"),
-]
+@pytest.mark.parametrize(
+    ("defect", "made"),
+    [
+        ("bound", "i <= n"),
+        ("bound", "x[i + 1]"),
+        ("accumulator", "T sum = (T)0;"),
+        ("term", "sum += (opk_acc)x[i];"),
+        ("constant", "* 3;"),
+        ("initialisation", "opk_acc sum;"),
+        ("argument", "((T*)x)[0] += (T)1;"),
+        ("state", "static opk_acc sum = 0;"),
+    ],
+)
+def test_c_is_made_wrong(defect, made):
+    assert any(made in source for name, _, source in mutation_c.mutants(KERNEL) if name == defect)
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted"),
-    [([*mutation_c.mutants(KERNEL)], IN_C), ([*mutation_python.mutants(FUNCTION, "f", "kernel")], IN_PYTHON)],
-    ids=["c", "python"],
+    ("defect", "made"),
+    [
+        ("operand", "total - x"),
+        ("term", "return x - total"),
+        ("bound", "x[1 - 1:]"),
+        ("constant", "x[2:]"),
+        ("initialisation", "torch.empty(3)"),
+    ],
 )
-def test_sources_are_made_wrong(found, wanted):
-    made = [(defect, source) for defect, _, source in found]
-    for defect, text in wanted:
-        assert any(text in source for name, source in made if name == defect), f"{defect}: {text}"
+def test_python_is_made_wrong(defect, made):
+    found = [source for name, _, source in mutation_python.mutants(FUNCTION, "f", "kernel") if name == defect]
+    assert any(made in source for source in found), found
 
 
 def test_every_target_has_mutants():
@@ -67,51 +69,26 @@ def test_every_target_has_mutants():
     assert EQUIVALENT.keys() <= names, "an equivalent mutant is not made any more"
 
 
-@pytest.fixture
-def survivors(record_property):
-    """``survivors(mutants)``: the names of those that are not found out; the test's report says how many are."""
-
-    def judged(mutants, max_examples=30):
-        def ask(mutant, whole=False):
-            return mutation.judge(mutant, max_examples, 0.01, whole=whole)
-
-        ended = list(isolated.each(ask, mutants, 1, 200))
-        again = [mutant for mutant, _, how in ended if how.startswith("signal")]
-        ended += isolated.each(
-            lambda mutant: ask(mutant, whole=True), again, 1, 200
-        )  # it survives what ends the process
-        found = {mutant.name for mutant, result, _ in ended if result and result["failures"]}
-        record_property("mutants found out", f"{len(found)} of {len(mutants)}")
-        return [mutant.name for mutant in mutants if mutant.name not in found]
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield judged
-    torch.set_num_threads(before)
-
-
 CHOSEN = (
-    ("window_mean", ("operand", "gradient")),
-    ("swapped", ("stride", "fake")),
-    ("moments", ("term", "argument", "state")),
+    ("window_mean", ("bound", "term", "argument")),
+    ("swapped", ("fake", "gradient")),
+    ("moments", ("state", "alias")),
 )
 
 
-def test_mutants_are_found_out(survivors):
+def test_mutants_are_found_out():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     made = [
         next(each for each in mutation.mutants(mutation.TARGETS[target]) if each.defect == defect)
         for target, defects in CHOSEN
         for defect in defects
     ]
-    assert survivors(made, max_examples=10) == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("target", mutation.TARGETS)
-def test_most_mutants_of_each_operator_are_found_out(survivors, target):
-    made = [each for each in mutation.mutants(mutation.TARGETS[target]) if each.name not in EQUIVALENT]
-    chosen = mutation.spread(made, 1)  # one of each class of defect
-    assert len(survivors(chosen)) <= len(chosen) // 4
+    try:
+        ended = list(isolated.each(lambda mutant: mutation.judge(mutant, 10, 0.01), made, 1, 100))
+    finally:
+        torch.set_num_threads(before)
+    assert [mutant.name for mutant, result, _ in ended if not (result and result["failures"])] == []
 
 
 def test_a_process_that_ends_is_told():
