@@ -86,7 +86,7 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_runtest_teardown(item):
-    if item.get_closest_marker("gpu") is not None and torch.cuda.is_available():
+    if has_marker(item, "gpu") and torch.cuda.is_available():
         torch.cuda.empty_cache()  # for the other workers
 
 
@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device, and torch finds none")
         for item in items:
-            if item.get_closest_marker("gpu") is not None:
+            if has_marker(item, "gpu"):
                 item.add_marker(skip)
     wanted = items
     if shard := config.getoption("shard"):
@@ -114,12 +114,10 @@ def pytest_collection_modifyitems(config, items):
 
 def reasons(item, leave):
     """The markers among ``leave`` that a case has. What runs on a GPU is not emulated, if other cases of its test are."""
-    return [
-        name for name in leave if has_marker(item, (name,)) and not (name == "emulated" and has_marker(item, ("gpu",)))
-    ]
+    return [name for name in leave if has_marker(item, name) and not (name == "emulated" and has_marker(item, "gpu"))]
 
 
-def has_marker(item, names):
+def has_marker(item, *names):
     return any(item.get_closest_marker(name) is not None for name in names)
 
 
@@ -129,7 +127,7 @@ def mark_exhaustive(cases):
     if sweep is None or not hasattr(cases[0], "callspec"):
         return
     for elsewhere in (False, True):  # cases that cannot run here are chosen from on their own
-        alike = [case for case in cases if has_marker(case, ("gpu", "skip")) is elsewhere]
+        alike = [case for case in cases if has_marker(case, "gpu", "skip") is elsewhere]
         chosen = representatives(alike, *sweep.args, **sweep.kwargs)
         for case in alike:
             if case not in chosen:
@@ -144,7 +142,7 @@ def representatives(cases, most=sys.maxsize, keep=None):
     values = {
         case: {(name, id(value)) for name, value in case.callspec.params.items()}
         for case in cases
-        if not has_marker(case, ("exhaustive",))
+        if not has_marker(case, "exhaustive")
         and (keep is None or any(isinstance(v, str) and v in keep for v in case.callspec.params.values()))
     }
     missing = set().union(*values.values())

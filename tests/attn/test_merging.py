@@ -104,11 +104,12 @@ def test_what_does_not_fit():
         opkit.merge_attention([(out, lse.long())])
 
 
-def test_the_operator_keeps_its_contract():
+@pytest.mark.parametrize("examples", [3, pytest.param(8, marks=pytest.mark.exhaustive)])
+def test_the_operator_keeps_its_contract(examples):
     parts = [tensor("b n d", dtypes=(torch.float32, torch.float64))] * 2
     sums = [tensor("b n", dtypes=(torch.float32, torch.float64))] * 2
     groups = ["fake", "gradients", "layout", "numbers", "schema", "transforms"]
-    report = opkit.check(merge_attention_operator(), args=(parts, sums), max_examples=3, properties=groups)
+    report = opkit.check(merge_attention_operator(), args=(parts, sums), max_examples=examples, properties=groups)
     report.raise_for_failures()
     passed = {each.property for each in report.passed}
     assert {"gradients.second", "gradients.forward", "transforms.vmap", "fake.symbolic", "numbers.extreme"} <= passed

@@ -333,9 +333,10 @@ def _by_reference(q, k_pages, v_pages, page_table):
         return _all_keys(q, k_pages, v_pages, page_table)
 
 
-def test_paged_attention_keeps_its_contract():
+@pytest.mark.parametrize("examples", [8, pytest.param(25, marks=pytest.mark.exhaustive)])
+def test_paged_attention_keeps_its_contract(examples):
     properties = ["memory.crash", "numbers.reference", "layout", "behaviour.deterministic", "behaviour.threads"]
-    report = opkit.check(_all_keys, args=PAGED, reference=_by_reference, properties=properties, max_examples=8)
+    report = opkit.check(_all_keys, args=PAGED, reference=_by_reference, properties=properties, max_examples=examples)
     report.raise_for_failures()
 
 

@@ -18,7 +18,7 @@ from random_lines import programs
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of programs that are odd on purpose
 
 few = settings(
-    max_examples=10,
+    max_examples=25,
     derandomize=True,
     database=None,
     deadline=None,

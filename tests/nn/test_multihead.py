@@ -69,7 +69,7 @@ def results(module, given, **how):
     return [out, *([] if weights is None else [weights]), *(each for each in grads if each is not None)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     kind=st.sampled_from(["self", "memory", "three", "sizes"]),
     batched=st.booleans(),

@@ -195,7 +195,7 @@ _CALLS = ((5, 3), (6, 2), (0, 1), (1, 0), (-7, 4), (8, -3), (100, 7), (2**40 + 1
 
 
 @given(_TREES)
-@settings(derandomize=True, max_examples=40, deadline=None)
+@settings(derandomize=True, max_examples=150, deadline=None)
 def test_random_expressions(tree):
     _TREE[0] = tree
     operator = expression._operator

@@ -64,11 +64,12 @@ def test_mistakes_are_named(native, plus_one):
             native.install(name, kernel, device)
 
 
-def test_threads(native, plus_one):
+@pytest.mark.parametrize("calls", [600, pytest.param(2000, marks=pytest.mark.exhaustive)])
+def test_threads(native, plus_one, calls):
     failures = []
 
     def work(needs):
-        for i in range(600):
+        for i in range(calls):
             x = torch.full((4,), float(i), requires_grad=needs and i % 50 == 0)
             y = plus_one.call(x)
             if y.tolist() != [i + 1.0] * 4 or y.requires_grad != x.requires_grad:

@@ -131,8 +131,9 @@ def test_tensors():
         compare(function, {"a": Memory(dtype, address), "b": Memory(dtype, address), "c": 1, "BLOCK": None})
 
 
+@pytest.mark.parametrize("calls", [150, pytest.param(400, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_many(function):
+def test_many(function, calls):
     generator = random.Random(4)
 
     def value():
@@ -145,7 +146,7 @@ def test_many(function):
         ]
         return generator.choice(kinds)()
 
-    for _ in range(150):
+    for _ in range(calls):
         compare(function, {"a": value(), "b": value(), "c": value(), "BLOCK": value()})
 
 
