@@ -77,6 +77,7 @@ def pytest_collection_finish():
     gc.freeze()  # modules and cases stay: full collections, of which some tests make many, need not visit them
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """As many workers as cores, and no more than find room on the GPU, if it is what they need."""
     workers = os.cpu_count()
