@@ -13,6 +13,7 @@ from opkit.attn.api import attention
 from opkit.attn.diagonals import Causal
 from opkit.attn.masks import Dense, Mask
 from opkit.errors import ArgumentError, ShapeError
+from opkit.op import torch_private as private
 
 _TORCHS = F.scaled_dot_product_attention
 _CAUSAL = Causal()
@@ -150,3 +151,4 @@ def set_sdpa_override(enabled: bool) -> None:
     >>> opkit.set_sdpa_override(False)
     """
     F.scaled_dot_product_attention = scaled_dot_product_attention if enabled else _TORCHS
+    private.forget_overridable_functions()

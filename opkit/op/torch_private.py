@@ -312,6 +312,14 @@ def forget_operator(namespace: str, name: str) -> None:
         known._dir.remove(name)  # else the name outlives the operator's removal, and listing the namespace fails
 
 
+def forget_overridable_functions() -> None:
+    """Have torch list anew what modes can override: its lists have what torch.nn.functional had when they were made."""
+    torch.overrides.get_testing_overrides.cache_clear()
+    torch.overrides._get_overridable_functions.cache_clear()
+    if (dynamo := sys.modules.get("torch._dynamo.variables.torch")) is not None:
+        dynamo.get_overridable_functions.cache_clear()
+
+
 def inductor_widens_floats() -> bool:
     """Whether Inductor hands floats to kernels of the user's as float64, where Triton itself takes them for float32."""
     from torch._inductor import config as inductor  # takes a while to import, and what asks is about to compile

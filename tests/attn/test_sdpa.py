@@ -159,3 +159,14 @@ def test_the_switch():
         opkit.set_sdpa_override(False)
     assert F.scaled_dot_product_attention is TORCHS
     assert not any("opkit" in name for name in operators(lambda: layer(x)))
+
+
+def test_the_context_after_code_was_compiled_under_the_switch():
+    """torch lists the functions that a mode can override when it first compiles, and must not keep the list of that moment."""
+    from torch._dynamo.variables import torch as dynamo
+
+    for lists in (torch.overrides.get_testing_overrides, torch.overrides._get_overridable_functions):
+        lists.cache_clear()
+    dynamo.get_overridable_functions.cache_clear()
+    test_the_switch()
+    test_compiled_within_the_context()
