@@ -187,6 +187,12 @@ def CHANGE(result, change):
     if isinstance(result, tuple):
         return (change(result[0]), *result[1:])
     return result if result is None else change(result)
+
+
+def SHARED(result, given):
+    if given.dtype != result.dtype or given.numel() < result.numel() or not given.is_contiguous():
+        return result
+    return given.view(-1)[: result.numel()].copy_(result.reshape(-1)).view(result.shape)
 """
 """What the statements use; it is put at the top of a mutated module."""
 
