@@ -8,6 +8,7 @@ marker ``exhaustive``.
 import gc
 import importlib.metadata
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -27,6 +28,11 @@ try:
     import opkit._core
 except ImportError as error:
     raise pytest.UsageError(f"opkit is not installed ({error}). Run `pip install '.[test]'` in {ROOT}.") from error
+
+# Otherwise pytest listens to torch's structured log, and torch writes all graphs and guards to it.
+logging.getLogger("torch.__trace").propagate = True
+# Dynamo times the guards of what it compiles, for which it flushes the caches: a third of a small compilation.
+torch._C._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
 
 LEFT_OUT = ("exhaustive", "emulated", "build", "gpu")
 _CHUNK = 20  # consecutive cases that run in one shard, which share what their fixtures build
