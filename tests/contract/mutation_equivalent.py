@@ -3,6 +3,7 @@
 _ALL = "every element is written afterwards"
 _TAIL = "the last whole vector is left to the loop over single elements, which computes the same"
 _EVEN = "the size is even: the numbers are the same"
+_TWICE = "the result has an even number of elements"
 _WITHIN = "ATen's softmax of 16-bit numbers is in float32: the same to the bit"
 _PROMOTED = "the other operand is in float32, and so is the result: the same to the bit, in 60 draws"
 _ROUNDED = (
@@ -17,6 +18,7 @@ EQUIVALENT: dict[str, str] = {
     "softsign bound line 3: `i + 8 <= x_numel` became `i + 8 < x_numel`": _TAIL,
     "nn_rotary bound rotary_embedding: line 75, node 49: torch.arange(0, d, 2, dtype=wide.dtype, "
     "device=x.device) became torch.arange(0, d - 1, 2, dtype=wide.dtype, device=x.device)": _EVEN,
+    "swapped alias swapped_kernel: RESULT = CHANGE(RESULT, lambda r: SHARED(r, GIVEN[0]) if r.numel() == 1 else r)": _TWICE,
     "softmax accumulator softmax: line 50, node 11: rows.wide(x) became x": _WITHIN,
     "softmax gradient softmax_backward: line 64, node 6: rows.wide(grad) became grad": _PROMOTED,
     "softmax gradient softmax_backward: line 64, node 7: rows.wide(y) became y": _PROMOTED,
