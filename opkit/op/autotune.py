@@ -53,8 +53,8 @@ def device_name(device: str) -> str:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured, when nothing may be timed."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    """Whether a CUDA graph is being captured, when nothing may be timed. Not in a forked process, which has no CUDA."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def choose(

@@ -45,6 +45,24 @@ def test_the_device_chooses_the_kernel() -> None:
     assert (calls["cuda"] - before["cuda"], calls["cpu"] - before["cpu"]) == (4, 4)
 
 
+class Scaled(torch.utils.data.Dataset[Tensor]):
+    """What a process that loads data computes, on the CPU."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return scaled(torch.full((index + 1,), 0.5))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_cpu_calls_in_processes_forked_after_cuda_was_used() -> None:
+    torch.ones(1, device="cuda")
+    loader = torch.utils.data.DataLoader(Scaled(), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    for index, loaded in enumerate(loader):
+        torch.testing.assert_close(loaded, torch.full((index + 1,), 0.5).sin() * 2)
+
+
 @pytest.mark.parametrize("op", [rms_norm, scaled], ids=["reference", "kernel"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_values_and_gradients(op: Any, compiled: bool) -> None:
