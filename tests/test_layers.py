@@ -61,30 +61,30 @@ NAMES = {name_of(path) for path in MODULES} | {"opkit._core"}
 
 
 @functools.cache
-def imports(path: Path, typing_too: bool = True) -> list[tuple[int, str]]:
-    """Every module that a file imports, with its line; ``from package import submodule`` counts as the submodule.
+def imports(path: Path) -> list[tuple[int, str, bool]]:
+    """Every module that a file imports: its line, its name, and whether a run imports it (not under ``if TYPE_CHECKING:``).
 
-    Without ``typing_too``, not those under ``if TYPE_CHECKING:``, which no run imports.
+    ``from package import submodule`` counts as the submodule.
     """
-    found: list[tuple[int, str]] = []
-    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    found: list[tuple[int, str, bool]] = []
+    waiting: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text(encoding="utf-8")), True)]
     while waiting:
-        node = waiting.pop()
+        node, runs = waiting.pop()
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            found += [(node.lineno, alias.name, runs) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: write the module's whole name"
             full = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [(node.lineno, name if name in NAMES else str(node.module)) for name in full]
-        elif isinstance(node, ast.If) and not typing_too and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            waiting += node.orelse
+            found += [(node.lineno, name if name in NAMES else str(node.module), runs) for name in full]
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            waiting += [(each, False) for each in node.body] + [(each, runs) for each in node.orelse]
         elif not isinstance(node, ast.expr):
-            waiting += ast.iter_child_nodes(node)
+            waiting += [(each, runs) for each in ast.iter_child_nodes(node)]
     return found
 
 
-def internal(path: Path, typing_too: bool = True) -> list[tuple[int, str]]:
-    return [(line, name) for line, name in imports(path, typing_too) if name.split(".")[0] == "opkit"]
+def internal(path: Path) -> list[tuple[int, str, bool]]:
+    return [each for each in imports(path) if each[1].split(".")[0] == "opkit"]
 
 
 def test_rooms_import_lower_rooms_alone():
@@ -93,16 +93,14 @@ def test_rooms_import_lower_rooms_alone():
     wrong = [
         f"{path}:{line}: {room_of(name_of(path))} imports {name}"
         for path in MODULES
-        for line, name in internal(path)
+        for line, name, _ in internal(path)
         if room_of(name) != room_of(name_of(path)) and _ROWS_OF[room_of(name)] >= _ROWS_OF[room_of(name_of(path))]
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_modules_import_each_other_in_no_cycle():
-    edges = {
-        name_of(path): {name for _, name in internal(path, typing_too=False)} - {name_of(path)} for path in MODULES
-    }
+    edges = {name_of(path): {name for _, name, runs in internal(path) if runs} - {name_of(path)} for path in MODULES}
     cycle = find_cycle(edges)
     assert cycle is None, " -> ".join(cycle or ())
 
@@ -135,7 +133,7 @@ def test_rooms_that_never_import_torch_do_not():
         for room, banned in _NEVER.items()
         for path in MODULES
         if name_of(path).startswith(room)
-        for line, name in imports(path)
+        for line, name, _ in imports(path)
         if name.split(".")[0] == banned
     ]
     assert not wrong, "\n".join(wrong)
