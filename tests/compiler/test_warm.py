@@ -105,7 +105,7 @@ def test_a_graph_that_is_kept():
     check(call)
 
 
-@pytest.mark.parametrize("again", [0, 1])
+@pytest.mark.parametrize("again", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_what_is_refused(again):
     x = X.clone().requires_grad_()
     fast = compiled(lambda x: (x * x).exp())
@@ -229,6 +229,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.exhaustive
 def test_another_process(cache, child_environment):
     environment = child_environment | {"OPKIT_CACHE_DIR": str(cache)}
     said = [fresh_process.run(["-c", PROGRAM, how], environment).stdout for how in ("cold", "warm")]

@@ -92,18 +92,18 @@ def rewritten(change):
 
 
 DAMAGES = [
+    lambda path, content: path.chmod(0o666),
     lambda path, content: path.write_bytes(path.read_bytes()[:-9]),
+    rewritten(lambda content: content.clear()),
+    rewritten(lambda content: content.update(wiring=["Wiring", 1], plan=["Plan", 1])),
     lambda path, content: path.write_bytes(b"\xff"),
     lambda path, content: path.unlink(),
-    lambda path, content: path.chmod(0o666),
-    rewritten(lambda content: content.clear()),
     rewritten(lambda content: content.update(graphs=[], plan=None)),
-    rewritten(lambda content: content.update(wiring=["Wiring", 1], plan=["Plan", 1])),
     rewritten(lambda content: content.update(plan=["tuple"], graphs=[{}])),
 ]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("which", ["wiring", "plan"])
 @pytest.mark.parametrize("number", range(len(DAMAGES)))
 def test_damage_is_mended(cache, which, number):
@@ -117,7 +117,7 @@ def test_damage_is_mended(cache, which, number):
         assert anew
         count = len(anew)
         torch.testing.assert_close(call(compiled), cold)
-        assert len(anew) == count or number == 3  # what others may write to is replaced, and closed to them
+        assert len(anew) == count or number == 0  # what others may write to is replaced, and closed to them
 
 
 def scaled(x):

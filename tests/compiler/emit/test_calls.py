@@ -119,7 +119,7 @@ def test_the_numbers_are_those_of_the_interpreter(subtests, compiled, segments, 
         for key, array in arrays.items():
             np.testing.assert_allclose(array, expected[key], rtol=1e-13 if array.dtype == np.float64 else 1e-6)
 
-    for case in (1, 3, 511, 512, 513, 1100):
+    for case in (1, 512, 1100):
         with subtests.test(str(case)):
             same(case)
 

@@ -99,7 +99,7 @@ def library(folder, machine):
     return ctypes.CDLL(str(folder / "f.so"))
 
 
-@pytest.fixture(scope="module", params=["native", "baseline"])
+@pytest.fixture(scope="module", params=["native", pytest.param("baseline", marks=pytest.mark.exhaustive)])
 def run(request, tmp_path_factory):
     """Calls a function on arrays, compiled with and without fused multiply-add."""
     loaded = library(tmp_path_factory.getbasetemp() / f"functions_{request.param}", request.param)
@@ -140,7 +140,7 @@ def spread(count, dtype, seed=0):
 _TABLES = {"sin_f64", "cos_f64", "tan_f64"}  # they look numbers up: gcc 12 makes vectors of it, gcc 13 does not
 
 
-@pytest.mark.parametrize("machine", ["avx512", "avx2"])
+@pytest.mark.parametrize("machine", ["avx2", pytest.param("avx512", marks=pytest.mark.exhaustive)])
 def test_loops_are_made_vectors(tmp_path, machine):
     names = [n for n in FUNCTIONS if n not in SCALAR] + NEAR + CONVERSIONS
     log = compiled(tmp_path, names, machine, "-fopt-info-vec")

@@ -72,7 +72,7 @@ UNARY = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("dtype", [torch.complex128, pytest.param(torch.complex64, marks=pytest.mark.exhaustive)])
 def test_functions(subtests, dtype):
     for name in UNARY:
         with subtests.test(name):
@@ -170,6 +170,7 @@ def test_views(subtests):
             check(VIEWS[name], r(2, 3, 4), rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 def test_what_follows_a_view(subtests):
     def used(view, z):
         found = view(z * (1 + 1j))
@@ -249,6 +250,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.sweep(keep=["abs", "angle", "exp", "power", "real and imag", "slices", "view_as_real"])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients(name):
     check(gradients(GRADIENTS[name]), r(3, 4), rtol=1e-9, atol=1e-9)
@@ -396,6 +398,7 @@ ONE_KERNEL = {
 }
 
 
+@pytest.mark.sweep(keep=["a chain", "a sum of rows", "in place", "made of two", "normalised", "rotary"])
 @pytest.mark.parametrize("name", ONE_KERNEL)
 def test_one_kernel(name):
     function, *args = ONE_KERNEL[name]

@@ -75,7 +75,7 @@ def ptxas(text: str, target: str, folder: Path) -> str:
     return run.stderr + run.stdout
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(3, keep=["spills", "total"])
 @pytest.mark.parametrize("target", CUDA)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cubin_says_what_ptxas_says(name, target, tmp_path):
@@ -98,6 +98,7 @@ def test_a_cubin_says_what_ptxas_says(name, target, tmp_path):
     assert (found.threads, found.target) == (binary.threads, target)
 
 
+@pytest.mark.sweep(keep=["spills", "total"])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_hsaco_says_what_its_assembly_says(name):
     asked = request(name, "gfx942")
