@@ -77,7 +77,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sweep(keep=["broadcast", "strided", "both conjugated", "empty", "single precision"])
+@pytest.mark.sweep(keep=["strided", "both conjugated", "single precision"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout):
     z, w = LAYOUTS[layout]
@@ -172,6 +172,7 @@ def test_constants_of_a_graph():
 # ---- sizes that change -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_dynamic_sizes():
     fast = compiled(chain, dynamic=True)
     for rows in (4, 5, 9, 1, 0):
@@ -259,6 +260,7 @@ def test_gradcheck():
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_how_many_kernels():
     z, w, turns = r(5, 7), r(7), torch.polar(torch.ones(3, 4), r(3, 4).real.float())
     with torch.no_grad():

@@ -25,14 +25,15 @@ void mixed(int64_t count, const int64_t* n, bool negate, const float* x, double*
 DTYPES = [torch.float64, torch.bfloat16, torch.float32]
 
 
-@pytest.fixture
-def softsign(name):
-    @opkit.custom_op(name)
+@pytest.fixture(scope="module")
+def softsign():
+    @opkit.custom_op("compiled::softsign")
     def softsign(x: Tensor, by: float = 1.0) -> Tensor:
         return x * by / (1 + x.abs())
 
     softsign.register_kernel("cpu", opkit.c_kernel(SOFTSIGN, dtypes=DTYPES, elementwise=True))
-    return softsign
+    yield softsign
+    opkit.remove("compiled::softsign")
 
 
 @pytest.mark.sweep(2)
@@ -216,6 +217,22 @@ def test_what_takes_no_part_has_not_been_asked(name):
     opkit.remove(f"{name}_four")
 
 
+def test_a_kernel_of_another_source_is_compiled_again(name):
+    body = "for (int64_t i = 0; i < x_numel; i++) out[i] = x[i] / (ADDED + fabs(x[i]));"
+    x = r(5)
+
+    def check(added):
+        torch._dynamo.reset()
+        op = opkit.custom_op(name, lambda x: x / (added + x.abs()), schema="(Tensor x) -> Tensor")
+        source = f"void f(const T* x, T* out, int64_t x_numel) {{ {body.replace('ADDED', str(added))} }}"
+        op.register_kernel("cpu", opkit.c_kernel(source, elementwise=True))
+        torch.testing.assert_close(opkit.explain(lambda x: op(x * 2), x).result, x * 2 / (added + (x * 2).abs()))
+        opkit.remove(name)
+
+    check(1)
+    check(2)
+
+
 # ---- another process -------------------------------------------------------------------------------------------------
 
 PROGRAM = """
@@ -234,6 +251,7 @@ print(len(made), result)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_plan_of_another_process_is_found_until_the_source_changes(cache, child_environment):
     environment = child_environment | {"OPKIT_CACHE_DIR": str(cache)}
 

@@ -36,9 +36,10 @@ def library(tmp_path_factory):
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
-@pytest.fixture
-def cubed(name, library):
-    return opkit.from_library(name, library, "double cubed(double x)", variants=["float cubedf(float x)"])
+@pytest.fixture(scope="module")
+def cubed(library):
+    yield opkit.from_library("compiled::cubed", library, "double cubed(double x)", variants=["float cubedf(float x)"])
+    opkit.remove("compiled::cubed")
 
 
 def fused(function, *args, kernels=1):

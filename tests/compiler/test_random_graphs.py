@@ -24,7 +24,7 @@ few = settings(
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-examples = pytest.mark.parametrize("examples", [8, pytest.param(25, marks=pytest.mark.exhaustive)])
+examples = pytest.mark.parametrize("examples", [6, pytest.param(25, marks=pytest.mark.exhaustive)])
 
 
 @pytest.fixture(autouse=True)

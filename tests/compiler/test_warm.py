@@ -18,10 +18,12 @@ pytestmark = pytest.mark.usefixtures("cache")
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_training():
     check(trained(mlp(), X))
 
 
+@pytest.mark.exhaustive
 def test_training_of_complex_numbers():
     z, w = (torch.randn(5, 3, dtype=torch.complex64) for _ in range(2))
 
@@ -96,6 +98,7 @@ def test_an_input_with_a_history_that_gets_no_gradient():
     check(call)
 
 
+@pytest.mark.exhaustive
 def test_a_graph_that_is_kept():
     def call(compile):
         x = X.clone().requires_grad_()
@@ -150,6 +153,7 @@ def test_hooks_on_saved_tensors():
     check(call)
 
 
+@pytest.mark.exhaustive
 def test_autocast():
     def call(compile):
         model = copy.deepcopy(model_given)

@@ -103,7 +103,7 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("which", ["wiring", "plan"])
 @pytest.mark.parametrize("number", range(len(DAMAGES)))
 def test_damage_is_mended(cache, which, number):

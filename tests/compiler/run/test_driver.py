@@ -113,13 +113,15 @@ def test_products_go_through_python_where_the_shim_has_none(runners, monkeypatch
     assert len(called) == 2
 
 
-def test_empty_products():
-    for sizes in ((0, 6, 5), (4, 0, 5), (4, 6, 0)):
-        n, k, m = sizes
-        x, w, b = torch.randn(n, k), torch.randn(m, k), torch.randn(m)
-        torch.testing.assert_close(compiled(layers)(x, w, b), layers(x, w, b))
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("sizes", [(4, 0, 5), (0, 6, 5), (4, 6, 0)])
+def test_empty_products(sizes):
+    n, k, m = sizes
+    x, w, b = torch.randn(n, k), torch.randn(m, k), torch.randn(m)
+    torch.testing.assert_close(compiled(layers)(x, w, b), layers(x, w, b))
 
 
+@pytest.mark.exhaustive
 def test_sizes_that_change(runners):
     fast = compiled(layers, dynamic=True)
     for n in (4, 7, 4, 1, 30):
