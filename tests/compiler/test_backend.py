@@ -3,8 +3,6 @@
 import copy
 import logging
 import threading
-import tomllib
-from pathlib import Path
 
 import fresh_process
 import pytest
@@ -294,13 +292,6 @@ def test_the_setting_and_the_option(monkeypatch):
     config.get.cache_clear()
     assert backend.options(None).strict
     assert not backend.options({"strict": False}).strict
-
-
-def test_torch_finds_the_backend_by_name():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert project["project"]["entry-points"]["torch_dynamo_backends"] == {
-        "opkit": "opkit.compiler.backend:opkit_backend"
-    }
 
 
 LOG = """
