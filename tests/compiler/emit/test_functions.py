@@ -370,14 +370,3 @@ def test_philox(tmp_path):
         loaded.row(ctypes.c_uint64(begin), ctypes.c_long(length), ctypes.c_void_p(row.ctypes.data))
         np.testing.assert_array_equal(row[:-1], x[begin : begin + length])
         assert row[-1] == -1
-
-
-def test_text_has_each_function_once_and_nothing_else():
-    text = functions.text(["tanh_f64", "exp_f64", "tanh_f64"])
-    assert text.count(" opk_exp_times_f64(") == 1 + 1  # defined, and called by exp
-    assert "#include" not in text
-    assert "f32" not in text
-    assert functions.SPELLED["tanh", "f64"] == "tanh_f64"
-    assert "no_such" not in functions.NAMES
-    with pytest.raises(KeyError):
-        functions.text(["no_such"])

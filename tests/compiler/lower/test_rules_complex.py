@@ -332,12 +332,6 @@ def test_writes(name):
 # ---- programs --------------------------------------------------------------------------------------------------------
 
 
-def test_a_chain_stores_its_result_alone():
-    made = schedule(program_of(lambda z, w: ((z * w + z).conj() / w).exp() * 2 - 1j, r(5, 7), r(7)))
-    assert len(made.steps) == 1
-    assert not made.places
-
-
 def test_equal_values_are_computed_once():
     assert len(computes(program_of(lambda z, w: (z * w).exp() + (z * w).exp(), r(3), r(3)))) == 6
 
