@@ -69,6 +69,7 @@ def test_sizes_that_change(dynamic):
         torch.testing.assert_close(fast(x, *WEIGHTS), mlp(x, *WEIGHTS) * rows)
 
 
+@pytest.mark.exhaustive  # test_complex.py trains with sizes that change
 def test_sizes_that_change_in_training():
     fast = compiled(mlp, dynamic=True)
     for rows in (5, 7, 3):

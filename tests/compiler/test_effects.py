@@ -20,7 +20,7 @@ def positive(n):
     return x @ x.mT + n * torch.eye(n, dtype=torch.float64)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "function",
     [

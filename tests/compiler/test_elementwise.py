@@ -56,10 +56,12 @@ def test_before_and_after_a_reduction_and_along_a_scan(softsign):
     assert not any(graph.calls for graph in found.graphs)
 
 
+@pytest.mark.exhaustive  # test_foreign.py asks the same of a library's function
 def test_one_after_the_other_and_twice_of_the_same(softsign):
     fused(lambda x: softsign(softsign(x, 2.0), 3.0) * softsign(x, 2.0), r(3, 1100))
 
 
+@pytest.mark.exhaustive  # test_foreign.py asks the same of a library's function
 def test_threads_and_not_a_number(softsign):
     x = r(300_000, dtype=torch.float32)
     x[::1000] = torch.nan
@@ -78,6 +80,7 @@ def test_parameters_of_several_types(name):
     fused(lambda x, n: mixed(x[:, ::2], n[:, 1::2]) - 1, x, n)
 
 
+@pytest.mark.exhaustive  # test_foreign.py asks the same of a library's function
 def test_sizes_that_are_symbols(softsign):
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: softsign(x * x.shape[0]) + 1, backend=opkit_backend, dynamic=True)

@@ -140,7 +140,8 @@ def spread(count, dtype, seed=0):
 _TABLES = {"sin_f64", "cos_f64", "tan_f64"}  # they look numbers up: gcc 12 makes vectors of it, gcc 13 does not
 
 
-@pytest.mark.parametrize("machine", ["avx2", pytest.param("avx512", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # test_c_vectors.py asks it of the functions in kernels
+@pytest.mark.parametrize("machine", ["avx512", "avx2"])
 def test_loops_are_made_vectors(tmp_path, machine):
     names = [n for n in FUNCTIONS if n not in SCALAR] + NEAR + CONVERSIONS
     log = compiled(tmp_path, names, machine, "-fopt-info-vec")
