@@ -3,8 +3,6 @@
 import copy
 import logging
 import threading
-import tomllib
-from pathlib import Path
 
 import fresh_process
 import pytest
@@ -63,7 +61,7 @@ def test_gradients_that_come_with_other_strides():
     torch.testing.assert_close(torch.autograd.grad(y, x, torch.ones(()).expand(4, 6)), expected)
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=pytest.mark.exhaustive)])
 def test_sizes_that_change(dynamic):
     fast = compiled(lambda x, w, b: mlp(x, w, b) * x.shape[0], dynamic=dynamic)
     for rows in (5, 7, 3, 1, 12):
@@ -71,6 +69,7 @@ def test_sizes_that_change(dynamic):
         torch.testing.assert_close(fast(x, *WEIGHTS), mlp(x, *WEIGHTS) * rows)
 
 
+@pytest.mark.exhaustive  # test_complex.py trains with sizes that change
 def test_sizes_that_change_in_training():
     fast = compiled(mlp, dynamic=True)
     for rows in (5, 7, 3):
@@ -100,6 +99,7 @@ def test_inputs_that_are_written_to():
     check(step, torch.randn(4), torch.randn(4))
 
 
+@pytest.mark.exhaustive
 def test_buffers_of_a_module_in_training():
     model = torch.nn.Sequential(torch.nn.Conv1d(3, 4, 3), torch.nn.BatchNorm1d(4), torch.nn.ReLU())
     mine, theirs, x = copy.deepcopy(model), copy.deepcopy(model), torch.randn(2, 3, 9)
@@ -129,24 +129,28 @@ def test_results_outlive_the_next_call():
     torch.testing.assert_close(first, kept)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("shape", [(0, 3), (), (1,), (3, 0)])
 def test_empty_and_scalar_tensors(shape):
     check(lambda x: (x + 1, x.sum(), (x * 2).reshape(-1)), torch.randn(shape))
 
 
-@pytest.mark.parametrize("view", [torch.t, lambda x: x[1:, 2:], lambda x: x[::2], lambda x: x[:1].expand(6, 6)])
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("view", [torch.t, lambda x: x[:1].expand(6, 6), lambda x: x[1:, 2:], lambda x: x[::2]])
 def test_inputs_that_are_views(view):
     base = torch.randn(6, 6)
     fast = compiled(lambda x: (x.relu() + 1) @ x.t())
     torch.testing.assert_close(fast(view(base)), (view(base).relu() + 1) @ view(base).t())
 
 
+@pytest.mark.exhaustive
 def test_lazy_conjugates_and_negations():
     z = torch.randn(5, dtype=torch.complex64)
     for given in (z.conj(), z.conj().imag, z.conj().real):
         torch.testing.assert_close(compiled(lambda x: x * 2 + 1)(given), given * 2 + 1)
 
 
+@pytest.mark.exhaustive
 def test_complex_gradients():
     z = torch.randn(5, dtype=torch.complex64, requires_grad=True)
     expected = torch.autograd.grad((z * z.conj()).real.sum(), z)
@@ -232,6 +236,7 @@ def fused(caplog):
     return [int(r.message.split(": ")[1].split()[0]) for r in caplog.records if r.name == "opkit.compiler.fusion"]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("inline", [None, True, False])
 @pytest.mark.parametrize("kernel", [False, True])
 def test_operators_fuse_unless_they_have_a_kernel(name, inline, kernel, caplog):
@@ -288,13 +293,6 @@ def test_the_setting_and_the_option(monkeypatch):
     config.get.cache_clear()
     assert backend.options(None).strict
     assert not backend.options({"strict": False}).strict
-
-
-def test_torch_finds_the_backend_by_name():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert project["project"]["entry-points"]["torch_dynamo_backends"] == {
-        "opkit": "opkit.compiler.backend:opkit_backend"
-    }
 
 
 LOG = """

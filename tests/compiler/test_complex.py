@@ -77,7 +77,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(keep=["strided", "both conjugated", "single precision"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout):
     z, w = LAYOUTS[layout]
@@ -87,7 +87,7 @@ def test_layouts(layout):
         torch.testing.assert_close(fast(z, w), chain(z, w), **tolerances)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(keep=["broadcast", "both conjugated"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_layouts(layout):
     z, w = LAYOUTS[layout]
@@ -145,6 +145,7 @@ WRITES = {
 }
 
 
+@pytest.mark.sweep(keep=["real", "copy_", "its transpose", "a slice", "its reals"])
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_to_inputs(name):
     def function(z, w):
@@ -171,6 +172,7 @@ def test_constants_of_a_graph():
 # ---- sizes that change -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_dynamic_sizes():
     fast = compiled(chain, dynamic=True)
     for rows in (4, 5, 9, 1, 0):
@@ -178,6 +180,7 @@ def test_dynamic_sizes():
         torch.testing.assert_close(fast(z, w), chain(z, w), **TIGHT)
 
 
+@pytest.mark.exhaustive
 def test_dynamic_rotary():
     fast = compiled(rotary, dynamic=True)
     for length, width in ((4, 8), (5, 8), (7, 12)):
@@ -221,6 +224,7 @@ def test_a_spectral_layer():
     torch.testing.assert_close(fast.weight.grad, layer.weight.grad, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_training_with_an_optimiser():
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(r(5, dtype=torch.complex64)) for _ in range(2)]
@@ -238,7 +242,7 @@ def test_training_with_an_optimiser():
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)])
 def test_rotary(dtype):
     x, turns = r(2, 5, 3, 16).real.to(dtype), torch.polar(torch.ones(5, 8), r(5, 8).real.float())
     check(
@@ -246,6 +250,7 @@ def test_rotary(dtype):
     )
 
 
+@pytest.mark.exhaustive
 def test_gradcheck():
     z, w = r(3).requires_grad_(), r(3).requires_grad_()
     fast = compiled(lambda z, w: torch.view_as_real((z * w).tanh() + z.conj() / (w.abs() + 1)))
@@ -255,6 +260,7 @@ def test_gradcheck():
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_how_many_kernels():
     z, w, turns = r(5, 7), r(7), torch.polar(torch.ones(3, 4), r(3, 4).real.float())
     with torch.no_grad():

@@ -37,11 +37,10 @@ def scales(xs, y):
 def test_what_is_overwritten_is_so_in_the_kernel_that_computes_it():
     """Forty complex tensors are several kernels, of which one may finish what another has begun."""
     xs, y = [torch.randn(50, dtype=torch.complex64) for _ in range(40)], torch.randn(50, dtype=torch.complex64)
+    expected = [x * y for x in xs]
     (graph,) = opkit.explain(scales, xs, y).graphs
     assert graph.arena < 4 * 50 * 8
     assert len(graph.kernels) < 6
-    expected = [x * y for x in xs]
-    torch.compile(scales, backend="opkit")(xs, y)
     torch.testing.assert_close(xs, expected)
 
 
@@ -69,7 +68,7 @@ def test_inputs_that_are_overwritten_with_each_other(function):
 
 @pytest.mark.parametrize(
     ("function", "rows"),
-    [(products, 2048), (products, 5), (saves, 32), (overwrites, 32)],
+    [(products, 1500), (products, 5), (saves, 32), (overwrites, 32)],
     ids=lambda each: str(each)[:14],
 )
 def test_the_same_numbers_as_eager(function, rows):
@@ -81,7 +80,7 @@ def test_the_same_numbers_as_eager(function, rows):
 
 def test_large_buffers_of_training_have_memory_of_their_own_while_they_are_needed():
     """Of the four, no more than two are needed at a time; an arena for them would stay until the backward's peak."""
-    x, w = torch.randn(2048, 16), torch.randn(16, 2048, requires_grad=True)
+    x, w = torch.randn(1500, 16), torch.randn(16, 1500, requires_grad=True)
     for graph in opkit.explain(products, x, w).graphs:
         assert graph.arena < MIB
         assert all(place.nbytes < MIB for place in graph.places)
@@ -92,9 +91,9 @@ def test_large_buffers_of_training_have_memory_of_their_own_while_they_are_neede
 
 def test_large_buffers_of_inference_share_an_arena():
     """Memory that stays is not zeroed again by the system in each call."""
-    (graph,) = opkit.explain(products, torch.randn(2048, 16), torch.randn(16, 2048)).graphs
-    assert {place.nbytes for place in graph.places} == {2048 * 2048 * 4}
-    assert graph.arena == 3 * 2048 * 2048 * 4  # x @ w, its exp, their product
+    (graph,) = opkit.explain(products, torch.randn(1500, 16), torch.randn(16, 1500)).graphs
+    assert {place.nbytes for place in graph.places} == {1500 * 1500 * 4}
+    assert graph.arena == 3 * 1500 * 1500 * 4  # x @ w, its exp, their product
 
 
 def test_a_copy_that_is_returned_is_made_where_what_it_copies_is():

@@ -18,13 +18,13 @@ from random_lines import programs
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of programs that are odd on purpose
 
 few = settings(
-    max_examples=25,
     derandomize=True,
     database=None,
     deadline=None,
     phases=[Phase.generate, Phase.shrink],
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+examples = pytest.mark.parametrize("examples", [6, pytest.param(25, marks=pytest.mark.exhaustive)])
 
 
 @pytest.fixture(autouse=True)
@@ -53,16 +53,15 @@ def unlike(program, compile_, grad=False):
             assume(False)
 
 
-@few
-@given(program=programs())
-def test_results_are_as_in_eager(compiled, program):
-    assert not (wrong := unlike(program, compiled)), f"{wrong}\n{program.script('opkit')}"
+@pytest.mark.parametrize("grad", [False, True], ids=["results", "gradients"])
+@examples
+def test_programs_are_as_in_eager(compiled, examples, grad):
+    @settings(few, max_examples=examples)
+    @given(program=programs(gradients=grad))
+    def as_in_eager(program):
+        assert not (wrong := unlike(program, compiled, grad)), f"{wrong}\n{program.script('opkit')}"
 
-
-@few
-@given(program=programs(gradients=True))
-def test_gradients_are_as_in_eager(compiled, program):
-    assert not (wrong := unlike(program, compiled, grad=True)), f"{wrong}\n{program.script('opkit')}"
+    as_in_eager()
 
 
 FOUND = {

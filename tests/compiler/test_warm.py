@@ -18,10 +18,12 @@ pytestmark = pytest.mark.usefixtures("cache")
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_training():
     check(trained(mlp(), X))
 
 
+@pytest.mark.exhaustive
 def test_training_of_complex_numbers():
     z, w = (torch.randn(5, 3, dtype=torch.complex64) for _ in range(2))
 
@@ -96,6 +98,7 @@ def test_an_input_with_a_history_that_gets_no_gradient():
     check(call)
 
 
+@pytest.mark.exhaustive
 def test_a_graph_that_is_kept():
     def call(compile):
         x = X.clone().requires_grad_()
@@ -105,7 +108,7 @@ def test_a_graph_that_is_kept():
     check(call)
 
 
-@pytest.mark.parametrize("again", [0, 1])
+@pytest.mark.parametrize("again", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_what_is_refused(again):
     x = X.clone().requires_grad_()
     fast = compiled(lambda x: (x * x).exp())
@@ -150,6 +153,7 @@ def test_hooks_on_saved_tensors():
     check(call)
 
 
+@pytest.mark.exhaustive
 def test_autocast():
     def call(compile):
         model = copy.deepcopy(model_given)
@@ -229,6 +233,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.exhaustive
 def test_another_process(cache, child_environment):
     environment = child_environment | {"OPKIT_CACHE_DIR": str(cache)}
     said = [fresh_process.run(["-c", PROGRAM, how], environment).stdout for how in ("cold", "warm")]

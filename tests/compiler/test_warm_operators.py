@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import sys
 import textwrap
+from pathlib import Path
 
 import fresh_process
 import pytest
@@ -11,8 +12,9 @@ import torch
 
 import opkit
 from opkit import config
-from opkit.compiler import backend
-from opkit.compiler.backend import opkit_backend
+
+sys.path.insert(0, str(Path(__file__).parent))
+from warm_calls import compiled, counted
 
 
 @pytest.fixture(autouse=True)
@@ -60,18 +62,12 @@ def module(tmp_path, monkeypatch):
             opkit.remove(name)
 
 
-def ran(operators, monkeypatch):
+def ran(operators):
     """The results and gradients of a compiled function of both operators, and whether AOTAutograd had to run."""
-    anew, original = [], backend._captured_anew
-    monkeypatch.setattr(backend, "_captured_anew", lambda *given: anew.append(given) or original(*given))
-    torch._dynamo.reset()
     x = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
-    function = torch.compile(
-        lambda x: operators.raised(operators.scaled(x) * 0.5), backend=opkit_backend, options={"strict": True}
-    )
-    result = function(x)
-    (gradient,) = torch.autograd.grad(result.sum(), x)
-    monkeypatch.setattr(backend, "_captured_anew", original)
+    with counted() as anew:
+        result = compiled(lambda x: operators.raised(operators.scaled(x) * 0.5))(x)
+        (gradient,) = torch.autograd.grad(result.sum(), x)
     return result.detach(), gradient, bool(anew)
 
 
@@ -82,10 +78,10 @@ def eager(operators):
 
 
 @pytest.mark.parametrize("kernel", [None, "torch.expm1(x) + 2"], ids=["inlined", "called"])
-def test_operators_are_found(module, monkeypatch, kernel):
+def test_operators_are_found(module, kernel):
     operators = module(kernel=kernel)
     for again in (False, True):
-        *found, anew = ran(operators, monkeypatch)
+        *found, anew = ran(operators)
         torch.testing.assert_close(found, [*eager(operators)])
         assert anew is not again
 
@@ -95,10 +91,10 @@ def test_operators_are_found(module, monkeypatch, kernel):
     [{"factor": "3"}, {"raised": "x.exp() + 2"}, {"kernel": "torch.expm1(x) + 3"}],
     ids=["a constant", "a reference", "a kernel"],
 )
-def test_what_was_edited_is_made_again(module, monkeypatch, change):
-    ran(module(kernel="torch.expm1(x) + 2" if "kernel" in change else None), monkeypatch)
+def test_what_was_edited_is_made_again(module, change):
+    ran(module(kernel="torch.expm1(x) + 2" if "kernel" in change else None))
     operators = module(**change)
-    *found, anew = ran(operators, monkeypatch)
+    *found, anew = ran(operators)
     assert anew
     torch.testing.assert_close(found[0], eager(operators)[0])
 

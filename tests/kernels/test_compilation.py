@@ -351,7 +351,7 @@ class Terminal:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_slow_build_is_told_of(monkeypatch, settings, tmp_path, terminal):
     wrapper = tmp_path / "gcc"
-    wrapper.write_text('#!/bin/sh\nsleep 0.2\nexec gcc "$@"\n')
+    wrapper.write_text('#!/bin/sh\nsleep 0.1\nexec gcc "$@"\n')
     wrapper.chmod(0o755)
     settings(cc=str(wrapper))
     monkeypatch.setattr(progress, "_PATIENCE", 0.05)

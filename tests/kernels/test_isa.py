@@ -214,6 +214,7 @@ def dtype(request):
     return request.param
 
 
+@pytest.mark.sweep(2)
 def test_products_of_every_size(isa, dtype):
     for m, n, k in itertools.product(SIZES, repeat=3):
         check(isa, dtype, m, n, k, extra=(m + n) % 3)

@@ -69,26 +69,31 @@ def results(module, given, **how):
     return [out, *([] if weights is None else [weights]), *(each for each in grads if each is not None)]
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    kind=st.sampled_from(["self", "memory", "three", "sizes"]),
-    batched=st.booleans(),
-    batch_first=st.booleans(),
-    bias=st.booleans(),
-    bias_kv=st.booleans(),
-    zero=st.booleans(),
-    padding=st.sampled_from([None, "bool", "float"]),
-    attn=st.sampled_from([None, "bool", "float"]),
-    flat=st.booleans(),
-    need=st.booleans(),
-    average=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    seed=st.integers(0, 99),
-)
-@example(
-    "sizes", False, False, True, False, False, "bool", None, False, False, False, torch.float64, 19
-)  # one key is seen
-def test_options(
+OPTIONS = {
+    "kind": st.sampled_from(["self", "memory", "three", "sizes"]),
+    "batched": st.booleans(),
+    "batch_first": st.booleans(),
+    "bias": st.booleans(),
+    "bias_kv": st.booleans(),
+    "zero": st.booleans(),
+    "padding": st.sampled_from([None, "bool", "float"]),
+    "attn": st.sampled_from([None, "bool", "float"]),
+    "flat": st.booleans(),
+    "need": st.booleans(),
+    "average": st.booleans(),
+    "dtype": st.sampled_from([torch.float32, torch.float64]),
+    "seed": st.integers(0, 99),
+}
+ONE_KEY_IS_SEEN = ("sizes", False, False, True, False, False, "bool", None, False, False, False, torch.float64, 19)
+
+
+@pytest.mark.parametrize("examples", [50, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_options(examples):
+    test = example(*ONE_KEY_IS_SEEN)(given(**OPTIONS)(check_options))
+    settings(max_examples=examples, deadline=None)(test)()
+
+
+def check_options(
     kind, batched, batch_first, bias, bias_kv, zero, padding, attn, flat, need, average, dtype, seed
 ):  # fmt: skip
     torch.manual_seed(seed)

@@ -16,7 +16,8 @@ from opkit.compiler.ir.schedule import Launch
 RANDOM = np.random.default_rng(0)
 START = RANDOM.bit_generator.state
 INTS = ("u8", "u16", "u32", "u64", "i8", "i16", "i32", "i64")
-FLOATS = ("f16", "bf16", "f32", "f64")
+NARROW = ("f16", "bf16")
+FLOATS = (*NARROW, "f32", "f64")
 SCALARS = [row for row in OPS.values() if row.kind == "scalar" and row.numpy is not None]
 KINDS = {"b": ("b1",), "i": INTS, "f": FLOATS}
 EXACT = {"add", "sub", "mul", "div", "neg", "abs", "min", "max", "lt", "le", "eq", "ne", "sqrt", "fmod"}
@@ -76,10 +77,13 @@ def op_on_each_type(name, types, ulps):
 
 @pytest.mark.parametrize("takes", sorted({row.takes for row in SCALARS}))
 def test_each_op_on_each_type(all_same, takes):
-    wide = [dtype for kind in takes for dtype in KINDS[kind] if dtype not in ("f16", "bf16")]
-    names = [row.name for row in SCALARS if row.takes == takes]
-    cases = [op_on_each_type(name, wide, 8) for name in names]
-    all_same(cases + [op_on_each_type(name, ("f16", "bf16"), 1) for name in names if "f" in takes])
+    wide = [dtype for kind in takes for dtype in KINDS[kind] if dtype not in NARROW]
+    all_same([op_on_each_type(row.name, wide, 8) for row in SCALARS if row.takes == takes])
+
+
+@pytest.mark.exhaustive  # they are computed as f32 is, between casts
+def test_each_op_on_narrow_types(all_same):
+    all_same([op_on_each_type(row.name, NARROW, 1) for row in SCALARS if "f" in row.takes])
 
 
 def casts(source):
@@ -151,7 +155,7 @@ def test_random_numbers(same, dtype):
     assert len(np.unique(found["y"])) == 50
 
 
-@pytest.mark.parametrize("n", [1, 64, 513, 1200])
+@pytest.mark.parametrize("n", [1, 513, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (64, 1200))])
 def test_random_numbers_that_are_drawn_ahead(same, n):
     """Of counts that follow one another, from a place that no stretch begins at."""
     seed = load("seed", "i64", 0)

@@ -99,7 +99,7 @@ def library(folder, machine):
     return ctypes.CDLL(str(folder / "f.so"))
 
 
-@pytest.fixture(scope="module", params=["native", "baseline"])
+@pytest.fixture(scope="module", params=["native", pytest.param("baseline", marks=pytest.mark.exhaustive)])
 def run(request, tmp_path_factory):
     """Calls a function on arrays, compiled with and without fused multiply-add."""
     loaded = library(tmp_path_factory.getbasetemp() / f"functions_{request.param}", request.param)
@@ -140,6 +140,7 @@ def spread(count, dtype, seed=0):
 _TABLES = {"sin_f64", "cos_f64", "tan_f64"}  # they look numbers up: gcc 12 makes vectors of it, gcc 13 does not
 
 
+@pytest.mark.exhaustive  # test_c_vectors.py asks it of the functions in kernels
 @pytest.mark.parametrize("machine", ["avx512", "avx2"])
 def test_loops_are_made_vectors(tmp_path, machine):
     names = [n for n in FUNCTIONS if n not in SCALAR] + NEAR + CONVERSIONS
@@ -370,14 +371,3 @@ def test_philox(tmp_path):
         loaded.row(ctypes.c_uint64(begin), ctypes.c_long(length), ctypes.c_void_p(row.ctypes.data))
         np.testing.assert_array_equal(row[:-1], x[begin : begin + length])
         assert row[-1] == -1
-
-
-def test_text_has_each_function_once_and_nothing_else():
-    text = functions.text(["tanh_f64", "exp_f64", "tanh_f64"])
-    assert text.count(" opk_exp_times_f64(") == 1 + 1  # defined, and called by exp
-    assert "#include" not in text
-    assert "f32" not in text
-    assert functions.SPELLED["tanh", "f64"] == "tanh_f64"
-    assert "no_such" not in functions.NAMES
-    with pytest.raises(KeyError):
-        functions.text(["no_such"])

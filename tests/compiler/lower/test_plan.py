@@ -97,8 +97,18 @@ ONE_KERNEL = {
     "where the greatest is": (lambda x: x.argmax(1), r(8, 19)),
     "a running sum": (lambda x: x.cumsum(1), r(3, 20)),
 }
+FEW = [
+    "a reshape between",
+    "a transposed read",
+    "in place",
+    "two results",
+    "a row and a point, then both",
+    "layer norm",
+]
+FEW += ["softmax of columns", "long rows", "a sum of columns", "where the greatest is", "a running sum"]
 
 
+@pytest.mark.sweep(keep=FEW)
 @pytest.mark.parametrize("name", ONE_KERNEL)
 def test_is_one_kernel(name):
     function, *args = ONE_KERNEL[name]
@@ -193,7 +203,7 @@ def test_parts_that_are_returned_are_stored():
 
 def test_equal_steps_share_a_kernel():
     made = check(lambda x, y: (x.softmax(1) + 1, y.softmax(1) + 1), r(6, 40), r(6, 40), rtol=1e-5, atol=1e-6)
-    assert len({step.kernel.name for step in made.steps}) <= len(made.steps)
+    assert len({step.kernel.name for step in made.steps}) == 1 < len(made.steps)
 
 
 def test_buffers_that_are_never_needed_together_share_memory():
@@ -240,7 +250,8 @@ def test_reshapes_that_undo_each_other_copy_nothing():
     assert len(steps) == 2
 
 
-@pytest.mark.parametrize("columns", [1021, 2 * 17 * 19, 24, 4096])
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("columns", [1021, 24, 2 * 17 * 19, 4096])
 def test_sums_of_columns_in_blocks_and_what_is_left_over(columns):
     x = r(33, columns)
     made = check(lambda x: ((x * 2).sum(0) + 1, x.amax(0)), x, rtol=1e-5, atol=1e-4)

@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from tests.compiler.graphs import check, computes, gradients, interpreted, program_of
 
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-INTS = (torch.int64, torch.int32, torch.int8, torch.uint8)
+FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+INTS = (torch.int64, torch.uint8, torch.int8, torch.int32)
 INF, NAN = float("inf"), float("nan")
 EDGES = [0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 0.5, -2.5, INF, -INF, NAN, 1e30, -1e-30, 7.25, 20.5]
 
@@ -44,6 +44,7 @@ _CLOSE = (
 )
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 def test_exact_functions(subtests, dtype):
     for name in _EXACT:
@@ -51,6 +52,7 @@ def test_exact_functions(subtests, dtype):
             check(getattr(torch, name), torch.tensor(EDGES).to(dtype), exact=True)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_elementary_functions(subtests, dtype):
     edges = torch.tensor([e for e in EDGES if abs(e) < 1e20 or e in (INF, -INF) or e != e]).to(dtype)
@@ -59,6 +61,7 @@ def test_elementary_functions(subtests, dtype):
             check(getattr(torch, name), edges, **close(dtype))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", INTS, ids=str)
 def test_functions_of_integers(subtests, dtype):
     def one(name):
@@ -111,7 +114,8 @@ _BINARY = {
 }
 
 
-@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("dtype", FLOATS[::2], ids=str)
 def test_binary(subtests, dtype):
     inexact = ("maximum", "minimum", "fmax", "fmin", "clamp")
     for name in _BINARY:
@@ -119,7 +123,8 @@ def test_binary(subtests, dtype):
             check(_BINARY[name], *all_pairs(dtype), exact=name not in inexact)
 
 
-@pytest.mark.parametrize("dtype", FLOATS[2:], ids=str)
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("dtype", FLOATS[1::2], ids=str)
 def test_binary_of_narrow_floats(subtests, dtype):
     x, y = torch.randn(4, 3).to(dtype), torch.randn(3).to(dtype)
     for name in ["add", "mul", "div", "lt", "maximum", "where", "fmod"]:
@@ -127,6 +132,7 @@ def test_binary_of_narrow_floats(subtests, dtype):
             check(_BINARY[name], x, y)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", INTS, ids=str)
 def test_binary_of_integers(subtests, dtype):
     x = torch.tensor([0, 1, 5, 100, 127, -1, -7, -100]).to(dtype)

@@ -1,10 +1,7 @@
 """Plans on the disk: what comes back is what was put there, and nothing that was changed meanwhile."""
 
 import pytest
-import torch
 
-from opkit.compiler import making
-from opkit.compiler.backend import opkit_backend
 from opkit.compiler.ir.graph import Opaque, TypeName
 from opkit.compiler.ir.index import size, value
 from opkit.compiler.ir.program import Buffer, Extern, Strided
@@ -62,16 +59,3 @@ def test_what_others_can_write_to_is_not_trusted(cache):
 def test_what_has_no_form_is_left_out(cache):
     stored.store(stored.key("graph"), Plan("", (), {}, (), (value(object()),), {}, n, (), ()), "")
     assert not list(cache.rglob("*.json"))
-
-
-def test_a_graph_is_lowered_once(monkeypatch):
-    lowered = []
-    original = making.lower
-    monkeypatch.setattr(making, "lower", lambda graph, *rest: lowered.append(graph.name) or original(graph, *rest))
-    for number in range(2):
-        torch._dynamo.reset()
-        fast = torch.compile(lambda x: (x.exp() + 1) @ x, backend=opkit_backend, options={"strict": True}, dynamic=True)
-        for rows in (3, 5):
-            x = torch.randn(rows, rows)
-            torch.testing.assert_close(fast(x), (x.exp() + 1) @ x)
-        assert len(lowered) == 1, number

@@ -260,7 +260,8 @@ def test_a_build_that_was_killed_is_built_again(place):
 
 
 def test_it_outlives_a_short_program(place, child_environment):
-    place.compile_by(f"sleep 2\n{COPY}")
+    go = place.folder / "go"
+    place.compile_by(f"while [ ! -e '{go}' ]; do sleep 0.01; done\n{COPY}")
     code = (
         "import sys; from pathlib import Path; from opkit.kernels import bridge\n"
         "paths = bridge.TorchPaths('2.99.0', 'abc', Path(sys.argv[1]), Path(sys.argv[1]))\n"
@@ -269,4 +270,5 @@ def test_it_outlives_a_short_program(place, child_environment):
     settings = {"OPKIT_CACHE_DIR": str(config.get().cache_dir), "OPKIT_CXX": str(place.compiler)}
     fresh_process.run(["-c", code, str(place.folder)], child_environment | settings, cwd=place.folder)
     assert place.state() in ("building", "absent")
+    go.touch()
     until(lambda: place.state() == "built")

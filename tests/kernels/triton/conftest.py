@@ -56,6 +56,16 @@ def triton_cache():
 
 
 @pytest.fixture
+def compiled(settings, tmp_path, monkeypatch):
+    """What Triton was asked to compile; both caches are the test's own."""
+    asked = []
+    lowered = compiling.lowered
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton_cache"))
+    monkeypatch.setattr(compiling, "lowered", lambda request: asked.append(request) or lowered(request))
+    return asked
+
+
+@pytest.fixture
 def pack(tmp_path, gpu, monkeypatch):
     settings = config.Config(cache_dir=tmp_path / "cache", verify=False, bridge=False)
     monkeypatch.setattr(config, "get", lambda: settings)

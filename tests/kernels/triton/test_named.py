@@ -302,16 +302,6 @@ def test_a_module_written_after_it_was_imported(package, monkeypatch):
 # ---- what is kept and found ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def compiled(settings, tmp_path, monkeypatch):
-    """What Triton was asked to compile; both caches are the test's own."""
-    asked = []
-    lowered = compiling.lowered
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton_cache"))
-    monkeypatch.setattr(compiling, "lowered", lambda request: asked.append(request) or lowered(request))
-    return asked
-
-
 def noted():
     return sorted((stored.root() / "named").glob("*/*"))
 

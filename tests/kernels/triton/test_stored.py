@@ -5,13 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import triton
 import triton.language as tl
 from triton import knobs
 
 import opkit
-from opkit.kernels.triton import compiling, stored
+from opkit.kernels.triton import stored
 from opkit.kernels.triton.compiling import Request, build, identity
 
 
@@ -27,16 +26,6 @@ REQUEST = Request(
     {"BLOCK": 128},
     frozenset({"x", "y", "out", "n"}),
 )
-
-
-@pytest.fixture
-def compiled(settings, tmp_path, monkeypatch):
-    """What Triton was asked to compile; both caches are the test's own."""
-    asked = []
-    lowered = compiling.lowered
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    monkeypatch.setattr(compiling, "lowered", lambda request: asked.append(request) or lowered(request))
-    return asked
 
 
 def kept():
@@ -92,7 +81,8 @@ def test_triton_s_own_cache_is_asked_alike_by_every_process(tmp_path):
 import sys, types
 sys.modules["opkit"] = types.ModuleType("opkit")  # opkit/__init__.py would import torch
 sys.modules["opkit"].__path__ = {[str(Path(opkit.__file__).parent)]!r}
-from tests.kernels.triton.test_stored import REQUEST, compiling
+from opkit.kernels.triton import compiling
+from tests.kernels.triton.test_stored import REQUEST
 backend = compiling._backend(compiling.targets.parse(REQUEST.target))
 print(compiling._source(REQUEST, backend).hash())
 """
