@@ -94,6 +94,7 @@ def test_in_place_in_training(name, kernel):
 
 
 @pytest.mark.skipif(not hasattr(torch.Tag, "out"), reason="torch.Tag.out came with torch 2.13")
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_out_variants(name, backend):
     @opkit.custom_op(name, mutates_args=("out",), tags=torch.Tag.out)
