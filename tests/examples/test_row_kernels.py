@@ -30,7 +30,7 @@ def _seeded():
 # ---- numbers, in the interpreter -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", k.DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("name", k.CASES)
 def test_numbers(interpreted, name, dtype):
