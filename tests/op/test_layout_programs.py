@@ -81,6 +81,30 @@ def test_a_small_program(define):
     ]
 
 
+def test_strings_are_hashed_as_fnv_1a():
+    assert p.string_hash("") == 0xCBF29CE484222325 - 2**64
+    assert p.string_hash("a") == 0xAF63DC4C8601EC8C - 2**64
+    assert p.string_hash("foobar") == 0x85944171F73967E8 - 2**64
+
+
+def test_keys():
+    for kind, value, words in (
+        ("tensor", None, [0]),
+        ("tensor", torch.empty(2, 3, dtype=torch.bfloat16).t(), [1, 2, 15, 0]),
+        ("tensors", [torch.ones(2), torch.ones((), dtype=torch.bool)], [1, 2, 1, 6, 1, 0, 11, 1]),
+        ("int", 5, [1]),
+        ("float", None, [0]),
+        ("bool", True, [1, 1]),
+        ("dtype", torch.float16, [1, 5]),
+        ("str", "a", [1, 0xAF63DC4C8601EC8C - 2**64]),
+        ("ints", [1, 2, 3], [1, 3]),
+        ("floats", [], [1, 0]),
+        ("bools", [True, False], [1, 2, 1, 0]),
+        ("ignored", object(), []),
+    ):
+        assert p.key([kind], [value]) == words, (kind, value)
+
+
 def test_a_call_that_sizes_cannot_be_computed_for_is_unfit(define):
     def sized(n: int, m: int) -> Tensor:
         return torch.empty(n * m + n % m, dtype=torch.int8)
