@@ -16,18 +16,10 @@ import row_kernels as k
 from opkit.kernels.triton import compiling, configs, resources
 from opkit.op import typical_calls
 from opkit.op.triton import testing
-from opkit.testing import Interpreter
 
 SHAPES = [(1, 1), (3, 5), (2, 3, 64), (7, 1000), (0, 8), (5, 0), (2, 0, 3), (3, 4100)]
 LONG = [(2, 16400), (1, 40000)]
 DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in k.DTYPES]
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """One process in which Triton interprets all the kernels."""
-    with Interpreter("row_kernels", k.__file__) as run:
-        yield run
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +30,7 @@ def _seeded():
 # ---- numbers, in the interpreter -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", k.DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("name", k.CASES)
 def test_numbers(interpreted, name, dtype):
@@ -172,7 +164,7 @@ def first_choices(op: Any, target: str) -> list[tuple[str, Any]]:
     return found
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("name", [*k.CASES, "dropout", "column_sums"])
 def test_compiles_without_spills(name, target):

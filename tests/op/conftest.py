@@ -1,7 +1,6 @@
 """Fixtures of the operator tests."""
 
 import contextlib
-import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -49,6 +48,20 @@ def fresh_dynamo() -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@pytest.fixture
+def settings() -> Iterator[Callable[..., None]]:
+    """Give environment variables of opkit other values: ``settings(CACHE_DIR=folder)``."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def settings(**values: Any) -> None:
+            for variable, value in values.items():
+                patch.setenv(f"OPKIT_{variable}", str(value))
+            config.get.cache_clear()
+
+        yield settings
+    config.get.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def bridge() -> None:
     """The bridge, with which plain calls of native kernels skip Python; several seconds unless the cache has it."""
@@ -58,15 +71,14 @@ def bridge() -> None:
 
 
 @pytest.fixture(params=["bridge", pytest.param("python", marks=pytest.mark.exhaustive)])
-def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, settings: Callable[..., None]) -> None:
     """With the bridge, and as with ``OPKIT_BRIDGE=0``: every call is planned in Python."""
     if request.param == "bridge":
         request.getfixturevalue("bridge")
         return
     from opkit.op import bridged
 
-    settings = dataclasses.replace(config.get(), bridge=False)
-    monkeypatch.setattr(config, "get", lambda: settings)
+    settings(BRIDGE=0)
     monkeypatch.setattr(bridged, "_bridge", bridged._Bridge())
 
 

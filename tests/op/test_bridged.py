@@ -147,7 +147,7 @@ def test_a_kernel_registered_again_is_the_new_one(doubled):
     doubled.register_kernel("cpu", opkit.c_kernel(TWICE.replace("2 *", "5 *"), dtypes=["float32"]))
     for _ in range(3):
         assert both(doubled, torch.ones(2)).tolist() == [5.0, 5.0]
-    assert [kernel.name for kernel in doubled._operator.kernels.kernels] == ["twice"]
+    assert [kernel.name for kernel in doubled.describe().kernels] == ["twice"]
 
 
 def test_a_bridge_that_is_ready_later_is_taken(name, monkeypatch):

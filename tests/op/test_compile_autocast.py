@@ -22,7 +22,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)

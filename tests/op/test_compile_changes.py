@@ -44,6 +44,7 @@ def test_a_backward_registered_later_takes_effect(name, kernel, norm, with_kerne
     torch.testing.assert_close(x.grad, torch.full_like(x, 5))
 
 
+@pytest.mark.sweep(1)
 def test_a_fake_registered_later_takes_effect(name, spelled):
     op = opkit.custom_op(name, lambda x: x.clone(), schema="(Tensor x) -> Tensor", opaque=True)
     op.register_fake(torch.empty_like)
@@ -87,6 +88,7 @@ def test_a_redefinition_takes_effect(name, spelling, kernel):
     torch.testing.assert_close(compiled(x), x * 3)
 
 
+@pytest.mark.sweep(1)
 def test_a_kernel_disabled_for_a_while(name, with_kernel, spelled):
     op, calls = with_kernel(name)
     compiled = torch.compile(spelled(op), backend="aot_eager", fullgraph=True)

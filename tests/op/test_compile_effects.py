@@ -37,7 +37,9 @@ def test_side_effects_are_kept_in_order(name, backend):
     assert log == [("first", 2.0), ("second", 0.0), ("third", 4.0)] * 2
 
 
-def test_side_effects_whose_inputs_lead_nowhere(name):
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_side_effects_whose_inputs_lead_nowhere(name, backend):
     log = []
 
     @opkit.custom_op(name, mutates_args=(), opaque=True)
@@ -51,7 +53,7 @@ def test_side_effects_whose_inputs_lead_nowhere(name):
         return x.sin()
 
     x = torch.ones(2, requires_grad=True)
-    torch.compile(model, fullgraph=True)(x).sum().backward()
+    torch.compile(model, backend=backend, fullgraph=True)(x).sum().backward()
     assert log == [6.0]
     torch.testing.assert_close(x.grad, x.detach().cos())
 
@@ -86,7 +88,8 @@ def test_a_factory_without_any_argument(name):
 
 
 @pytest.mark.sweep(1)
-def test_opaque_operators_are_units(name, spelled):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_opaque_operators_are_units(name, backend, spelled):
     calls = []
 
     @opkit.custom_op(name, mutates_args=())
@@ -100,7 +103,7 @@ def test_opaque_operators_are_units(name, spelled):
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     )
     call = spelled(numpy_sin)
-    compiled = torch.compile(lambda x: call(x + 1) * 2, fullgraph=True)
+    compiled = torch.compile(lambda x: call(x + 1) * 2, backend=backend, fullgraph=True)
     x = torch.randn(4, requires_grad=True)
     output = compiled(x)
     assert calls.count((4,)) >= 1

@@ -76,7 +76,7 @@ def test_a_given_backward_fuses_too(name, recorder):
 # ---- as a unit ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_an_operator_with_a_kernel_is_called_as_a_unit(name, backend, norm, with_kernel, spelled, among_neighbours):
     op, calls = with_kernel(name)
@@ -184,7 +184,7 @@ def test_a_backward_within_a_compiled_step(name, norm, with_kernel):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kernel", [False, True])
 def test_a_reference_that_captures_a_tensor(name, kernel, backend):
     table = torch.tensor([1.0, 2.0, 3.0])

@@ -62,13 +62,15 @@ def test_in_place_inlined_code_has_no_call(name, recorder):
     assert recorder.calls(op) == 0
 
 
-def test_in_place_and_returning(name):
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_in_place_and_returning(name, backend):
     @opkit.custom_op(name, mutates_args=("state",))
     def op(state: Tensor, x: Tensor) -> Tensor:
         state.add_(x)
         return x * state
 
-    compiled = torch.compile(lambda s, x: op(s, x) + 1, backend="inductor", fullgraph=True)
+    compiled = torch.compile(lambda s, x: op(s, x) + 1, backend=backend, fullgraph=True)
     state, x = torch.ones(3), torch.full((3,), 2.0)
     torch.testing.assert_close(compiled(state, x), torch.full((3,), 7.0))
     torch.testing.assert_close(state, torch.full((3,), 3.0))
@@ -94,6 +96,7 @@ def test_in_place_in_training(name, kernel):
 
 
 @pytest.mark.skipif(not hasattr(torch.Tag, "out"), reason="torch.Tag.out came with torch 2.13")
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_out_variants(name, backend):
     @opkit.custom_op(name, mutates_args=("out",), tags=torch.Tag.out)

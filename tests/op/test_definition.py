@@ -93,7 +93,7 @@ def expected_results(x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kernels", [False, True])
 def test_structured_arguments_and_results(compiled: bool, kernels: bool) -> None:
     ops = KERNELS if kernels else OPS

@@ -4,6 +4,7 @@ The database registers its operators when it is imported, so it is imported in a
 """
 
 import fresh_process
+import pytest
 
 _SCRIPT = """
 import warnings
@@ -37,6 +38,7 @@ assert operators and all(isinstance(op, opkit.CustomOp) for op in operators)
 """
 
 
+@pytest.mark.exhaustive
 def test_the_database_under_opkit(child_environment: dict[str, str]) -> None:
     done = fresh_process.run(["-c", _SCRIPT], child_environment)
     assert len(done.stdout.splitlines()) >= 10

@@ -38,27 +38,19 @@ def rms_norm():
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
     source = "void f(const T* x, const T* weight, double eps, T* out, int64_t batch, int64_t d) {}"
-    yield native(rms_norm, source)
+    yield native(rms_norm, source, dtypes=["float32"])
     opkit.remove("example_calls::rms_norm")
 
 
 def test_shapes_of_annotated_tensors(rms_norm):
     for shape in ((7,), (9, 8), (1, 8), (3, 1, 8), (1, 3, 8), (1, 1, 8), (5, 4, 3, 8), (1, 4, 3, 2, 8)):
-        for dtype in (torch.float32, torch.float64):
-            x, weight = torch.empty(shape, dtype=dtype), torch.empty(shape[-1], dtype=dtype)
-            assert layouts(rms_norm, x, weight, 0.5), (shape, dtype)
+        assert layouts(rms_norm, torch.empty(shape), torch.empty(shape[-1]), 0.5), shape
 
 
 def test_what_is_not_foreseen(rms_norm):
     assert not layouts(rms_norm, torch.empty(0, 8), torch.empty(8), 0.5)
     assert not layouts(rms_norm, torch.empty(8, 3).t(), torch.empty(8), 0.5)
     assert not layouts(rms_norm, torch.empty(3, 8, dtype=torch.float16), torch.empty(8, dtype=torch.float16), 0.5)
-
-
-def test_each_program_is_there_once(rms_norm):
-    assert layouts(rms_norm, torch.empty(3, 8), torch.empty(8), 0.5)
-    words = [program.words for program in _programs[rms_norm]]
-    assert len(words) == len(set(words)) == 2 * 21
 
 
 def test_tensors_without_annotation_have_equal_shapes(name):
@@ -78,7 +70,7 @@ def test_tensors_without_annotation_have_equal_shapes(name):
 
 def test_sizes_that_follow_from_others(name):
     @opkit.custom_op(name)
-    def glu(x: Float[Tensor, "*b 2*d"], y: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
+    def glu(x: Float[Tensor, "b 2*d"], y: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
         return x.chunk(2, -1)[0] * y
 
     function = native(glu, "void f(const T* x, const T* y, T* out, int64_t x_numel) {}", dtypes=["float32"])
@@ -90,27 +82,27 @@ def test_named_sizes_of_1(name):
     def product(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m n"]:
         return a @ b
 
-    function = native(
-        product, "void f(const T* a, const T* b, T* out, int64_t m, int64_t n, int64_t k) {}", dtypes=["float32"]
-    )
+    source = "void f(const T* a, const T* b, T* out, int64_t m, int64_t n, int64_t k) {}"
+    function = native(product, source, dtypes=["float32", "float64"])
     for m, k, n in ((2, 3, 4), (1, 3, 4), (2, 1, 4), (2, 3, 1), (1, 1, 4)):
-        assert layouts(function, torch.empty(m, k), torch.empty(k, n))
+        for dtype in (torch.float32, torch.float64):
+            assert layouts(function, torch.empty(m, k, dtype=dtype), torch.empty(k, n, dtype=dtype))
 
 
 def test_lists_and_dtypes(name):
     @opkit.custom_op(name, mutates_args=())
-    def joined(xs: list[Tensor], sizes: list[int], dtype: torch.dtype = torch.float64) -> Tensor:
+    def joined(xs: list[Float[Tensor, "n"]], sizes: list[int], dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.cat(xs).new_empty(sizes, dtype=dtype)
 
     function = native(joined, "void f(const T* const* xs, const int64_t* sizes, void* out) {}", dtypes=["float32"])
     for count in (1, 2, 3):
-        assert layouts(function, [torch.empty(3, 4)] * count, [7], torch.float64)
+        assert layouts(function, [torch.empty(3)] * count, [7], torch.float64)
     assert layouts(function, [torch.empty(3)] * 2, [3, 4], torch.float64)
 
 
 def test_an_operator_that_wants_even_sizes(name):
     @opkit.custom_op(name, mutates_args=())
-    def halves(x: Float[Tensor, "*b d"]) -> Tensor:
+    def halves(x: Float[Tensor, "b d"]) -> Tensor:
         return x.unflatten(-1, (2, x.shape[-1] // 2)).sum(-2)
 
     function = native(halves, "void f(const T* x, T* out, int64_t x_numel) {}", dtypes=["float32"])

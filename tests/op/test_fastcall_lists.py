@@ -61,7 +61,7 @@ def arguments() -> list[tuple[Any, ...]]:
 def test_both_paths_over_the_same_inputs(kind: str) -> None:
     op = OPS[kind]
     cases = arguments()
-    for _ in range(6):  # so that guards are installed, hit and replaced
+    for _ in range(3):  # so that guards are installed, hit and replaced
         for args in [case for case in cases for _ in range(3)]:
             want = summed(*args)
             for call in (op, getattr(torch.ops.fastlists, kind), op._dispatched):
@@ -237,7 +237,8 @@ def test_prepared_kernels_take_gradients_and_other_paths() -> None:
     for _ in range(5):
         assert torch.autograd.grad(op(x).sum(), x)[0].tolist() == [2.0] * 3
     torch.testing.assert_close(torch.vmap(op)(x.detach()), x.detach() * 2)
-    opkit.check(op, properties=["numbers", "schema", "layout"], database=False).raise_for_failures()
+    report = opkit.check(op, properties=["numbers", "schema", "layout"], max_examples=10, database=False)
+    report.raise_for_failures()
 
 
 def doubled(x: Tensor) -> Tensor:

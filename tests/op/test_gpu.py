@@ -107,13 +107,8 @@ def test_cuda_graph_capture() -> None:
     torch.testing.assert_close(out, torch.ones_like(x).sin() * 2)
 
 
-def test_autotune_on_the_device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
-
-    from opkit import config
-
-    settings = dataclasses.replace(config.get(), cache_dir=tmp_path)
-    monkeypatch.setattr(config, "get", lambda: settings)
+def test_autotune_on_the_device(tmp_path: Any, settings: Any) -> None:
+    settings(CACHE_DIR=tmp_path)
 
     def twice(x: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
         return x * 2

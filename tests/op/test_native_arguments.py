@@ -7,10 +7,8 @@ from torch import Tensor
 
 import opkit
 
-pytestmark = [
-    pytest.mark.usefixtures("planned"),
-    pytest.mark.parametrize("planned", ["bridge", "python"], indirect=True),
-]
+pytestmark = pytest.mark.usefixtures("planned")
+bridge_and_python = pytest.mark.parametrize("planned", ["bridge", "python"], indirect=True)
 
 
 def registered(op, source, dtypes=("float32",), **options):
@@ -59,6 +57,7 @@ def test_optional_scalars(name):
         assert_kernel_like_reference(shifted, x, *args)
 
 
+@bridge_and_python
 def test_strings_dtypes_and_lists_of_numbers(name):
     @opkit.custom_op(name, mutates_args=())
     def combined(
@@ -107,6 +106,7 @@ def test_optional_tensors(name):
         assert_kernel_like_reference(linear, torch.randn(5), torch.randn(5))
 
 
+@bridge_and_python
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("parameter", ["const T* const* xs", "const opk_tensor* xs"])
 def test_lists_of_tensors(name, parameter):
@@ -235,6 +235,7 @@ def test_bind_gives_parameters_other_meanings(name):
     assert_kernel_like_reference(axpy, torch.randn(9), torch.randn(9))
 
 
+@bridge_and_python
 def test_several_type_variables(name):
     @opkit.custom_op(name)
     def gather(x: Float[Tensor, "n"], index: Tensor) -> Tensor:

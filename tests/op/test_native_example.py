@@ -3,12 +3,17 @@
 import runpy
 from pathlib import Path
 
+import pytest
+import torch
+
 import opkit
 
 
-def test_the_example_runs():
+@pytest.mark.parametrize("stance", ["force_eager", pytest.param("default", marks=pytest.mark.exhaustive)])
+def test_the_example_runs(stance):
     program = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "c_kernel.py"))
     try:
-        program["main"]()
+        with torch.compiler.set_stance(stance):
+            program["main"]()
     finally:
         opkit.remove("example::rms_norm")

@@ -21,7 +21,7 @@ def by_size(x: Tensor, tag: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("inline", [None, True])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("function", [by_value, by_size], ids=["opaque", "torch"])
 def test_effects_happen_at_every_run_and_in_order(
     name: str, function: Callable[..., None], backend: str, inline: bool | None

@@ -57,7 +57,7 @@ def test_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded.op(torch.ones(1)).item() == 30
 
 
-def test_a_clash_says_who_holds_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clash_says_who_holds_the_name() -> None:
     library = torch.library.Library("life_foreign", "DEF")
     library.define("held(Tensor x) -> Tensor")
     with pytest.raises(NameClashError, match=r"already defined by another library, registered at .*test_operator_life"):

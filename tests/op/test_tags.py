@@ -76,8 +76,7 @@ def test_register_effect():
 
     def model(x):
         effect(x, 1)
-        effect(x, 2)
-        return x + 1
+        return effect(x, 2)
 
     torch.compile(model, fullgraph=True)(torch.ones(2))
     assert log == [1, 2]

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import pytest
 
 import opkit
-from opkit import config
 from opkit.kernels.triton import compiling, layout
 from opkit.kernels.triton.binaries import Binary
 from opkit.op.triton import machine
@@ -96,10 +95,9 @@ def on_cpu(fake, monkeypatch) -> Machine:
 
 
 @pytest.fixture
-def op(monkeypatch, tmp_path) -> Iterator[Callable[..., Any]]:
+def op(settings, tmp_path) -> Iterator[Callable[..., Any]]:
     """Makes operators of functions, named as these are; they are removed afterwards. Tuning results are kept apart."""
-    current = config.get()
-    monkeypatch.setattr(config, "get", lambda: dataclasses.replace(current, cache_dir=tmp_path))
+    settings(CACHE_DIR=tmp_path)
     names: list[str] = []
 
     def make(function: Any, **options: Any) -> Any:
@@ -147,12 +145,12 @@ class Device:
 
 
 @pytest.fixture
-def device(fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Device]:
+def device(fake: Any, monkeypatch: pytest.MonkeyPatch, settings: Any, tmp_path: Path) -> Iterator[Device]:
     made = Device(fake)
     here = machine.Machine("cpu", lambda: fake.driver, lambda _: "sm_90", lambda _: MODEL, lambda _: 232448)
     monkeypatch.setitem(machine.MACHINES, "cpu", here)
     monkeypatch.setattr(compiling, "build", made.build)
-    monkeypatch.setattr(config, "get", lambda: config.Config(cache_dir=tmp_path, bridge=False))
+    settings(CACHE_DIR=tmp_path, BRIDGE=0)
     yield made
     for name in made.defined:
         if name in {op.name for op in opkit.operators()}:

@@ -100,13 +100,3 @@ class _Parsed:
 def test_grids():
     given = (3, (3,), [3, 4], (3, 4, 5), 0)
     assert [as_grid("t::f", each) for each in given] == [(3, 1, 1), (3, 1, 1), (3, 4, 1), (3, 4, 5), (0, 1, 1)]
-
-
-def test_what_is_no_grid():
-    for said, grids in (
-        ("one, two or three integers", ((1, 2, 3, 4), (), 2.5, "3", None)),
-        ("cannot be negative", (-1, (2, -1))),
-    ):
-        for given in grids:
-            with pytest.raises(KernelError, match=rf"t::f: grid gave .*{said}"):
-                pytest.fail(f"{given!r} is the grid {as_grid('t::f', given)}")

@@ -27,12 +27,9 @@ def ops():
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path_factory):
+def cache(settings, tmp_path):
     """Tuning results stay out of the user's cache."""
-    from opkit import config
-
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr(config, "get", lambda: config.Config(cache_dir=folder))
+    settings(CACHE_DIR=tmp_path)
 
 
 def launcher(op):

@@ -101,21 +101,12 @@ def test_errors_name_the_operator_and_carry_the_trace(run):
     assert "Traceback" in "".join(caught.value.__notes__)
 
 
-def test_a_call_that_only_the_reference_takes_is_refused(run, tmp_path):
-    file = tmp_path / "no_kernels.py"
-    file.write_text(
-        "import torch, opkit\n"
-        "@opkit.custom_op('triton_tests::bare')\n"
-        "def bare(x: torch.Tensor) -> torch.Tensor:\n"
-        "    return x + 1\n"
-    )
-    with (
-        Interpreter("no_kernels", file) as interpreter,
-        pytest.raises(InterpreterError, match="no Triton kernel takes"),
-    ):
-        interpreter("triton_tests::bare", torch.ones(2))
+def test_a_call_that_only_the_reference_takes_is_refused(run):
+    with pytest.raises(InterpreterError, match="no Triton kernel takes"):
+        run("bare", torch.ones(2))
 
 
+@pytest.mark.exhaustive  # as the next
 def test_a_module_that_fails_says_why(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text("raise RuntimeError('out of order')\n")

@@ -32,10 +32,6 @@ def by_blocks(n, BLOCK):
     return triton.cdiv(n, BLOCK)
 
 
-def entries(op):
-    return op._operator.kernels.kernels[0].function.launching.launcher.entries
-
-
 @pytest.fixture
 def timed(monkeypatch):
     """Milliseconds by BLOCK in place of measurements; notes what was measured."""
@@ -94,9 +90,8 @@ def test_nothing_is_timed_while_a_graph_is_captured(device, timed):
         torch.testing.assert_close(op(x, x), x + x)
     op(x, x)
     assert not timed
-    assert entries(op) == 0  # a later call may know better
     device.fake.library.fake_capture(0)
-    op(x, x)
+    op(x, x)  # which may know better
     assert len(timed) == 3
 
 
@@ -109,7 +104,7 @@ def test_what_the_operator_writes_to_is_named_to_the_timer(device, timed):
     assert x.tolist() == [1.0] * 10
 
 
-def test_a_config_that_fails_says_so(device, timed, monkeypatch):
+def test_a_config_that_fails_says_so(device, timed):
     def broken(n, BLOCK):
         return n // (BLOCK - 32)
 

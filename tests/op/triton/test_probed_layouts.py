@@ -45,7 +45,7 @@ def tensor(random):
     return x
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("told", _TOLD, ids=str)
 def test_what_is_told_stays_where_it_lies(on_cpu, op, told):
     made, seeded = op(first), random.Random(str(told))

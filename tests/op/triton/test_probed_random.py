@@ -88,9 +88,10 @@ def check(launch, a, specialised):
     assert repr([launch.request.constexprs[name] for name in ("MODE", "TEXT", "C", "HAS", "LIST")]) == repr(expected)
 
 
-@pytest.mark.sweep(1)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_calls(on_cpu, op, seed):
+@pytest.mark.parametrize(
+    ("seed", "count"), [(1, 30), *[pytest.param(seed, 100, marks=pytest.mark.exhaustive) for seed in (1, 2)]]
+)
+def test_random_calls(on_cpu, op, seed, count):
     native = pytest.importorskip("triton._C.libtriton").native_specialize_impl
     from triton.backends.nvidia.compiler import CUDABackend
 
@@ -103,7 +104,7 @@ def test_random_calls(on_cpu, op, seed):
             LIST=lambda numbers: numbers,
         ),
     )  # fmt: skip
-    for _ in range(100):
+    for _ in range(count):
         a = arguments(choose)
         on_cpu.fake.library.fake_reset()
         out = made(**a)
