@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).parent))
-import decoding_kernels
+import interpreted_kernels
 import listing_kernels
 from cuda_on_cpu import lists_in_torch, on_cpu, visits_in_torch
 
@@ -54,7 +54,8 @@ class OnGpu:
 
 @pytest.fixture(scope="session")
 def interpreter():
-    with Interpreter("opkit.attn.api") as process:
+    """All kernels in Triton, in its interpreter."""
+    with Interpreter("interpreted_kernels", interpreted_kernels.__file__) as process:
         yield process
 
 
@@ -95,20 +96,6 @@ def machine(machine_built):
     """Has kernels in CUDA C++ run on the processor. The seed of the order of events: 0, whatever tests before this one chose."""
     machine_built[0] = 0
     return machine_built
-
-
-@pytest.fixture(scope="session")
-def decoding_process():
-    """The kernels that decode, that read pages and that merge, in Triton's interpreter."""
-    with Interpreter("decoding_kernels", decoding_kernels.__file__) as process:
-        yield process
-
-
-@pytest.fixture(scope="session")
-def listing_process():
-    """Kernels that find what tiles of a mask have in them, in Triton's interpreter."""
-    with Interpreter("listing_kernels", listing_kernels.__file__) as process:
-        yield process
 
 
 @pytest.fixture

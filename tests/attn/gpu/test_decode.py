@@ -38,7 +38,7 @@ DEVICES = [
 def run(request):
     """The kernel as a function of the operator's arguments."""
     if request.param == "interpreter":
-        interpreted = request.getfixturevalue("decoding_process")
+        interpreted = request.getfixturevalue("interpreter")
         return lambda *call, op="opkit::attention", kernel="split": interpreted(op, *call, kernel=kernel)
     return on_gpu
 

@@ -27,9 +27,9 @@ FAR = 2**62
 
 
 @pytest.fixture
-def interpreted(decoding_process):
+def interpreted(interpreter):
     """Both operators in Triton's interpreter."""
-    return Interpreted(decoding_process)
+    return Interpreted(interpreter)
 
 
 @pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -30,7 +30,7 @@ DEVICES = ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.fixture(params=DEVICES)
 def run(request):
     if request.param == "interpreter":
-        interpreted = request.getfixturevalue("decoding_process")
+        interpreted = request.getfixturevalue("interpreter")
         return lambda *call: interpreted("opkit::paged_attention", *call, kernel="split")
     return on_gpu
 
@@ -88,14 +88,14 @@ def test_bands_caps_and_sinks(run, options):
     check(run, cache, cache.queries(9, 4), RAGGED[1], **options)
 
 
-def test_values_that_are_columns_of_keys(decoding_process):
+def test_values_that_are_columns_of_keys(interpreter):
     """As in multi-head latent attention: the kernel reads them once."""
     cache = Cache([100, 40], kv_heads=1, d=96)
     cache.k_exact, cache.v_exact = cache.k.double(), cache.k.double()[..., :64]
     cache.v = cache.k[..., :64]
     q, starts = cache.queries(3, 16), [0, 2, 3]
     arguments = (q, cache.k, 64, cache.table, cache.lengths, torch.tensor(starts))
-    out = decoding_process("decoding_tests::latent_pages", *arguments, kernel="interpreted")
+    out = interpreter("decoding_tests::latent_pages", *arguments, kernel="interpreted")
     torch.testing.assert_close(out.double(), expected(cache, q, starts)[0], rtol=0, atol=1e-5)
 
 
@@ -190,7 +190,7 @@ STORED = [  # the most important come first
 def append(request):
     """The kernel as a function of the operator's arguments; what it writes to is theirs."""
     if request.param == "interpreter":
-        interpreted = request.getfixturevalue("decoding_process")
+        interpreted = request.getfixturevalue("interpreter")
         return lambda *call: interpreted("opkit::append_kv", *call, kernel="split")
     return append_on_gpu
 

@@ -47,7 +47,7 @@ def run(request):
     """Calls the kernel."""
     if request.param == "gpu":
         return lambda own, others, tile: [x.cpu() for x in kernels.spans_by_kernel(own.cuda(), others.cuda(), tile)]
-    process = request.getfixturevalue("listing_process")
+    process = request.getfixturevalue("interpreter")
     return lambda *given: process(kernels.spans, *given, kernel="interpreted")
 
 

@@ -24,7 +24,7 @@ def run(request):
     """Calls the kernel."""
     if request.param == "gpu":
         return lambda x, *rest: kernels.states_by_kernel(on_gpu(x), *rest).cpu()
-    process = request.getfixturevalue("listing_process")
+    process = request.getfixturevalue("interpreter")
     return lambda *given: process(kernels.states, *given, kernel="interpreted")
 
 

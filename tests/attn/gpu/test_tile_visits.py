@@ -45,7 +45,7 @@ def run(request):
     """Calls the kernel."""
     if request.param == "gpu":
         return lambda *given: kernels.visits_by_kernel(*(x.cuda() for x in given)).cpu()
-    process = request.getfixturevalue("listing_process")
+    process = request.getfixturevalue("interpreter")
     return lambda *given: process(kernels.visits, *given, kernel="interpreted")
 
 
