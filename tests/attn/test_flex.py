@@ -70,7 +70,7 @@ def packed():
         yield documents & ~KeyPadding(lengths) & (Causal() | SlidingWindow(3, 3))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("queries", "keys"), SHAPES)
 def test_masks_are_functions(queries, keys):
     rng = random.Random(queries)

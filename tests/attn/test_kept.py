@@ -80,7 +80,7 @@ def test_what_is_written_to_them_counts_from_the_next_call_on(case):
             write(each)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("case", MASKS)
 def test_nothing_is_kept_of_what_is_gone(case):
     mask, tensors = MASKS[case]

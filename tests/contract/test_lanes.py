@@ -139,9 +139,9 @@ def test_a_crash_that_no_case_brings_about_by_itself_is_told_with_the_last_one(m
 
 
 def test_a_case_that_never_ends_is_given_up(monkeypatch):
-    monkeypatch.setattr(lanes, "_PATIENCE", 2.0)
+    monkeypatch.setattr(lanes, "_PATIENCE", 1.0)
     report = check(monkeypatch, forked("a.hangs", lambda subject, case: threading.Event().wait()), forked("b.right"))
-    assert named(report.skipped)["a.hangs"].reason == "one of its cases did not end within 2 s"
+    assert named(report.skipped)["a.hangs"].reason == "one of its cases did not end within 1 s"
     assert "b.right" in named(report.passed)
 
 

@@ -64,7 +64,7 @@ PAIRS = [  # the most important come first
 ]  # fmt: skip
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("dtype", "kv"), PAIRS, ids=str)
 def test_ragged_queries(run, dtype, kv):
     cache = Cache(RAGGED[0], dtype=kv)
@@ -99,7 +99,7 @@ def test_values_that_are_columns_of_keys(interpreter):
     torch.testing.assert_close(out.double(), expected(cache, q, starts)[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("page_size", [7, 200, 1, 64])
 def test_pages_of_any_size(run, page_size):
     cache = Cache([130, 64, 1], page_size=page_size, kv_heads=1)
@@ -119,6 +119,7 @@ def test_more_queries_than_keys_see_nothing(run):
     assert (lse[:3] == -torch.inf).all()
 
 
+@pytest.mark.emulated
 def test_a_visible_nan_is_seen_by_the_queries_that_see_it(run):
     for dtype in (torch.float32, torch.float8_e4m3fn):
         cache = Cache([100, 60], dtype=dtype)
@@ -132,6 +133,7 @@ def test_a_visible_nan_is_seen_by_the_queries_that_see_it(run):
         assert out.isfinite().all()
 
 
+@pytest.mark.emulated
 def test_pages_of_any_strides(run):
     cache = Cache([40, 50], dtype=torch.float16)
     q = cache.queries(2, 4, torch.float16)
@@ -209,7 +211,7 @@ def pages_of(dtype, scale, sizes=(20, 33), count=12):
     return pages, [None if scale is None else torch.full((count, 5, 2), 7.0, dtype=scale) for _ in sizes]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("dtype", "scale"), STORED, ids=str)
 def test_what_is_appended_is_what_the_reference_appends(append, dtype, scale):
     for given in FLOATS:

@@ -49,7 +49,7 @@ def run(request):
     return lambda *given: process(kernels.visits, *given, kernel="interpreted")
 
 
-@pytest.mark.sweep(keep=["padding", "shuffled"])
+@pytest.mark.sweep(keep=["shuffled"])
 @pytest.mark.parametrize("case", CASES)
 def test_as_torch_finds_them(run, case):
     causal, numbers = CASES[case]
