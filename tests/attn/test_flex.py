@@ -2,14 +2,15 @@
 
 import itertools
 import random
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import flex_attention as theirs
 
 import opkit
-from opkit.attn import lowering, program
 from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
 from opkit.masks import (
     ALiBi,
@@ -28,6 +29,9 @@ from opkit.masks import (
 )
 from opkit.nn.functional import flex_attention
 
+sys.path.insert(0, str(Path(__file__).parent))
+import attention_inputs
+
 BATCH, HEADS = 2, 4
 SHAPES = ((40, 70), (70, 40), (64, 64), (1, 33))
 
@@ -37,12 +41,7 @@ def r(*shape, **how):
 
 
 def seen(mask, queries, keys, batch=BATCH):
-    """What ``mask`` lets queries see, by way of its program."""
-    sizes = lowering.Sizes(batch, HEADS, queries, keys, torch.device("cpu"))
-    lowered = lowering.lower(mask, sizes)
-    found = program.visible(lowered.program, lowered.tensors, program.Grid(queries, keys, torch.device("cpu")))
-    full = torch.ones((), dtype=torch.bool) if found is None else found
-    return full.expand(batch, HEADS, queries, keys)
+    return attention_inputs.seen(mask, batch, HEADS, queries, keys)
 
 
 def leaves(queries, keys):
