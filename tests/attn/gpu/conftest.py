@@ -13,6 +13,7 @@ import interpreted_kernels
 import listing_kernels
 from cuda_on_cpu import lists_in_torch, on_cpu, visits_in_torch
 
+from opkit import config
 from opkit.attn import gradients
 from opkit.attn.gpu import spans, tile_lists
 from opkit.attn.gpu.hopper import backward, forward, forward_cuda, library
@@ -96,6 +97,15 @@ def machine(machine_built):
     """Has kernels in CUDA C++ run on the processor. The seed of the order of events: 0, whatever tests before this one chose."""
     machine_built[0] = 0
     return machine_built
+
+
+@pytest.fixture
+def batch_invariance(monkeypatch):
+    """The environment asks for it."""
+    monkeypatch.setenv("OPKIT_BATCH_INVARIANT", "1")
+    config.get.cache_clear()
+    yield
+    config.get.cache_clear()
 
 
 @pytest.fixture

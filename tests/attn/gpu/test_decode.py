@@ -3,7 +3,6 @@
 import itertools
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -192,8 +191,8 @@ def test_values_that_are_columns_of_keys(run):
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
 
 
-def test_batch_invariance_is_refused(monkeypatch):
-    monkeypatch.setattr(decoding.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+@pytest.mark.usefixtures("batch_invariance")
+def test_batch_invariance_is_refused():
     with pytest.raises(KernelError, match="OPKIT_BATCH_INVARIANT is set"):
         decoding.decode(*arguments(*made(1, 8, 1, 1, 256, 8, 8)))
 

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import decoding_kernels
 from paged_calls import UNLIMITED, Cache, expected
 
 import opkit
-from opkit.attn.gpu.decode import decoding, paged
+from opkit.attn.gpu.decode import paged
 from opkit.attn.gpu.decode import plan as decode_plan
 from opkit.errors import KernelError
 from opkit.kernels.triton import compiling, resources
@@ -161,8 +160,8 @@ def test_no_queries_and_no_keys(run):
     check(run, cache, cache.queries(2, 4), [0, 1, 2], sinks=torch.arange(4.0))
 
 
-def test_batch_invariance_is_refused(monkeypatch):
-    monkeypatch.setattr(decoding.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+@pytest.mark.usefixtures("batch_invariance")
+def test_batch_invariance_is_refused():
     cache = Cache([40])
     with pytest.raises(KernelError, match="OPKIT_BATCH_INVARIANT is set"):
         paged.paged(*cache.call(cache.queries(1, 4), [0, 1]))

@@ -41,19 +41,12 @@ def test_both_kernels_of_the_backward(gpu):
     assert not gpu.timed
 
 
-def test_lists_of_tiles_have_the_chosen_tiles(gpu, monkeypatch):
-    from opkit.attn.gpu import tile_lists
-
-    built = []
-    monkeypatch.setattr(tile_lists, "lists_of", lambda call, shape, size, by_keys: built.append(size) or _no_lists())
+def test_lists_of_tiles_have_the_chosen_tiles(gpu):
     given = call(mask=(SEGMENTS, 0, 0, *CAUSAL, AND), masks=(torch.zeros(1, 600, dtype=torch.int32),))
     kernels.forward(*given)
-    assert [tuple(each) for each in built[:-1]] == tried(candidates.FORWARD)
-    assert tuple(built[-1]) == launched(gpu) == FASTEST
-
-
-def _no_lists():
-    return torch.zeros(1, 1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 2, dtype=torch.int32)
+    built = [(each.constexprs["ROWS"], each.constexprs["KEYS"]) for each in gpu.launches("tile_lists")]
+    assert built == [*dict.fromkeys(each[:2] for each in tried(candidates.FORWARD))]
+    assert launched(gpu) == FASTEST
 
 
 def test_gradients_of_biases(gpu):
