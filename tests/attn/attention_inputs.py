@@ -19,6 +19,6 @@ def inputs(batch=2, heads=4, shared=2, queries=5, keys=6, d=8, d_v=3, **options)
 
 def seen(mask, batch, heads, queries, keys):
     """What ``mask`` lets queries see: results of values of which each has a column of its own."""
-    q, k = torch.zeros(batch, heads, queries, 1), torch.zeros(batch, heads, keys, 1)
-    v = torch.eye(keys).expand(batch, heads, -1, -1)
+    q, k = torch.zeros(batch, heads, queries, 1), torch.zeros(batch, 1, keys, 1)
+    v = torch.eye(keys).expand(batch, 1, -1, -1)
     return opkit.attention(q, k, v, mask=mask, kernel="reference") > 0
