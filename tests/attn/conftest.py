@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from opkit import _core, config
+from opkit.attn.operator import attention_operator
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,6 +22,16 @@ def isa(request, monkeypatch):
     """Each instruction set that runs here, the widest that the kernels of a test may use."""
     monkeypatch.setenv("OPKIT_ISA", request.param)
     return request.param
+
+
+@pytest.fixture
+def operator():
+    """The operator of attention, whose kernels are afterwards those that they were."""
+    op = attention_operator()
+    before = list(op._operator.kernels.kernels)
+    yield op
+    op._operator.kernels.kernels = before
+    op._renew()
 
 
 @pytest.fixture(autouse=True)

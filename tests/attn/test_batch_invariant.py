@@ -77,6 +77,7 @@ def test_it_is_needed():
     assert not torch.equal(opkit.attention(q[:, :, -1:], k, v), out[:, :, -1:])
 
 
+@pytest.mark.sweep(1)
 def test_the_other_arguments(dtype):
     q, k, v = given(dtype)
     how = {"bias": ALiBi(torch.rand(HEADS)), "sinks": torch.randn(HEADS), "softcap": 5.0}
@@ -90,6 +91,7 @@ def test_the_other_arguments(dtype):
     assert torch.equal(other.transpose(1, 2), out[1:2])
 
 
+@pytest.mark.sweep(1)
 def test_padding_after_and_documents_at_multiples_of_64(dtype):
     q, k, v = given(dtype)
     lengths, starts = torch.tensor([700, 333, 64, 1]), torch.tensor([0, 128, 448, 700])
@@ -232,12 +234,13 @@ def test_calls_that_no_kernel_takes():
     assert opkit.attention(q.double(), q.double(), q.double()).dtype == torch.float64
 
 
-def test_the_environment_s_switch(child_environment, tmp_path):
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize(("value", "expected"), [("1", [True, "batch_invariant"]), ("0", [False, "tiles"])])
+def test_the_environment_s_switch(child_environment, tmp_path, value, expected):
     program = (
         "import json, torch, opkit; from opkit.attn.api import select; torch.manual_seed(0); from opkit.masks import Causal; "
         "q, k, v = torch.randn(3, 2, 8, 300, 64); out = opkit.attention(q, k, v, mask=Causal()); "
         "print(json.dumps([torch.equal(out[:, :, -1:], opkit.attention(q[:, :, -1:], k, v)), select(q, k, v).kernel]))"
     )
-    for value, expected in (("0", [False, "tiles"]), ("1", [True, "batch_invariant"])):
-        environment = child_environment | {"OPKIT_BATCH_INVARIANT": value}
-        assert json.loads(fresh_process.run(["-c", program], environment, tmp_path).stdout) == expected
+    environment = child_environment | {"OPKIT_BATCH_INVARIANT": value}
+    assert json.loads(fresh_process.run(["-c", program], environment, tmp_path).stdout) == expected

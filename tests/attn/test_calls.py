@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import opkit
 from opkit import masks
 from opkit.attn import api
-from opkit.attn.operator import attention_operator
 from opkit.errors import ShapeError
 
 OFTEN = 7
@@ -127,33 +126,24 @@ def test_circumstances_are_noticed():
     torch.testing.assert_close(torch.compile(opkit.attention, backend="eager")(q, k, v), want)
 
 
-def test_a_forced_kernel_and_a_disabled_one_are_noticed():
+def test_a_new_kernel_and_a_forced_one_are_noticed(operator):
     q, k, v = (r(1, 2, 3, 8) for _ in range(3))
-    op = attention_operator()
     calls = []
 
-    def spy(*args):
+    def counted(*args):
         calls.append(1)
-        return op.reference(*args)
+        return operator.reference(*args)
 
     often(q, k, v)
-    before = list(op._operator.kernels.kernels)
-    try:
-        op.register_kernel("cpu", spy, name="spy", priority=9)
+    operator.register_kernel("cpu", counted, name="counted", priority=9)
+    often(q, k, v)
+    assert len(calls) == OFTEN
+    with opkit.use_kernel(operator, "reference"):
+        assert api.select(q, k, v).kernel == "reference"
         often(q, k, v)
-        assert len(calls) == OFTEN
-        with opkit.use_kernel(op, "reference"):
-            assert api.select(q, k, v).kernel == "reference"
-            often(q, k, v)
-        assert len(calls) == OFTEN
-        often(q, k, v)
-        assert len(calls) == 2 * OFTEN
-    finally:
-        op._operator.kernels.kernels = before
-        op._renew()
+    assert len(calls) == OFTEN
     often(q, k, v)
     assert len(calls) == 2 * OFTEN
-    assert api.select(q, k, v).kernel == "tiles"
 
 
 def test_errors_are_the_same_after_calls_that_fit():

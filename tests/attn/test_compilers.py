@@ -43,9 +43,9 @@ EXAMPLES = (
 each_example = pytest.mark.parametrize(("module", "args"), EXAMPLES, ids=["masks", "packed"])
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(2)
 @each_example
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "opkit"])
+@pytest.mark.parametrize("backend", ["opkit", "aot_eager", "eager"])
 def test_compiled_without_a_graph_break_it_gives_the_same(module, args, backend):
     torch.compiler.reset()
     compiled = torch.compile(module, fullgraph=True, backend=backend)

@@ -60,6 +60,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_results_are_those_of_float64(subtests, isa, dtype):
     for shape, kv_dtype in itertools.product(SHAPES, FLOATS):

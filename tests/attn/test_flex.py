@@ -2,14 +2,15 @@
 
 import itertools
 import random
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import flex_attention as theirs
 
 import opkit
-from opkit.attn import lowering, program
 from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
 from opkit.masks import (
     ALiBi,
@@ -28,6 +29,9 @@ from opkit.masks import (
 )
 from opkit.nn.functional import flex_attention
 
+sys.path.insert(0, str(Path(__file__).parent))
+import attention_inputs
+
 BATCH, HEADS = 2, 4
 SHAPES = ((40, 70), (70, 40), (64, 64), (1, 33))
 
@@ -37,12 +41,7 @@ def r(*shape, **how):
 
 
 def seen(mask, queries, keys, batch=BATCH):
-    """What ``mask`` lets queries see, by way of its program."""
-    sizes = lowering.Sizes(batch, HEADS, queries, keys, torch.device("cpu"))
-    lowered = lowering.lower(mask, sizes)
-    found = program.visible(lowered.program, lowered.tensors, program.Grid(queries, keys, torch.device("cpu")))
-    full = torch.ones((), dtype=torch.bool) if found is None else found
-    return full.expand(batch, HEADS, queries, keys)
+    return attention_inputs.seen(mask, batch, HEADS, queries, keys)
 
 
 def leaves(queries, keys):
@@ -70,7 +69,7 @@ def packed():
         yield documents & ~KeyPadding(lengths) & (Causal() | SlidingWindow(3, 3))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("queries", "keys"), SHAPES)
 def test_masks_are_functions(queries, keys):
     rng = random.Random(queries)
@@ -128,30 +127,36 @@ def blocks(mask, queries, keys, batch=None, size=16):
     return theirs.create_block_mask(mask, batch, None, queries, keys, device="cpu", BLOCK_SIZE=size)
 
 
-def mods(queries, keys):
-    slopes, table = torch.rand(HEADS), r(BATCH, HEADS, queries, keys)
-    alibi = ALiBi(slopes).sized(queries, keys)
-    grid = RelativePosition(r(BATCH, HEADS, queries, 10), r(BATCH, HEADS, queries, keys // 10))
-    return [None, Softcap(2.0), alibi, grid, ScoreMods(Softcap(1.5), alibi, table), ScoreMods(alibi, grid), ScoreMods()]
+WINDOW, PADDING = Causal("bottom-right") & SlidingWindow(20, align="bottom-right"), KeyPadding(torch.tensor([0, 33]))
+MODS = {  # a mask, and the score_mod from slopes, positions and logits
+    "none": (None, lambda slopes, positions, logits: None),
+    "cap": (WINDOW, lambda slopes, positions, logits: Softcap(2.0)),
+    "slopes": (PADDING, lambda slopes, positions, logits: slopes),
+    "positions": (None, lambda slopes, positions, logits: positions),
+    "cap, slopes and logits": (WINDOW, lambda slopes, positions, logits: ScoreMods(Softcap(1.5), slopes, logits)),
+    "slopes and positions": (PADDING, lambda slopes, positions, logits: ScoreMods(slopes, positions)),
+    "none of several": (None, lambda slopes, positions, logits: ScoreMods()),
+}
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(keep=["slopes", "positions", "cap, slopes and logits"])
+@pytest.mark.parametrize("name", MODS)
 @pytest.mark.parametrize(("queries", "keys"), [(40, 70), (64, 60)])
-def test_beside_torch(queries, keys):
+def test_beside_torch(queries, keys, name):
     q, k, v = r(BATCH, HEADS, queries, 8), r(BATCH, 2, keys, 8), r(BATCH, 2, keys, 8)
-    masks = [None, Causal("bottom-right") & SlidingWindow(20, align="bottom-right"), KeyPadding(torch.tensor([0, 33]))]
-    for number, score_mod in enumerate(mods(queries, keys)):
-        mask = masks[number % len(masks)]
-        block_mask = None if mask is None else blocks(mask.sized(queries, keys), queries, keys, BATCH)
-        how = {"score_mod": score_mod, "block_mask": block_mask, "scale": 0.4, "enable_gqa": True}
-        expected = torchs(q, k, v, return_aux=theirs.AuxRequest(lse=True), **how)
-        found = flex_attention(q, k, v, return_aux=theirs.AuxRequest(lse=True), **how)
-        torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(found[1].lse, expected[1].lse, rtol=1e-4, atol=1e-5)
-        assert found[1].max_scores is None
-        out, lse = flex_attention(q, k, v, return_lse=True, **{**how, "block_mask": mask})
-        torch.testing.assert_close(out, found[0])
-        torch.testing.assert_close(lse, found[1].lse)
+    mask, make = MODS[name]
+    positions = RelativePosition(r(BATCH, HEADS, queries, 10), r(BATCH, HEADS, queries, keys // 10))
+    score_mod = make(ALiBi(torch.rand(HEADS)).sized(queries, keys), positions, r(BATCH, HEADS, queries, keys))
+    block_mask = None if mask is None else blocks(mask.sized(queries, keys), queries, keys, BATCH)
+    how = {"score_mod": score_mod, "block_mask": block_mask, "scale": 0.4, "enable_gqa": True}
+    expected = torchs(q, k, v, return_aux=theirs.AuxRequest(lse=True), **how)
+    found = flex_attention(q, k, v, return_aux=theirs.AuxRequest(lse=True), **how)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1].lse, expected[1].lse, rtol=1e-4, atol=1e-5)
+    assert found[1].max_scores is None
+    out, lse = flex_attention(q, k, v, return_lse=True, **{**how, "block_mask": mask})
+    torch.testing.assert_close(out, found[0])
+    torch.testing.assert_close(lse, found[1].lse)
 
 
 def test_a_batch_of_one_of_keys():

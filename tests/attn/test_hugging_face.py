@@ -1,13 +1,18 @@
 """Models of transformers with attn_implementation="opkit", beside their own implementation in torch operations."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import opkit
-from opkit.attn import hugging_face_masks, lowering, program
+from opkit.attn import hugging_face_masks
 from opkit.attn.masks import KeyPadding
+
+sys.path.insert(0, str(Path(__file__).parent))
+from attention_inputs import seen
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -143,9 +148,7 @@ PLACES = [(12, 12, 0, 0), (5, 12, 7, 0), (1, 12, 11, 0), (4, 6, 8, 6), (4, 12, 0
 def dense(given, queries, keys):
     """What a mask lets queries see."""
     if isinstance(given, hugging_face_masks.Prepared):
-        sizes = lowering.Sizes(BATCH, 1, queries, keys, torch.device("cpu"))
-        lowered = lowering.lower(given.mask, sizes)
-        given = program.visible(lowered.program, lowered.tensors, program.Grid(queries, keys, torch.device("cpu")))
+        return seen(given.mask, BATCH, 1, queries, keys)
     given = torch.ones(1, dtype=torch.bool) if given is None else given
     return given.expand(BATCH, 1, queries, keys)
 

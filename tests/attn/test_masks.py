@@ -2,12 +2,14 @@
 
 import itertools
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import opkit
-from opkit.attn import lowering, program
+from opkit.attn import lowering
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 from opkit.masks import (
     And,
@@ -23,19 +25,15 @@ from opkit.masks import (
     VarLen,
 )
 
+sys.path.insert(0, str(Path(__file__).parent))
+import attention_inputs
+
 BATCH, HEADS = 2, 3
 SHAPES = ((4, 6), (6, 4), (5, 5), (1, 7), (0, 3), (3, 0))
 
 
 def seen(mask, queries, keys, batch=BATCH):
-    """What ``mask`` lets queries see, by way of its program."""
-    sizes = lowering.Sizes(batch, HEADS, queries, keys, torch.device("cpu"))
-    lowered = lowering.lower(mask, sizes)
-    assert all(type(word) is int for word in lowered.program)
-    grid = program.Grid(queries, keys, torch.device("cpu"))
-    found = program.visible(lowered.program, lowered.tensors, grid)
-    full = torch.ones((), dtype=torch.bool) if found is None else found
-    return full.expand(batch, HEADS, queries, keys)
+    return attention_inputs.seen(mask, batch, HEADS, queries, keys)
 
 
 def told(predicate, queries, keys, batch=BATCH):
@@ -124,7 +122,7 @@ def packed(predicate, starts_q, starts_k, queries, keys):
     return told(says, queries, keys, batch=1)
 
 
-STARTS = (([0, 3, 3, 7], [0, 2, 4, 9]), ([0, 4], [0, 6]), ([0, 0, 5, 6], [0, 3, 3, 4]))
+STARTS = (([0, 3, 3, 7], [0, 2, 4, 9]), ([0, 4], [0, 6]), ([0, 0, 5, 6], [0, 3, 3, 4]), ([0, 2, 5, 5, 6],) * 2)
 each_start = pytest.mark.parametrize(("starts_q", "starts_k"), STARTS)
 
 
@@ -132,7 +130,7 @@ each_start = pytest.mark.parametrize(("starts_q", "starts_k"), STARTS)
 def test_in_packed_documents_places_count_within_the_document(starts_q, starts_k):
     queries, keys = starts_q[-1] + 2, starts_k[-1] + 1
     var_len = VarLen(torch.tensor(starts_q), torch.tensor(starts_k, dtype=torch.int32).long())
-    lengths = [1, 0, 2][: len(starts_q) - 1]
+    lengths = [1, 0, 2, 1][: len(starts_q) - 1]
     given = torch.tensor(lengths)
     cases = [
         (var_len, lambda d, i, j, nq, nk: True),
@@ -150,17 +148,6 @@ def test_in_packed_documents_places_count_within_the_document(starts_q, starts_k
         assert torch.equal(seen(mask, queries, keys, batch=1), expected), mask
 
 
-def test_documents_of_the_same_places_need_no_offsets():
-    starts = [0, 2, 5, 5, 6]
-    for mask, predicate in (
-        (VarLen(torch.tensor(starts)) & Causal("bottom-right"), lambda d, i, j, nq, nk: j <= i),
-        (VarLen(torch.tensor(starts)) & SlidingWindow(1), lambda d, i, j, nq, nk: j >= i - 1),
-    ):
-        sizes = lowering.Sizes(1, HEADS, 6, 6, torch.device("cpu"))
-        assert program.BAND_AT not in lowering.lower(mask, sizes).program
-        assert torch.equal(seen(mask, 6, 6, batch=1), packed(predicate, starts, starts, 6, 6))
-
-
 def test_documents_reach_only_their_conjunction():
     starts = [0, 2, 5]
     var_len = VarLen(torch.tensor(starts), torch.tensor([0, 3, 5]))
@@ -169,21 +156,12 @@ def test_documents_reach_only_their_conjunction():
     assert torch.equal(seen((var_len & Causal()) | ~Causal(), 5, 5, batch=1), within | outside)
 
 
-def test_a_mask_without_tensors_is_lowered_once():
-    sizes = lowering.Sizes(BATCH, HEADS, 4, 6, torch.device("cpu"))
-    first = lowering.lower(Causal("bottom-right") & SlidingWindow(3), sizes)
-    assert lowering.lower(Causal("bottom-right") & SlidingWindow(3), sizes) is first
-    other = lowering.Sizes(BATCH, HEADS, 4, 7, torch.device("cpu"))
-    assert lowering.lower(Causal("bottom-right") & SlidingWindow(3), other).program != first.program
-
-
-def test_a_mask_with_tensors_is_lowered_anew():
-    lengths, sizes = torch.tensor([1, 2]), lowering.Sizes(BATCH, HEADS, 4, 6, torch.device("cpu"))
+def test_what_is_written_to_the_tensor_of_a_mask_counts():
+    lengths = torch.tensor([1, 2])
     mask = Causal() & KeyPadding(lengths)
     before = seen(mask, 4, 6)
     lengths += 3
     assert not torch.equal(before, seen(mask, 4, 6))
-    assert lowering.lower(mask, sizes) is not lowering.lower(mask, sizes)
 
 
 def test_a_band_that_hides_nothing_is_left_out():

@@ -104,7 +104,7 @@ def test_what_does_not_fit():
         opkit.merge_attention([(out, lse.long())])
 
 
-@pytest.mark.parametrize("examples", [3, pytest.param(8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("examples", [2, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_the_operator_keeps_its_contract(examples):
     parts = [tensor("b n d", dtypes=(torch.float32, torch.float64))] * 2
     sums = [tensor("b n", dtypes=(torch.float32, torch.float64))] * 2

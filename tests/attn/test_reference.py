@@ -171,14 +171,14 @@ def in_float64(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(keep=["dead rows", "softcap"])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_finite_differences(name, monkeypatch):
     in_float64(monkeypatch)
     assert gradcheck(finite_lse(differentiated(name)), operands(), check_forward_ad=True)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["dead rows", "softcap", "causal", "packed"])
 def test_second_gradients_are_those_of_finite_differences(name, monkeypatch):
     in_float64(monkeypatch)

@@ -10,7 +10,6 @@ import torch
 import opkit
 from opkit import _core
 from opkit.attn import api
-from opkit.attn.operator import attention_operator
 from opkit.masks import Causal, KeyPadding
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -18,23 +17,19 @@ from attention_inputs import inputs, randn
 
 
 @pytest.fixture
-def doubling():
+def doubling(operator):
     """The operator with a kernel for float32 on the CPU whose results are twice the reference's, and the kernel's calls."""
-    op, calls = attention_operator(), []
-    before = list(op._operator.kernels.kernels)
+    calls = []
 
     def kernel(*args):
         calls.append(args)
-        out, lse = op.reference(*args)
+        out, lse = operator.reference(*args)
         return 2 * out, lse
 
-    op.register_kernel(
+    operator.register_kernel(
         "cpu", kernel, name="doubling", dtypes=[torch.float32], when=lambda q: q.shape[-1] % 8 == 0, priority=9
     )
-    yield op, calls
-    op._operator.kernels.kernels = before
-    op._backend_fns.pop("cpu", None) if not before else None
-    op._renew()
+    return operator, calls
 
 
 def test_a_kernel_is_selected_forced_and_explained(doubling):

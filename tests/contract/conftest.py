@@ -1,8 +1,15 @@
 """What tests of the contract share: one property is asked of one operator, and answers yes, no, or why not."""
 
+import functools
+import sys
+from pathlib import Path
+
 import pytest
 
 import opkit
+
+sys.path.insert(0, str(Path(__file__).parent))
+import small_properties as small
 
 
 @pytest.fixture
@@ -37,3 +44,11 @@ def holds(asked):
         return report.passed[0]
 
     return ask
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """``only(properties)``: these are all properties that there are, for one test; the small ones until it is called."""
+
+    small.use(monkeypatch)
+    return functools.partial(small.use, monkeypatch)

@@ -141,7 +141,7 @@ def test_one_argument_that_is_kept_is_a_remark(holds):
         last["x"] = x
         return x * 2
 
-    assert holds("behaviour.arguments", op, args=N).remarks
+    assert holds("behaviour.arguments", op, args=N, max_examples=20).remarks
 
 
 def test_a_fixed_state_that_is_not_moved_on_is_found(fails):
@@ -172,7 +172,7 @@ RIGHT = {
 NAMES = ("first", "deterministic", "history", "values", "arguments", "global_state", "settings")
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_operators_hold(name, asked):
     op, args = RIGHT[name]

@@ -117,7 +117,7 @@ def test_kernels_with_threads_of_openmp_are_asked(asked, parallel):
 
 
 def test_kernels_with_threads_of_their_own_are_passed_over(asked, monkeypatch):
-    monkeypatch.setattr(crashes.child, "SECONDS", 1.0)
+    monkeypatch.setattr(crashes.child, "SECONDS", 0.5)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
 
         def op(x):

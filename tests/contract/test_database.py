@@ -33,7 +33,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_function_of_torchs_breaks_nothing(name):
     report = database.report(name, max_examples=3, properties=ASKED)

@@ -45,9 +45,15 @@ def crashes_once(counter=[0]):  # noqa: B006
     return check
 
 
-def check(monkeypatch, *properties, op=small.sin, args=ARGS, **how):
-    small.use(monkeypatch, [small.made("memory.crash"), *properties])
-    return opkit.check(op, args=args, database=False, **{"max_examples": 20} | how)
+@pytest.fixture
+def check(only):
+    """Asks an operator about these properties, and whether it crashes."""
+
+    def ask(*properties, op=small.sin, args=ARGS, **how):
+        only([small.made("memory.crash"), *properties])
+        return opkit.check(op, args=args, database=False, **{"max_examples": 20} | how)
+
+    return ask
 
 
 def forked(name, what=small.holds, **how):
@@ -58,17 +64,17 @@ def named(entries):
     return {each.property: each for each in entries}
 
 
-def test_what_may_be_forked_is_asked_elsewhere_and_the_rest_here(monkeypatch):
-    report = check(monkeypatch, forked("a.there", pids), small.made("b.here", pids))
+def test_what_may_be_forked_is_asked_elsewhere_and_the_rest_here(check):
+    report = check(forked("a.there", pids), small.made("b.here", pids))
     passed = named(report.passed)
     assert passed["b.here"].remarks == (str(HERE),)
     assert passed["a.there"].remarks != (str(HERE),)
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_a_backward_is_asked_for_where_it_runs(monkeypatch, runs):
+def test_a_backward_is_asked_for_where_it_runs(check, monkeypatch, runs):
     monkeypatch.setattr(child, "runs_backward", lambda: runs)
-    passed = named(check(monkeypatch, forked("a.there", pids), forked("a.backward", pids, backward=True)).passed)
+    passed = named(check(forked("a.there", pids), forked("a.backward", pids, backward=True)).passed)
     assert passed["a.there"].remarks != (str(HERE),)
     assert (passed["a.backward"].remarks != (str(HERE),)) is runs
 
@@ -101,19 +107,19 @@ def test_gradients_are_asked_for_on_a_machine_with_a_device(child_environment):
     assert "fork" not in fresh_process.run(["-c", WITH_A_DEVICE], child_environment).stdout
 
 
-def test_the_report_keeps_the_order_in_which_properties_are_asked(monkeypatch):
+def test_the_report_keeps_the_order_in_which_properties_are_asked(check):
     several = [forked(f"a.p{number}", cost=0.01 * number) for number in range(9)]
-    report = check(monkeypatch, small.made("b.last", cost=1.0), *several)
+    report = check(small.made("b.last", cost=1.0), *several)
     assert [each.property for each in report.passed] == ["memory.crash", *(f"a.p{n}" for n in range(9)), "b.last"]
 
 
-def test_without_a_process_that_survived_all_is_asked_here(monkeypatch):
-    report = check(monkeypatch, forked("a.there", pids), exclude=["memory.crash"])
+def test_without_a_process_that_survived_all_is_asked_here(check):
+    report = check(forked("a.there", pids), exclude=["memory.crash"])
     assert named(report.passed)["a.there"].remarks == (str(HERE),)
 
 
-def test_violations_come_back_with_their_smallest_case(monkeypatch):
-    report = check(monkeypatch, forked("a.small", small.sizes_over(4)), forked("a.right"))
+def test_violations_come_back_with_their_smallest_case(check):
+    report = check(forked("a.small", small.sizes_over(4)), forked("a.right"))
     failure = named(report.failures)["a.small"]
     assert failure.args[0].shape == (5,)
     assert failure.message == "5 elements\nare more than 4"
@@ -121,66 +127,64 @@ def test_violations_come_back_with_their_smallest_case(monkeypatch):
     assert list(named(report.passed)) == ["memory.crash", "a.right"]
 
 
-def test_a_crash_is_a_failure_with_a_small_case_and_costs_the_others_nothing(monkeypatch):
+def test_a_crash_is_a_failure_with_a_small_case_and_costs_the_others_nothing(check):
     others = [forked(f"b.right{number}") for number in range(4)]
-    report = check(monkeypatch, forked("a.crash", crashes_over(6)), *others)
+    report = check(forked("a.crash", crashes_over(6)), *others)
     failure = named(report.failures)["a.crash"]
     assert failure.args[0].shape == (7,)
     assert "what is asked ended the process with SIGSEGV" in failure.message
     assert len(report.passed) == 5
 
 
-def test_a_crash_that_no_case_brings_about_by_itself_is_told_with_the_last_one(monkeypatch):
-    report = check(monkeypatch, forked("a.crash", crashes_once([0])), forked("b.right"))
+def test_a_crash_that_no_case_brings_about_by_itself_is_told_with_the_last_one(check):
+    report = check(forked("a.crash", crashes_once([0])), forked("b.right"))
     assert (
         "after other calls, what is asked ended the process with SIGABRT" in named(report.failures)["a.crash"].message
     )
     assert "b.right" in named(report.passed)
 
 
-def test_a_case_that_never_ends_is_given_up(monkeypatch):
-    monkeypatch.setattr(lanes, "_PATIENCE", 2.0)
-    report = check(monkeypatch, forked("a.hangs", lambda subject, case: threading.Event().wait()), forked("b.right"))
-    assert named(report.skipped)["a.hangs"].reason == "one of its cases did not end within 2 s"
+def test_a_case_that_never_ends_is_given_up(check, monkeypatch):
+    monkeypatch.setattr(lanes, "_PATIENCE", 1.0)
+    report = check(forked("a.hangs", lambda subject, case: threading.Event().wait()), forked("b.right"))
+    assert named(report.skipped)["a.hangs"].reason == "one of its cases did not end within 1 s"
     assert "b.right" in named(report.passed)
 
 
-def test_what_cannot_be_written_is_asked_here(monkeypatch):
+def test_what_cannot_be_written_is_asked_here(check):
     def never(subject, case):
         raise Violation(f"in {os.getpid()}")
 
     given = torch.ones(2)
-    report = check(
-        monkeypatch, forked("a.fails", never), forked("b.right"), op=lambda x, y: x, args=(tensor("n"), given)
-    )
+    report = check(forked("a.fails", never), forked("b.right"), op=lambda x, y: x, args=(tensor("n"), given))
     assert named(report.failures)["a.fails"].message == f"in {HERE}"
 
 
-def test_processes_that_do_not_begin_leave_everything_to_this_one(monkeypatch):
+def test_processes_that_do_not_begin_leave_everything_to_this_one(check, monkeypatch):
     monkeypatch.setattr(lanes._Tickets, "take", lambda tickets: os._exit(3))
-    report = check(monkeypatch, forked("a.here", pids), forked("b.here", pids))
+    report = check(forked("a.here", pids), forked("b.here", pids))
     assert [each.remarks for each in report.passed[1:]] == [(str(HERE),)] * 2
 
 
-def test_a_budget_is_shared(monkeypatch):
+def test_a_budget_is_shared(check, monkeypatch):
     clock = small.Clock(monkeypatch)
     several = [forked(f"a.slow{number}", clock.takes(0.02), cost=0.02, least=10**4) for number in range(8)]
-    asked = check(monkeypatch, *several, budget=1.5).passed[1:]
+    asked = check(*several, budget=1.5).passed[1:]
     assert len(asked) == 8
     assert all(each.cut_short for each in asked)
     processes = min(4, len(os.sched_getaffinity(0)))
     assert sum(each.seconds for each in asked) <= 1.1 * 1.5 * processes
 
 
-def test_progress_ends_with_everything_done(monkeypatch):
+def test_progress_ends_with_everything_done(check):
     told = []
-    check(monkeypatch, forked("a.there"), small.made("b.here"), progress=lambda name, share: told.append((name, share)))
+    check(forked("a.there"), small.made("b.here"), progress=lambda name, share: told.append((name, share)))
     assert told[0] == ("memory.crash", 0.0)
     assert all(0.0 <= share <= 1.0 for _, share in told)
     assert {"b.here"} <= {name for name, _ in told}
 
 
-def test_an_answer_from_elsewhere_is_the_answer_that_is_found_here(monkeypatch):
+def test_an_answer_from_elsewhere_is_the_answer_that_is_found_here(check):
     def remarks(subject, case):
         if case.tensors()[0].shape[0] % 2:
             raise Refusal(ValueError("odd"))
@@ -192,7 +196,7 @@ def test_an_answer_from_elsewhere_is_the_answer_that_is_found_here(monkeypatch):
             small.made("b.fails", small.sizes_over(4), forked=forked),
         ]
         args = (tensor("n", torch.bfloat16), float("inf"))
-        report = check(monkeypatch, *several, op=lambda x, y: x, args=args)
+        report = check(*several, op=lambda x, y: x, args=args)
         return [dataclasses.replace(each, seconds=0.0) for each in (*report.failures, *report.passed[1:])]
 
     assert answers(forked=True) == answers(forked=False)

@@ -150,7 +150,7 @@ def test_without_a_word_on_writes_nothing_is_asked(asked):
     assert asked("memory.read_only", torch.sin, args=VECTOR).skipped[0].reason == "nothing says what it may write to"
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("past", [1, 64, 4, 32])
 def test_writing_past_the_end_of_a_result_is_found(fails, past):
     failure = fails("memory.allocations", writer(past), args=VECTOR)
@@ -288,7 +288,8 @@ def never_forgets(x):
     return x + 1
 
 
-@pytest.mark.parametrize("op", [keeps_workspace, keeps_argument, never_frees, never_forgets])
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("op", [keeps_workspace, never_frees, never_forgets, keeps_argument])
 def test_leaks_are_found(fails, op):
     failure = fails("memory.leak", op, args=ROWS)
     assert "after each call" in failure.message
@@ -309,7 +310,7 @@ def keeps_the_last(x):
     return x + 1
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("op", [caches_once, keeps_the_last, lambda x: [x + 1, x * 2], lambda x: x.mul_(2)])
 def test_caches_that_fill_are_no_leaks(holds, op):
     holds("memory.leak", op, args=ROWS)

@@ -26,7 +26,7 @@ def when(condition, act):
     return op
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("act", "told"),
     [
@@ -43,7 +43,7 @@ def test_ends_of_the_process_shrink_to_the_smallest_size(fails, act, told):
     assert failure.args[0].numel() in range(9, 16)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "condition",
     [
@@ -92,7 +92,8 @@ def computes(event):
         pass
 
 
-@pytest.mark.parametrize("act", [threading.Event.wait, computes], ids=["waits", "computes"])
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("act", [computes, threading.Event.wait], ids=["computes", "waits"])
 def test_a_call_that_never_returns_is_found(fails, monkeypatch, never, act):
     monkeypatch.setattr(crashes.child, "SECONDS", 0.5)
     monkeypatch.setattr(crashes, "_PATIENCE", 0.5)

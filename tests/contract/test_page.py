@@ -41,8 +41,7 @@ class Parsed(HTMLParser):
 
 
 @pytest.fixture
-def text(monkeypatch, tmp_path):
-    small.use(monkeypatch)
+def text(only, tmp_path):
     opkit.check(small.sin, args=(tensor("n"),), max_examples=20, database=False).to_html(tmp_path / "report.html")
     return (tmp_path / "report.html").read_text(encoding="utf-8")
 

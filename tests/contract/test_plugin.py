@@ -115,6 +115,7 @@ def test_each_property_is_an_item(run):
     assert "plugin.py:" not in text.split("short test summary")[0]
 
 
+@pytest.mark.exhaustive
 def test_items_are_selected_by_property(run):
     text, status = run(TESTS, "-k", "numbers and assigned")
     assert "2 passed" in text

@@ -21,8 +21,7 @@ CASE = Case((TensorCase((1, 65)), 0.5), (("eps", 1.0),))
 
 
 @pytest.fixture
-def report(monkeypatch):
-    small.use(monkeypatch)
+def report(only):
     return opkit.check(small.sin, args=(tensor("n"),), max_examples=20, database=False)
 
 
@@ -116,8 +115,7 @@ def test_json_holds_several_operators_and_what_was_left_out():
     assert not document["ok"]
 
 
-def test_equal_checks_are_equal_but_for_time(monkeypatch):
-    small.use(monkeypatch)
+def test_equal_checks_are_equal_but_for_time(only):
     texts = [
         str(opkit.check(small.sin, args=(tensor("n"),), max_examples=20, database=False)).splitlines()[1:]
         for _ in range(2)

@@ -69,11 +69,11 @@ def test_writes_that_are_declared_are_right(holds, op):
     def writes(x):
         x.mul_(2)
 
-    holds("schema.mutation", op("g(Tensor(a!) x) -> ()", writes), args=ROWS, max_examples=20)
-    holds("schema.mutation", lambda x: x.mul_(2), args=ROWS, reference=lambda x: x.mul_(2), max_examples=20)
-    holds("schema.mutation", torch.sin, args=ROWS, reference=torch.sin, max_examples=20)
+    holds("schema.mutation", op("g(Tensor(a!) x) -> ()", writes), args=ROWS, max_examples=10)
+    holds("schema.mutation", lambda x: x.mul_(2), args=ROWS, reference=lambda x: x.mul_(2), max_examples=10)
+    holds("schema.mutation", torch.sin, args=ROWS, reference=torch.sin, max_examples=10)
     resizing = op("r(Tensor x, *, Tensor(a!) out) -> ()", lambda x, *, out: out.resize_(x.shape).copy_(x) and None)
-    passed = holds("schema.mutation", resizing, args=ROWS, kwargs={"out": VECTOR[0]}, max_examples=20)
+    passed = holds("schema.mutation", resizing, args=ROWS, kwargs={"out": VECTOR[0]}, max_examples=10)
     assert passed.refused < passed.tried
 
 

@@ -9,10 +9,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).parent))
-import decoding_kernels
+import interpreted_kernels
 import listing_kernels
 from cuda_on_cpu import lists_in_torch, on_cpu, visits_in_torch
 
+from opkit import config
 from opkit.attn import gradients
 from opkit.attn.gpu import spans, tile_lists
 from opkit.attn.gpu.hopper import backward, forward, forward_cuda, library
@@ -54,7 +55,8 @@ class OnGpu:
 
 @pytest.fixture(scope="session")
 def interpreter():
-    with Interpreter("opkit.attn.api") as process:
+    """All kernels in Triton, in its interpreter."""
+    with Interpreter("interpreted_kernels", interpreted_kernels.__file__) as process:
         yield process
 
 
@@ -97,18 +99,13 @@ def machine(machine_built):
     return machine_built
 
 
-@pytest.fixture(scope="session")
-def decoding_process():
-    """The kernels that decode, that read pages and that merge, in Triton's interpreter."""
-    with Interpreter("decoding_kernels", decoding_kernels.__file__) as process:
-        yield process
-
-
-@pytest.fixture(scope="session")
-def listing_process():
-    """Kernels that find what tiles of a mask have in them, in Triton's interpreter."""
-    with Interpreter("listing_kernels", listing_kernels.__file__) as process:
-        yield process
+@pytest.fixture
+def batch_invariance(monkeypatch):
+    """The environment asks for it."""
+    monkeypatch.setenv("OPKIT_BATCH_INVARIANT", "1")
+    config.get.cache_clear()
+    yield
+    config.get.cache_clear()
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ CASES = BROADCAST | {
 
 
 REPRESENTATIVE = (
-    "of k", "heads of two parts, and narrow", "all kinds", "more tensors than slots",
+    "heads of two parts, and narrow", "all kinds", "more tensors than slots",
 )  # fmt: skip
 
 
@@ -205,7 +205,7 @@ COMPILED = {
 SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(1, keep=["keys, documents"])
 @pytest.mark.parametrize(
     ("case", "target"),
     [(case, target) for n, case in enumerate(COMPILED) for target in (SHARED if n == 0 else ("sm_90", "gfx942"))],

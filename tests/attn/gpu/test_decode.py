@@ -3,7 +3,6 @@
 import itertools
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ DEVICES = [
 def run(request):
     """The kernel as a function of the operator's arguments."""
     if request.param == "interpreter":
-        interpreted = request.getfixturevalue("decoding_process")
+        interpreted = request.getfixturevalue("interpreter")
         return lambda *call, op="opkit::attention", kernel="split": interpreted(op, *call, kernel=kernel)
     return on_gpu
 
@@ -81,7 +80,7 @@ def check(run, q, k, v, **options):
 SHAPES = [(1, 4, 2, 1, 700, 32, 32), (2, 6, 2, 3, 300, 96, 33), (1, 20, 1, 1, 257, 7, 80), (1, 2, 2, 40, 130, 16, 16)]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_results_are_those_of_float64(run, shape, dtype):
@@ -103,7 +102,7 @@ OPTIONS = [  # the most important come first
 ]
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_bands_caps_and_sinks(run, options):
     check(run, *made(1, 4, 2, 5, 301, 32, 32), **options)
@@ -165,6 +164,7 @@ def test_large_logits_do_not_overflow(run):
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=0)
 
 
+@pytest.mark.emulated
 def test_strides_are_followed(run):
     q, k, v = made(2, 4, 2, 3, 90, 24, 40)
     plain = run(*arguments(q, k, v))
@@ -182,6 +182,7 @@ def test_strides_are_followed(run):
     assert out.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.emulated
 def test_values_that_are_columns_of_keys(run):
     """As in multi-head latent attention: the kernel reads them once."""
     q, k, _ = made(1, 16, 1, 2, 300, 96, 1)
@@ -190,8 +191,8 @@ def test_values_that_are_columns_of_keys(run):
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
 
 
-def test_batch_invariance_is_refused(monkeypatch):
-    monkeypatch.setattr(decoding.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+@pytest.mark.usefixtures("batch_invariance")
+def test_batch_invariance_is_refused():
     with pytest.raises(KernelError, match="OPKIT_BATCH_INVARIANT is set"):
         decoding.decode(*arguments(*made(1, 8, 1, 1, 256, 8, 8)))
 

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,8 +223,8 @@ class TestTakes:
             call = Call(*arguments(*shaped((4, 2), queries, keys, head, head), mask=mask))
             assert cuda._brief(call) == (brief and head == 64)
 
-    def test_none_where_batch_invariance_is_asked_for(self, monkeypatch):
-        monkeypatch.setattr(gluon.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+    @pytest.mark.usefixtures("batch_invariance")
+    def test_none_where_batch_invariance_is_asked_for(self):
         assert not cuda.takes(Call(*arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)))
 
     def test_none_without_nvcc(self, monkeypatch):

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from hopper_calls import (
 from opkit.attn import api, program
 from opkit.attn.calls import Call
 from opkit.attn.gpu.hopper import decode_cuda as decoding
-from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import library
 from opkit.errors import KernelError
 from opkit.masks import Causal
@@ -83,8 +81,8 @@ class TestTakes:
         calls = TAKEN | OTHERS | REFUSED
         assert [case for case, given in calls.items() if decoding.takes(Call(*given()))] == [*TAKEN]
 
-    def test_none_where_batch_invariance_is_asked_for(self, monkeypatch):
-        monkeypatch.setattr(gluon.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+    @pytest.mark.usefixtures("batch_invariance")
+    def test_none_where_batch_invariance_is_asked_for(self):
         assert not decoding.takes(Call(*given()))
 
     def test_none_without_nvcc(self, monkeypatch):
@@ -97,8 +95,8 @@ def test_refuses():
     assert not unlike(REFUSED, refuses(decoding.decode, said))
 
 
-def test_batch_invariance_is_refused(monkeypatch):
-    monkeypatch.setattr(gluon.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+@pytest.mark.usefixtures("batch_invariance")
+def test_batch_invariance_is_refused():
     with pytest.raises(KernelError, match="OPKIT_BATCH_INVARIANT is set"):
         decoding.decode(*given())
 

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from paged_calls import UNLIMITED, Cache, of_pages
 
 from opkit.attn.gpu.hopper import decode_cuda, library
 from opkit.attn.gpu.hopper import decode_pages_cuda as decoding
-from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.paged import paged_attention_operator
 from opkit.attn.paged_cpu import PagedCall
 
@@ -71,8 +69,8 @@ class TestTakes:
         calls = TAKEN | OTHERS | REFUSED
         assert [case for case, given in calls.items() if decoding.takes_pages(PagedCall(*given()))] == [*TAKEN]
 
-    def test_none_where_batch_invariance_is_asked_for(self, monkeypatch):
-        monkeypatch.setattr(gluon.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+    @pytest.mark.usefixtures("batch_invariance")
+    def test_none_where_batch_invariance_is_asked_for(self):
         assert not decoding.takes_pages(PagedCall(*given()))
 
     def test_none_without_nvcc(self, monkeypatch):

@@ -1,13 +1,11 @@
 """Which calls the kernels for GPUs take, and what they say to others: no GPU and no Triton."""
 
-import dataclasses
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from opkit import config
 from opkit.attn import gradients
 from opkit.attn.calls import Call, GradientCall
 from opkit.attn.gpu import kernels
@@ -61,9 +59,8 @@ def test_gradients_of_another_dtype_are_not_taken():
         kernels.backward(*taken._replace(gradient=q.half()))
 
 
-def test_batch_invariance_is_refused(monkeypatch):
-    settings = dataclasses.replace(config.get(), batch_invariant=True)
-    monkeypatch.setattr(config, "get", lambda: settings)
+@pytest.mark.usefixtures("batch_invariance")
+def test_batch_invariance_is_refused():
     with pytest.raises(KernelError, match="OPKIT_BATCH_INVARIANT is set, and kernel 'triton' was forced"):
         kernels.forward(*call(torch.ones(1, 4, 3, 8)))
 

@@ -12,7 +12,7 @@ from opkit.testing import compile_launches
 @pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
 def merge(request):
     if request.param == "interpreted":
-        process = request.getfixturevalue("decoding_process")
+        process = request.getfixturevalue("interpreter")
         return lambda *lists: process("opkit::merge_attention", *lists, kernel="triton")
 
     def on_gpu(*lists):

@@ -3,7 +3,6 @@
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,8 +141,8 @@ def test_refuses_pages():
     assert not unlike(PAGES_REFUSED, refuses(mla_paged.paged, said))
 
 
-def test_batch_invariance_is_refused(monkeypatch):
-    monkeypatch.setattr(decoding.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+@pytest.mark.usefixtures("batch_invariance")
+def test_batch_invariance_is_refused():
     for call in (lambda: mla.forward(*arguments()), lambda: mla_paged.paged(*pages())):
         with pytest.raises(KernelError, match="OPKIT_BATCH_INVARIANT is set"):
             call()

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import decoding_kernels
 from paged_calls import UNLIMITED, Cache, expected
 
 import opkit
-from opkit.attn.gpu.decode import decoding, paged
+from opkit.attn.gpu.decode import paged
 from opkit.attn.gpu.decode import plan as decode_plan
 from opkit.errors import KernelError
 from opkit.kernels.triton import compiling, resources
@@ -30,7 +29,7 @@ DEVICES = ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.fixture(params=DEVICES)
 def run(request):
     if request.param == "interpreter":
-        interpreted = request.getfixturevalue("decoding_process")
+        interpreted = request.getfixturevalue("interpreter")
         return lambda *call: interpreted("opkit::paged_attention", *call, kernel="split")
     return on_gpu
 
@@ -64,7 +63,7 @@ PAIRS = [  # the most important come first
 ]  # fmt: skip
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("dtype", "kv"), PAIRS, ids=str)
 def test_ragged_queries(run, dtype, kv):
     cache = Cache(RAGGED[0], dtype=kv)
@@ -88,18 +87,18 @@ def test_bands_caps_and_sinks(run, options):
     check(run, cache, cache.queries(9, 4), RAGGED[1], **options)
 
 
-def test_values_that_are_columns_of_keys(decoding_process):
+def test_values_that_are_columns_of_keys(interpreter):
     """As in multi-head latent attention: the kernel reads them once."""
     cache = Cache([100, 40], kv_heads=1, d=96)
     cache.k_exact, cache.v_exact = cache.k.double(), cache.k.double()[..., :64]
     cache.v = cache.k[..., :64]
     q, starts = cache.queries(3, 16), [0, 2, 3]
     arguments = (q, cache.k, 64, cache.table, cache.lengths, torch.tensor(starts))
-    out = decoding_process("decoding_tests::latent_pages", *arguments, kernel="interpreted")
+    out = interpreter("decoding_tests::latent_pages", *arguments, kernel="interpreted")
     torch.testing.assert_close(out.double(), expected(cache, q, starts)[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("page_size", [7, 200, 1, 64])
 def test_pages_of_any_size(run, page_size):
     cache = Cache([130, 64, 1], page_size=page_size, kv_heads=1)
@@ -119,6 +118,7 @@ def test_more_queries_than_keys_see_nothing(run):
     assert (lse[:3] == -torch.inf).all()
 
 
+@pytest.mark.emulated
 def test_a_visible_nan_is_seen_by_the_queries_that_see_it(run):
     for dtype in (torch.float32, torch.float8_e4m3fn):
         cache = Cache([100, 60], dtype=dtype)
@@ -132,6 +132,7 @@ def test_a_visible_nan_is_seen_by_the_queries_that_see_it(run):
         assert out.isfinite().all()
 
 
+@pytest.mark.emulated
 def test_pages_of_any_strides(run):
     cache = Cache([40, 50], dtype=torch.float16)
     q = cache.queries(2, 4, torch.float16)
@@ -159,8 +160,8 @@ def test_no_queries_and_no_keys(run):
     check(run, cache, cache.queries(2, 4), [0, 1, 2], sinks=torch.arange(4.0))
 
 
-def test_batch_invariance_is_refused(monkeypatch):
-    monkeypatch.setattr(decoding.config, "get", lambda: SimpleNamespace(batch_invariant=True))
+@pytest.mark.usefixtures("batch_invariance")
+def test_batch_invariance_is_refused():
     cache = Cache([40])
     with pytest.raises(KernelError, match="OPKIT_BATCH_INVARIANT is set"):
         paged.paged(*cache.call(cache.queries(1, 4), [0, 1]))
@@ -190,7 +191,7 @@ STORED = [  # the most important come first
 def append(request):
     """The kernel as a function of the operator's arguments; what it writes to is theirs."""
     if request.param == "interpreter":
-        interpreted = request.getfixturevalue("decoding_process")
+        interpreted = request.getfixturevalue("interpreter")
         return lambda *call: interpreted("opkit::append_kv", *call, kernel="split")
     return append_on_gpu
 
@@ -209,7 +210,7 @@ def pages_of(dtype, scale, sizes=(20, 33), count=12):
     return pages, [None if scale is None else torch.full((count, 5, 2), 7.0, dtype=scale) for _ in sizes]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("dtype", "scale"), STORED, ids=str)
 def test_what_is_appended_is_what_the_reference_appends(append, dtype, scale):
     for given in FLOATS:

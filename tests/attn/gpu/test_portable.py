@@ -57,7 +57,7 @@ class Case:
 
 CASES = {
     "plain": Case((1, 2, 1, 37, 150, 16, 16)),
-    "narrow, heads that are padded": Case((1, 4, 2, 130, 70, 96, 40), narrow=True),
+    "narrow, heads that are padded": Case((1, 2, 1, 130, 70, 96, 40), narrow=True),
     "a head of two parts": Case((1, 2, 1, 20, 40, 520, 16), scale=0.05, narrow=True),
     "a head of 7 and 3": Case((1, 2, 2, 20, 70, 7, 3)),
     "heads inside": Case((2, 2, 1, 70, 30, 16, 24), inside=True),
@@ -71,9 +71,9 @@ CASES = {
     ),
     "documents": Case((2, 4, 2, 300, 300, 16, 16), mask=(SEGMENTS, 0, 0), masks=(lambda: numbers(300, 43),)),
     "causal documents of some length": Case(
-        (2, 1, 1, 300, 300, 16, 16),
+        (2, 1, 1, 200, 200, 16, 16),
         mask=(SEGMENTS, 0, 0, BAND, -FAR, 0, AND, LENGTH, 1, AND),
-        masks=(lambda: numbers(300, 143), lambda: torch.tensor([250, 0]).int()),
+        masks=(lambda: numbers(200, 143), lambda: torch.tensor([180, 0]).int()),
     ),
     "not these documents, or near": Case(
         (2, 2, 1, 300, 280, 16, 16),

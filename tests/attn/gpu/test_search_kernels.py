@@ -41,19 +41,12 @@ def test_both_kernels_of_the_backward(gpu):
     assert not gpu.timed
 
 
-def test_lists_of_tiles_have_the_chosen_tiles(gpu, monkeypatch):
-    from opkit.attn.gpu import tile_lists
-
-    built = []
-    monkeypatch.setattr(tile_lists, "lists_of", lambda call, shape, size, by_keys: built.append(size) or _no_lists())
+def test_lists_of_tiles_have_the_chosen_tiles(gpu):
     given = call(mask=(SEGMENTS, 0, 0, *CAUSAL, AND), masks=(torch.zeros(1, 600, dtype=torch.int32),))
     kernels.forward(*given)
-    assert [tuple(each) for each in built[:-1]] == tried(candidates.FORWARD)
-    assert tuple(built[-1]) == launched(gpu) == FASTEST
-
-
-def _no_lists():
-    return torch.zeros(1, 1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 2, dtype=torch.int32)
+    built = [(each.constexprs["ROWS"], each.constexprs["KEYS"]) for each in gpu.launches("tile_lists")]
+    assert built == [*dict.fromkeys(each[:2] for each in tried(candidates.FORWARD))]
+    assert launched(gpu) == FASTEST
 
 
 def test_gradients_of_biases(gpu):
@@ -191,6 +184,17 @@ def test_opkit_tune_has_calls_that_these_kernels_take(name):
     assert all((each.operator, each.kernel) in in_advance.identities() for each in function.identities())
 
 
+@pytest.fixture
+def kernels_on_cpu(operator):
+    """The portable forward takes calls of CPU tensors."""
+    table = operator._operator.kernels
+    own = next(each for each in table.kernels if each.name == "triton")
+    others = [each for each in table.kernels if each is not own]
+    table.kernels = [dataclasses.replace(own, device="cpu", priority=100), *others]
+    operator._renew()
+
+
+@pytest.mark.usefixtures("kernels_on_cpu")
 def test_opkit_tune_searches(gpu, monkeypatch):
     from typer.testing import CliRunner
 
@@ -201,56 +205,30 @@ def test_opkit_tune_searches(gpu, monkeypatch):
     shape = ", ".join(f"{name}=bf16[1, 2, 600, 64]" for name in "qkv")
     shape += ", mask_tensors=[], bias_tensors=[], sinks=None, seed=None, mask=[], bias=[]"
     shape = f"opkit::attention({shape}, scale=0.1, softcap=0.0, dropout_p=0.0, heads_inside=False)"
-    undo = kernels_on_cpu()
-    try:
-        result = CliRunner().invoke(cli.app, ["tune", "opkit.attn.api", "--shapes", shape])
-        assert result.exit_code == 0, result.output
-        assert "[attention_forward]: " + LABEL.format(*FASTEST) in " ".join(result.output.split())
-        assert "(tuned)" in result.output
-        gpu.restart()
-        assert "(recorded)" in CliRunner().invoke(cli.app, ["tune", "opkit.attn.api", "--shapes", shape]).output
-        shown = CliRunner().invoke(cli.app, ["tune", "--show", "--op", "opkit::attention"]).output
-        assert "attention_forward" in shown
-    finally:
-        undo()
+    result = CliRunner().invoke(cli.app, ["tune", "opkit.attn.api", "--shapes", shape])
+    assert result.exit_code == 0, result.output
+    assert "[attention_forward]: " + LABEL.format(*FASTEST) in " ".join(result.output.split())
+    assert "(tuned)" in result.output
+    gpu.restart()
+    assert "(recorded)" in CliRunner().invoke(cli.app, ["tune", "opkit.attn.api", "--shapes", shape]).output
+    shown = CliRunner().invoke(cli.app, ["tune", "--show", "--op", "opkit::attention"]).output
+    assert "attention_forward" in shown
 
 
-def kernels_on_cpu():
-    """The portable forward takes calls of CPU tensors; gives what undoes it."""
-    from opkit.attn.operator import attention_operator
-
-    table = attention_operator()._operator.kernels
-    before = list(table.kernels)
-    own = next(each for each in before if each.name == "triton")
-    table.kernels = [dataclasses.replace(own, device="cpu", priority=100), *(k for k in before if k is not own)]
-    attention_operator()._renew()
-
-    def undo():
-        table.kernels = before
-        attention_operator()._renew()
-
-    return undo
-
-
+@pytest.mark.usefixtures("kernels_on_cpu")
 def test_select_says_which_tiles_and_why(gpu):
-    undo = kernels_on_cpu()
-    try:
-        q = call(queries=600).q
-        (note,) = select(q, q, q).notes
-        assert note.startswith(
-            "attention_forward: rows=128, keys=128, warps=8, stages=3 (not searched for yet, so by rule"
-        )
-        assert not gpu.timed
-        kernels.forward(*call())
-        chosen = select(q, q, q)
-        assert "rows={}, keys={}, warps={}, stages={} (the fastest by search".format(*FASTEST) in str(chosen)
-        assert "for bfloat16 | d=64 e=64 extras=0 long=1 mask=0 pair=0 on NVIDIA A100-SXM4-80GB)" in str(chosen)
-        (note,) = select(q, q, q, bias=torch.zeros(1, 1, 600, 600)).notes
-        assert "not searched for yet" in note
-        gpu.become("NVIDIA H200", "sm_90", 232448)
-        assert select(q, q, q).notes == ("attention_forward: rows=128, keys=128, warps=8, stages=3 (by its table)",)
-    finally:
-        undo()
+    q = call(queries=600).q
+    (note,) = select(q, q, q).notes
+    assert note.startswith("attention_forward: rows=128, keys=128, warps=8, stages=3 (not searched for yet, so by rule")
+    assert not gpu.timed
+    kernels.forward(*call())
+    chosen = select(q, q, q)
+    assert "rows={}, keys={}, warps={}, stages={} (the fastest by search".format(*FASTEST) in str(chosen)
+    assert "for bfloat16 | d=64 e=64 extras=0 long=1 mask=0 pair=0 on NVIDIA A100-SXM4-80GB)" in str(chosen)
+    (note,) = select(q, q, q, bias=torch.zeros(1, 1, 600, 600)).notes
+    assert "not searched for yet" in note
+    gpu.become("NVIDIA H200", "sm_90", 232448)
+    assert select(q, q, q).notes == ("attention_forward: rows=128, keys=128, warps=8, stages=3 (by its table)",)
 
 
 # ---- on a GPU alone --------------------------------------------------------------------------------------------------

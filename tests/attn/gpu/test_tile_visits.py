@@ -45,11 +45,11 @@ def run(request):
     """Calls the kernel."""
     if request.param == "gpu":
         return lambda *given: kernels.visits_by_kernel(*(x.cuda() for x in given)).cpu()
-    process = request.getfixturevalue("listing_process")
+    process = request.getfixturevalue("interpreter")
     return lambda *given: process(kernels.visits, *given, kernel="interpreted")
 
 
-@pytest.mark.sweep(keep=["padding", "shuffled"])
+@pytest.mark.sweep(keep=["shuffled"])
 @pytest.mark.parametrize("case", CASES)
 def test_as_torch_finds_them(run, case):
     causal, numbers = CASES[case]
