@@ -2,17 +2,14 @@
 
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import fresh_process
 import pytest
+import small_properties as small
 from typer.testing import CliRunner
 
 from opkit import cli, cli_check
-
-sys.path.insert(0, str(Path(__file__).parent / "contract"))
-import small_properties as small
 
 RUNNER = CliRunner()
 NUMBERS = itertools.count()

@@ -1,20 +1,16 @@
 """opkit.attention: layouts, mistakes, and what importing opkit leaves for later."""
 
 import json
-import sys
-from pathlib import Path
 
 import fresh_process
 import pytest
 import torch
+from attention_inputs import inputs, randn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opkit
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, KernelError, ShapeError
 from opkit.masks import ALiBi, Causal, KeyPadding, RelativePosition, VarLen
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_inputs import inputs, randn
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 

@@ -1,16 +1,11 @@
 """opkit.attention in torch.compile and torch.export: no graph breaks, other lengths, gradients."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from attention_inputs import inputs, randn
 
 import opkit
 from opkit.masks import ALiBi, Causal, KeyPadding, Not, Segments, SlidingWindow, VarLen
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_inputs import inputs, randn
 
 
 class Attention(torch.nn.Module):

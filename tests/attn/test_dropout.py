@@ -1,18 +1,14 @@
 """Dropout of the reference: what Philox says is kept."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from attention_oracle import close, inputs, naive
 
 import opkit
 from opkit.attn import philox, program
 from opkit.attn.operator import attention_operator
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_oracle import close, inputs, naive
 
 
 def philox_words(counter, key):

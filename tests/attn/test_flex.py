@@ -2,10 +2,9 @@
 
 import itertools
 import random
-import sys
 import warnings
-from pathlib import Path
 
+import attention_inputs
 import pytest
 import torch
 from torch.nn.attention import flex_attention as theirs
@@ -28,9 +27,6 @@ from opkit.masks import (
     VarLen,
 )
 from opkit.nn.functional import flex_attention
-
-sys.path.insert(0, str(Path(__file__).parent))
-import attention_inputs
 
 BATCH, HEADS = 2, 4
 SHAPES = ((40, 70), (70, 40), (64, 64), (1, 33))

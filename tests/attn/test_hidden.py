@@ -1,17 +1,13 @@
 """The reference: rows that see nothing, and what is hidden, which leaks into no result and no gradient."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from attention_oracle import inputs
 
 import opkit
 from opkit.masks import Causal, Dense, KeyPadding, Segments
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_oracle import inputs
 
 
 @pytest.mark.sweep

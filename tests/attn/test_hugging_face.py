@@ -1,18 +1,14 @@
 """Models of transformers with attn_implementation="opkit", beside their own implementation in torch operations."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from attention_inputs import seen
 
 import opkit
 from opkit.attn import hugging_face_masks
 from opkit.attn.masks import KeyPadding
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_inputs import seen
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

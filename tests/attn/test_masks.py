@@ -2,9 +2,8 @@
 
 import itertools
 import random
-import sys
-from pathlib import Path
 
+import attention_inputs
 import pytest
 import torch
 
@@ -24,9 +23,6 @@ from opkit.masks import (
     SlidingWindow,
     VarLen,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-import attention_inputs
 
 BATCH, HEADS = 2, 3
 SHAPES = ((4, 6), (6, 4), (5, 5), (1, 7), (0, 3), (3, 0))

@@ -1,12 +1,11 @@
 """The reference: its numbers and its derivatives."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_oracle import TOLERANCE, close, inputs, naive, randn
 from torch.autograd import gradcheck, gradgradcheck
 
 import opkit
@@ -21,9 +20,6 @@ from opkit.masks import (
     SlidingWindow,
     VarLen,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_oracle import TOLERANCE, close, inputs, naive, randn
 
 
 def visible(predicate, queries, keys):

@@ -1,19 +1,14 @@
 """Which kernel computes a call: chosen by its arguments, named by the user, called by transforms."""
 
-import sys
-from pathlib import Path
-
 import fresh_process
 import pytest
 import torch
+from attention_inputs import inputs, randn
 
 import opkit
 from opkit import _core
 from opkit.attn import api
 from opkit.masks import Causal, KeyPadding
-
-sys.path.insert(0, str(Path(__file__).parent))
-from attention_inputs import inputs, randn
 
 
 @pytest.fixture

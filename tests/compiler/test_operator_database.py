@@ -1,15 +1,10 @@
 """Operators of PyTorch's OpInfo database, compiled, give what eager gives; all of them: benchmarks/opinfo_compile.py."""
 
 import functools
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from database_compiled import asked, infos
 from database_exceptions import EXCEPTIONS
 

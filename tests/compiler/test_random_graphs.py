@@ -1,16 +1,11 @@
 """Random programs, compiled, give what eager torch gives; thousands of them: benchmarks/fuzz_compile.py."""
 
 import functools
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from random_compare import EagerError, mismatch
 from random_graphs import Input, Program, arguments
 from random_lines import programs

@@ -1,15 +1,11 @@
 """What AOTAutograd made of a graph, found on the disk: the same values, gradients and errors, and no AOTAutograd."""
 
 import copy
-import sys
-from pathlib import Path
 
 import fresh_process
 import pytest
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from warm_calls import X, check, cold_and_warm, compiled, counted, mlp, trained
 
 pytestmark = pytest.mark.usefixtures("cache")

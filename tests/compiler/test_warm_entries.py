@@ -5,18 +5,14 @@ import hashlib
 import json
 import logging
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from warm_calls import X, check, cold_and_warm, compiled, counted, misses, mlp, on, trained
 
 import opkit
-
-sys.path.insert(0, str(Path(__file__).parent))
-from warm_calls import X, check, cold_and_warm, compiled, counted, misses, mlp, on, trained
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -4,17 +4,14 @@ import contextlib
 import importlib
 import sys
 import textwrap
-from pathlib import Path
 
 import fresh_process
 import pytest
 import torch
+from warm_calls import compiled, counted
 
 import opkit
 from opkit import config
-
-sys.path.insert(0, str(Path(__file__).parent))
-from warm_calls import compiled, counted
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,11 @@
 """What tests of the contract share: one property is asked of one operator, and answers yes, no, or why not."""
 
 import functools
-import sys
-from pathlib import Path
 
 import pytest
+import small_properties as small
 
 import opkit
-
-sys.path.insert(0, str(Path(__file__).parent))
-import small_properties as small
 
 
 @pytest.fixture

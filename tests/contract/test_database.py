@@ -1,14 +1,8 @@
 """Functions of PyTorch's OpInfo database, wrapped as operators, break no property; all of them: benchmarks/database.py."""
 
-import sys
-from pathlib import Path
-
+import database
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import database
 from database_names import EXCLUDED, FINDINGS
 
 from opkit.contract.properties import PROPERTIES

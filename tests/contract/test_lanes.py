@@ -3,21 +3,17 @@
 import dataclasses
 import os
 import signal
-import sys
 import threading
-from pathlib import Path
 
 import fresh_process
 import pytest
+import small_properties as small
 import torch
 
 import opkit
 from opkit.contract.processes import child, lanes
 from opkit.contract.prop import Refusal, Remark, Violation
 from opkit.testing import tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-import small_properties as small
 
 pytestmark = pytest.mark.skipif(not child.available(), reason="processes are forked on Linux")
 HERE = os.getpid()

@@ -1,17 +1,11 @@
 """What a script makes wrong in right operators is found; all of it: benchmarks/mutation.py."""
 
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import isolated
 import mutation
 import mutation_c
 import mutation_python
+import pytest
+import torch
 from mutation_equivalent import EQUIVALENT
 
 KERNEL = """

@@ -1,20 +1,16 @@
 """The page of a report: everything is on it, nothing is loaded, and no text of the user's is taken for HTML."""
 
 import re
-import sys
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
+import small_properties as small
 
 import opkit
 from opkit.contract.calls.cases import Case
 from opkit.contract.told.page import page
 from opkit.contract.told.report import Failure, Passed, Report, Skipped
 from opkit.testing import tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-import small_properties as small
 
 _VOID = {"meta", "br", "hr", "img", "input", "link"}
 

@@ -1,10 +1,9 @@
 """What a report says to people and to programs."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+import small_properties as small
 import torch
 
 import opkit
@@ -13,9 +12,6 @@ from opkit.contract.told.report import Failure, Passed, Report, Skipped
 from opkit.contract.told.report_json import as_json
 from opkit.errors import ContractError
 from opkit.testing import tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-import small_properties as small
 
 CASE = Case((TensorCase((1, 65)), 0.5), (("eps", 1.0),))
 

@@ -1,18 +1,13 @@
 """In what order properties are asked, for how long, and what is told meanwhile."""
 
-import sys
-from pathlib import Path
-
 import pytest
+import small_properties as small
 import torch
 
 import opkit
 from opkit.contract import run
 from opkit.errors import ArgumentError
 from opkit.testing import tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-import small_properties as small
 
 ARGS = (tensor("n"),)
 

@@ -1,16 +1,12 @@
 """examples/kernels: norms, softmax and dropout. Numbers in the interpreter and on a GPU, code for four architectures."""
 
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent))
-
 import row_kernels as k
 
 from opkit.kernels.triton import compiling, configs, resources

@@ -1,15 +1,11 @@
 """examples/kernels: gated units, rotary embedding, losses, routing, quantisation. In the interpreter, on a GPU, compiled."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent))
-
 import token_kernels as k
 from row_kernels import check, tensors
 

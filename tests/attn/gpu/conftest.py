@@ -1,17 +1,13 @@
 """Where kernels for GPUs run in tests: in Triton's interpreter, on CPU tensors, and on a GPU where there is one."""
 
 import os
-import sys
-from pathlib import Path
 
-import pytest
-import torch
-from torch.utils import _pytree as pytree
-
-sys.path.insert(0, str(Path(__file__).parent))
 import interpreted_kernels
 import listing_kernels
+import pytest
+import torch
 from cuda_on_cpu import lists_in_torch, on_cpu, visits_in_torch
+from torch.utils import _pytree as pytree
 
 from opkit import config
 from opkit.attn import gradients

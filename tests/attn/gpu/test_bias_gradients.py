@@ -1,13 +1,9 @@
 """The gradients of biases by the portable kernel, against the formula in float64."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import opkit
 from opkit.attn import gradients, program, reference

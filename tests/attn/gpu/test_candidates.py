@@ -1,10 +1,9 @@
 """The tiles that a search tries: which these are, that they compile, and that they compute the same."""
 
-import sys
-from pathlib import Path
-
+import candidate_kernels
 import pytest
 import torch
+from fake_gpu import CAUSAL, KERNELS, tried
 
 from opkit.attn import gradients, reference
 from opkit.attn.gpu import arguments, blocks, candidates, kernels, search
@@ -14,10 +13,6 @@ from opkit.kernels.triton import compiling, resources
 from opkit.op.triton.examples import request_for
 from opkit.op.triton.launch import recording
 from opkit.testing import Interpreter
-
-sys.path.insert(0, str(Path(__file__).parent))
-import candidate_kernels
-from fake_gpu import CAUSAL, KERNELS, tried
 
 # ---- what is tried ---------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,7 @@
 """Decoding for sm_90a in CUDA C++, run on a processor in random orders of events: its numbers beside the reference's."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from cuda_on_cpu import NONE, filled, on_cpu, survives
 from hopper_calls import BF16, FP16, arguments, compared
 from paged_calls import UNLIMITED, Cache, of_pages

@@ -1,12 +1,7 @@
 """Attention to float8 for sm_90a in CUDA C++, run on a processor: its numbers beside the reference's."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from cuda_on_cpu import NONE, all_but, on_cpu, survives
 from float8_calls import CALLS, KINDS, compared, every_number, given, hidden_stays_hidden
 from hopper_calls import CAUSAL

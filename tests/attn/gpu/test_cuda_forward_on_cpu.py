@@ -1,12 +1,7 @@
 """The forward for sm_90a in CUDA C++, run on a processor in random orders of events: its numbers beside the reference's."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from cuda_on_cpu import LISTS_OF_128, NONE, all_but, filled, on_cpu, survives
 from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, compared
 from hopper_masks import documents, packed, padded, shuffled

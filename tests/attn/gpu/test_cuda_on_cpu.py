@@ -1,13 +1,8 @@
 """One call of each kernel for sm_90a in CUDA C++, run on a processor; of each source only what its heads need is compiled."""
 
-import sys
-from pathlib import Path
-
+import float8_calls
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-import float8_calls
 from cuda_on_cpu import all_but, filled, on_cpu
 from hopper_calls import BF16, CAUSAL, arguments, compared
 from paged_calls import Cache, of_pages

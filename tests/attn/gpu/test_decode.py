@@ -1,16 +1,11 @@
 """Decoding on GPUs, contiguous keys: against float64, in Triton's interpreter and on a GPU; code for four architectures."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
 import decoding_kernels
 from attention_oracle import naive
 

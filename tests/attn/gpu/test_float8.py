@@ -1,14 +1,9 @@
 """The kernel of attention in float8: bytes that become float16 in the interpreter, products of float8 on GPUs that have them."""
 
-import sys
-from pathlib import Path
-
+import float8_kernels
 import pytest
 import torch
 import triton
-
-sys.path.insert(0, str(Path(__file__).parent))
-import float8_kernels
 
 from opkit.attn import program
 from opkit.attn.calls import Float8Call

@@ -1,13 +1,9 @@
 """The backward kernels for sm_90: they compile as they must here, and gradients are right where there is such a GPU."""
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hopper_backward_calls import (
     AND,
     CALLS,

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hopper_backward_calls import REPRESENTATIVE
 
 pytestmark = pytest.mark.emulated

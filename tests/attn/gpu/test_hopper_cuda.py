@@ -4,13 +4,9 @@ import ctypes
 import itertools
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hopper_calls import (
     BF16,
     CAUSAL,

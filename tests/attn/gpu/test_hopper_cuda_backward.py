@@ -1,13 +1,9 @@
 """The backward for sm_90a in CUDA C++: which calls it takes, what happens without it, and its numbers on such a GPU."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, on_hopper_with_nvcc, refuses, shaped, unlike
 from hopper_masks import documents, packed, shuffled
 

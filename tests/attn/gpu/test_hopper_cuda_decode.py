@@ -1,12 +1,7 @@
 """Decoding for sm_90a in CUDA C++: which calls it takes, how it divides them, and on such a GPU its numbers."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hopper_calls import (
     BF16,
     CAUSAL,

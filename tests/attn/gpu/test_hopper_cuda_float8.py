@@ -1,12 +1,7 @@
 """Attention to float8 for sm_90a in CUDA C++, on such a GPU: its numbers are right, and calls get it."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from float8_calls import CALLS, KINDS, compared, every_number, given, hidden_stays_hidden
 from hopper_calls import CAUSAL, on_hopper_with_nvcc
 

@@ -1,12 +1,7 @@
 """Decoding from pages for sm_90a in CUDA C++: which calls it takes, and on such a GPU its numbers."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hopper_calls import BF16, FP16, on_hopper_with_nvcc, refuses, unlike
 from paged_calls import UNLIMITED, Cache, of_pages
 

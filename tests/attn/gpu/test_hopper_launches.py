@@ -1,13 +1,8 @@
 """What the kernels for sm_90 are launched with, call after call, of which only the tensors move. The driver is a fake."""
 
-import sys
-from pathlib import Path
-
+import launched_kernels
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-import launched_kernels
 from hopper_backward_calls import arguments
 from hopper_calls import CAUSAL, shaped
 from launched_kernels import found_at

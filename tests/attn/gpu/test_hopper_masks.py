@@ -1,12 +1,7 @@
 """Masks of the forward kernel for sm_90 that are more than a band."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hopper_calls import BF16, CAUSAL, FP16, arguments, check_compiled, compared, filled, on_hopper, shaped
 from hopper_masks import bools, documents, lengths, shuffled
 

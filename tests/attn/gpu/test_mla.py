@@ -1,15 +1,11 @@
 """Latent attention on sm_90: it compiles as it must here, and its numbers are right where there is such a GPU."""
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from hopper_calls import SHARED, assembled, compared, on_hopper, refuses, unlike
 from paged_calls import Cache, expected
 

@@ -1,14 +1,9 @@
 """Few queries as rows of the forward for Hopper: what is made of a call here, and numbers where there is such a GPU."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent))
-
 from hopper_calls import CAUSAL, arguments, compared, on_hopper, shaped
 
 from opkit.attn import reference

@@ -1,14 +1,9 @@
 """Paged attention on GPUs: against float64, in Triton's interpreter and on a GPU; code for four architectures."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parent))
-
 import decoding_kernels
 from paged_calls import UNLIMITED, Cache, expected
 

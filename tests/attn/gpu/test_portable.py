@@ -1,14 +1,10 @@
 """The portable kernels, forward and backward, against the formulas in float64."""
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from opkit.attn import gradients, program, reference
 from opkit.attn.calls import Call, GradientCall

@@ -2,13 +2,14 @@
 
 import dataclasses
 import gc
-import sys
 import weakref
 from pathlib import Path
 
+import fake_gpu
 import fresh_process
 import pytest
 import torch
+from fake_gpu import CAUSAL, FASTEST, KERNELS, call, gradient_call, launched, timed, tried
 
 from opkit.attn.gpu import arguments, blocks, candidates, kernels, search
 from opkit.attn.gpu.decode import decoding, division
@@ -18,10 +19,6 @@ from opkit.errors import TuningWarning
 from opkit.kernels.triton import records
 from opkit.op import autotune
 from opkit.op.triton.launch import recording
-
-sys.path.insert(0, str(Path(__file__).parent))
-import fake_gpu
-from fake_gpu import CAUSAL, FASTEST, KERNELS, call, gradient_call, launched, timed, tried
 
 fake_libraries, fake, gpu = fake_gpu.fake_libraries, fake_gpu.fake, fake_gpu.gpu
 

@@ -1,12 +1,12 @@
 """Tiles by search: each kernel of attention, candidates that cannot run, and searches in advance. No GPU is needed."""
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
+import fake_gpu
 import pytest
 import torch
+from fake_gpu import CAUSAL, FAR, FASTEST, LABEL, call, gradient_call, launched, milliseconds, tiles, timed, tried
 
 from opkit import config
 from opkit.attn import gradients, reference
@@ -19,10 +19,6 @@ from opkit.attn.program import AND, BIAS_DENSE, SEGMENTS
 from opkit.errors import CompileError, KernelError
 from opkit.kernels.triton import observation, records, tuning
 from opkit.op.triton.launch import recording
-
-sys.path.insert(0, str(Path(__file__).parent))
-import fake_gpu
-from fake_gpu import CAUSAL, FAR, FASTEST, LABEL, call, gradient_call, launched, milliseconds, tiles, timed, tried
 
 fake_libraries, fake, gpu = fake_gpu.fake_libraries, fake_gpu.fake, fake_gpu.gpu
 

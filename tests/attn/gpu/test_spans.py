@@ -1,13 +1,8 @@
 """Which keys each query sees under segments, from the kernel and from torch; and when this is kept."""
 
-import sys
-from pathlib import Path
-
+import listing_kernels as kernels
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-import listing_kernels as kernels
 from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn.calls import Call

@@ -1,13 +1,8 @@
 """What tiles of bools have in them, from the kernel and from torch."""
 
-import sys
-from pathlib import Path
-
+import listing_kernels as kernels
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-import listing_kernels as kernels
 
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks

@@ -1,13 +1,8 @@
 """Which blocks of queries a tile of keys visits and in which turns, from the kernel and from torch."""
 
-import sys
-from pathlib import Path
-
+import listing_kernels as kernels
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-import listing_kernels as kernels
 from cuda_on_cpu import lists_in_torch
 from hopper_calls import CAUSAL
 from hopper_masks import documents, packed, padded, shuffled

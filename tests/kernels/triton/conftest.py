@@ -5,13 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from packing import Gpu, Package, named
 
 from opkit import config
 from opkit.kernels.triton import compiling, packaged, tuning
 from opkit.op.triton import machine
-
-sys.path.insert(0, str(Path(__file__).parent))
-from packing import Gpu, Package, named
 
 
 @pytest.fixture

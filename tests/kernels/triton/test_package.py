@@ -3,15 +3,12 @@
 import shutil
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from packing import BY_PYTHON, OPTIONS, check, divisible
 
 from opkit.errors import BuildCacheWarning
-
-sys.path.insert(0, str(Path(__file__).parent))
-from packing import BY_PYTHON, OPTIONS, check, divisible
 
 pytestmark = pytest.mark.usefixtures("triton_cache")
 

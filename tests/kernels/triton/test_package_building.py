@@ -1,11 +1,10 @@
 """Building Triton kernels ahead of time: for which configurations, architectures and examples, with which tuning results."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from packing import CONFIGS, OPTIONS, check
 
 from opkit import config
 from opkit.errors import PackageError
@@ -14,9 +13,6 @@ from opkit.kernels.triton import records
 from opkit.kernels.triton.binaries import Binary, Param
 from opkit.kernels.triton.record_format import Tried
 from opkit.op.triton.building import ARCHITECTURES
-
-sys.path.insert(0, str(Path(__file__).parent))
-from packing import CONFIGS, OPTIONS, check
 
 pytestmark = pytest.mark.usefixtures("triton_cache")
 

@@ -3,19 +3,15 @@
 import dataclasses
 import os
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from tuned import BEST, BUCKET, CONFIGS, DEVICE, RMS, Timer, decide, never
 
 from opkit.errors import CompileError, DeclarationError, KernelError, TuningWarning
 from opkit.kernels.triton import observation, records, tuning
 from opkit.kernels.triton.record_format import Tried
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tuned import BEST, BUCKET, CONFIGS, DEVICE, RMS, Timer, decide, never
 
 pytestmark = pytest.mark.usefixtures("settings")
 

@@ -9,13 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from tuned import BEST, BUCKET, DEVICE, TIMES, Timer, decide, never
 
 import opkit
 from opkit.errors import TuningWarning
 from opkit.kernels.triton import records
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tuned import BEST, BUCKET, DEVICE, TIMES, Timer, decide, never
 
 pytestmark = pytest.mark.usefixtures("settings")
 
