@@ -1,4 +1,4 @@
-"""Which cases run, where what they build is stored, and an environment for child processes.
+"""Which cases run, and where what they build is stored.
 
 The default run leaves out the cases with a marker of ``LEFT_OUT``. ``--exhaustive`` runs them too, and ``-m`` those whose marker
 it names. Of the cases of a test with the marker ``sweep`` it keeps a few (see :func:`representatives`): the others get the
@@ -6,7 +6,6 @@ marker ``exhaustive``.
 """
 
 import gc
-import importlib.metadata
 import itertools
 import logging
 import os
@@ -14,7 +13,6 @@ import re
 import shutil
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
 
 try:
-    import opkit._core
+    import opkit._core  # noqa: F401
 except ImportError as error:
     raise pytest.UsageError(f"opkit is not installed ({error}). Run `pip install '.[test]'` in {ROOT}.") from error
 
@@ -158,25 +156,3 @@ def representatives(cases, most=sys.maxsize, keep=None):
         chosen.append(max(values, key=lambda case: len(values[case] & missing)))
         missing -= values[chosen[-1]]
     return chosen
-
-
-@pytest.fixture(scope="session")
-def child_environment(tmp_path_factory):
-    """The environment for a child process that must import the opkit under test, installed or not."""
-    paths = [str(Path(opkit.__file__).parents[1]), _entry_points(tmp_path_factory), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-
-
-def _entry_points(tmp_path_factory):
-    """A folder by which torch finds the backend of an opkit that is not installed."""
-    if importlib.metadata.entry_points(group="torch_dynamo_backends", name="opkit"):
-        return ""
-    project = tomllib.loads((Path(opkit.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    version = opkit.__version__
-    folder = tmp_path_factory.mktemp("installed")
-    made = folder / f"opkit-{version}.dist-info"
-    made.mkdir()
-    made.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: opkit\nVersion: {version}\n")
-    lines = [f"{name} = {value}" for name, value in project["entry-points"]["torch_dynamo_backends"].items()]
-    made.joinpath("entry_points.txt").write_text("\n".join(["[torch_dynamo_backends]", *lines, ""]))
-    return str(folder)

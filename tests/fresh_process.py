@@ -26,21 +26,21 @@ _context.set_forkserver_preload(["torch", "torch._dynamo"])
 
 def run(
     arguments: Sequence[str | Path],
-    env: Mapping[str, str],
+    env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     check: bool = True,
     timeout: float = 900,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments (``-c program``, ``-m module`` or a file, after any ``-W``), as ``subprocess.run`` does.
 
-    ``cwd`` is a new folder by default.
+    ``env`` is that of this process by default, and ``cwd`` a new folder.
     """
     return start(arguments, env, cwd).wait(check, timeout)
 
 
-def start(arguments: Sequence[str | Path], env: Mapping[str, str], cwd: Path | None = None) -> Child:
+def start(arguments: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Child:
     """Start Python with these arguments."""
-    return Child([*map(str, arguments)], env, cwd)
+    return Child([*map(str, arguments)], os.environ if env is None else env, cwd)
 
 
 class Child:

@@ -210,11 +210,9 @@ def operator_module(module_folder):
     opkit.remove("cli_test::double")
 
 
-def test_an_operator_is_listed_and_described(operator_module, module_folder, child_environment):
+def test_an_operator_is_listed_and_described(operator_module, module_folder):
     command = ["-m", "opkit", "list", "--module", operator_module]
-    listed = fresh_process.run(
-        command, child_environment, module_folder
-    ).stdout  # by itself: here are all other tests' too
+    listed = fresh_process.run(command, cwd=module_folder).stdout  # by itself: here are all other tests' too
     assert "cli_test::double" in listed
     described = run("describe", "cli_test::double", "--module", operator_module)
     assert described.exit_code == 0

@@ -105,25 +105,25 @@ def marking(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name, text in DOCUMENTS.items() if script(text).strip()])
-def test_python_blocks_run(name, tmp_path, child_environment):
+def test_python_blocks_run(name, tmp_path):
     text = DOCUMENTS[name]
     program = tmp_path / f"{Path(name).stem.lower()}_blocks.py"
     program.write_text(marking(text) if name in SHOWING else script(text), encoding="utf-8")
     save(text, tmp_path)
-    done = fresh_process.run([*WARNINGS, program.name], child_environment, tmp_path, timeout=_LIMIT)
+    done = fresh_process.run([*WARNINGS, program.name], cwd=tmp_path, timeout=_LIMIT)
     printed = done.stdout.split(_END)
     for block, expected in shown(text) if name in SHOWING else []:
         assert printed[block].strip("\n") == expected
 
 
-def test_commands_run(tmp_path, child_environment):
+def test_commands_run(tmp_path):
     found = [(name, command) for name, text in DOCUMENTS.items() for command in commands(text)]
     assert found
     for name, (_, *arguments) in found:
         folder = tmp_path / Path(name).stem
         folder.mkdir(exist_ok=True)
         save(DOCUMENTS[name], folder)
-        fresh_process.run(["-m", "opkit", *arguments], child_environment, folder)
+        fresh_process.run(["-m", "opkit", *arguments], cwd=folder)
 
 
 def test_links_lead_somewhere():

@@ -143,13 +143,13 @@ def test_files_stay_under_400_lines():
     assert not [path for path in MODULES if len(path.read_text(encoding="utf-8").splitlines()) >= 400]
 
 
-def test_importing_opkit_leaves_slow_modules_for_later(child_environment):
+def test_importing_opkit_leaves_slow_modules_for_later():
     program = (
         "import sys, json, torch; before = set(sys.modules); import opkit; "
         "print(json.dumps(sorted(set(sys.modules) - before)))"
     )
     command = [sys.executable, "-c", program]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env=child_environment)
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
     added = json.loads(run.stdout)
     assert "opkit" in added
     slow = [name for name in added if any(name == heavy or name.startswith(heavy + ".") for heavy in _SLOW)]

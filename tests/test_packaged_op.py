@@ -133,13 +133,13 @@ def checked(command, folder, environment):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory, child_environment):
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packaged_op")
     project = shutil.copytree(
         EXAMPLE, folder / "project", ignore=shutil.ignore_patterns("_opkit", "build", "*.egg-info")
     )
     caches = {f"{name}_CACHE_DIR": str(folder / "cache" / name) for name in ("OPKIT", "TRITON")}
-    environment = child_environment | caches
+    environment = os.environ | caches
     checked([sys.executable, "-m", "opkit", "build", "packaged_op"], project, environment)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
     checked([*pip, "--wheel-dir", folder / "wheels", "."], project, environment)

@@ -38,7 +38,7 @@ LEFT_OUT |= {"emulated[here]", "emulated[gpu]", "build"}
 
 
 @pytest.fixture(scope="module")
-def selected(tmp_path_factory, child_environment):
+def selected(tmp_path_factory):
     """``selected(*options)``: the names of the cases that pytest runs."""
     folder = tmp_path_factory.mktemp("selection")
     shutil.copy(Path(__file__).parent / "conftest.py", folder)
@@ -48,7 +48,7 @@ def selected(tmp_path_factory, child_environment):
 
     def run(*options):
         command = ["-m", "pytest", "--co", "-q", "--disable-plugin-autoload", "-p", "no:cacheprovider", *options]
-        done = fresh_process.run(command, child_environment, folder)
+        done = fresh_process.run(command, cwd=folder)
         return set(re.findall(r"::test_(\S+)", done.stdout))
 
     return run

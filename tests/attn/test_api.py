@@ -175,12 +175,12 @@ def test_alibi_beside_documents_at_the_same_places_counts_within_them():
 # ---- attributes of opkit ---------------------------------------------------------------------------------------------
 
 
-def test_importing_opkit_leaves_attention_for_later(child_environment):
+def test_importing_opkit_leaves_attention_for_later():
     source = (
         "import sys, json, opkit; before = [m for m in sys.modules if m.startswith(('opkit.attn', 'opkit.masks'))]; "
         "opkit.masks.Causal(); opkit.attention; print(json.dumps([before, 'opkit.attn.api' in sys.modules]))"
     )
-    assert json.loads(fresh_process.run(["-c", source], child_environment).stdout) == [[], True]
+    assert json.loads(fresh_process.run(["-c", source]).stdout) == [[], True]
 
 
 def test_opkit_has_no_other_attributes():

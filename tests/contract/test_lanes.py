@@ -98,9 +98,9 @@ assert {"gradients.pure", "gradients.saved", "transforms.functional", "transform
 """
 
 
-def test_gradients_are_asked_for_on_a_machine_with_a_device(child_environment):
+def test_gradients_are_asked_for_on_a_machine_with_a_device():
     """Another device, of which torch is told in Python, for which autograd starts a thread in its first backward."""
-    assert "fork" not in fresh_process.run(["-c", WITH_A_DEVICE], child_environment).stdout
+    assert "fork" not in fresh_process.run(["-c", WITH_A_DEVICE]).stdout
 
 
 def test_the_report_keeps_the_order_in_which_properties_are_asked(check):

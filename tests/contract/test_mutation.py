@@ -1,5 +1,7 @@
 """What a script makes wrong in right operators is found; all of it: benchmarks/mutation.py."""
 
+import importlib
+
 import isolated
 import mutation
 import mutation_c
@@ -71,6 +73,7 @@ CHOSEN = (
 
 
 def test_mutants_are_found_out():
+    importlib.import_module("torch._dynamo")  # once, and not in each process that is forked
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     made = [

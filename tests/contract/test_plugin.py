@@ -1,5 +1,6 @@
 """One test item for each property, in a pytest of its own."""
 
+import os
 from pathlib import Path
 
 import fresh_process
@@ -63,7 +64,7 @@ def test_marked():
 
 
 @pytest.fixture
-def run(tmp_path, child_environment):
+def run(tmp_path):
     """``run(source, *options)``: what pytest prints of the tests in ``source``, and its status."""
 
     def pytest_of(source, *options):
@@ -78,7 +79,7 @@ def run(tmp_path, child_environment):
             *options,
             "test_ops.py",
         ]
-        done = fresh_process.run(arguments, child_environment | {"COLUMNS": "200"}, tmp_path, check=False)
+        done = fresh_process.run(arguments, os.environ | {"COLUMNS": "200"}, tmp_path, check=False)
         return done.stdout, done.returncode
 
     return pytest_of
@@ -127,6 +128,6 @@ def test_an_unknown_property_is_said_at_once():
         contract(lambda x: x, properties=["nix"])
 
 
-def test_opkit_testing_needs_no_pytest(child_environment):
+def test_opkit_testing_needs_no_pytest():
     program = "import sys; sys.modules['pytest'] = None; import opkit.testing; opkit.testing.contract"
-    fresh_process.run(["-c", program], child_environment)
+    fresh_process.run(["-c", program])

@@ -73,21 +73,21 @@ print(json.dumps(found))
 """
 
 
-def run(scripts, folder, environment):
+def run(scripts, folder):
     paths = []
     for name, text in scripts.items():
         paths.append(folder / name)
         paths[-1].write_text(text)
-    return json.loads(printed(["-c", RUN, *paths], folder, environment).splitlines()[-1])
+    return json.loads(printed(["-c", RUN, *paths], folder).splitlines()[-1])
 
 
-def printed(arguments, folder, environment):
+def printed(arguments, folder):
     import fresh_process  # here, as scripts of failures import this file, and have no folder of tests on their path
 
-    return fresh_process.run(arguments, environment, folder).stdout
+    return fresh_process.run(arguments, cwd=folder).stdout
 
 
-def test_scripts_of_every_kind_of_operator_show_the_failure(tmp_path, child_environment):
+def test_scripts_of_every_kind_of_operator_show_the_failure(tmp_path):
     offset = 3.0
 
     @opkit.custom_op("opkit_test_repro::closure")
@@ -119,7 +119,7 @@ def test_scripts_of_every_kind_of_operator_show_the_failure(tmp_path, child_envi
         "script_factory.py": script_of(made_by_a_factory(5.0), twice),
         "script_lambda.py": script_of(lambda x: x + offset, same),
     }
-    found = run(scripts, tmp_path, child_environment)
+    found = run(scripts, tmp_path)
     wrong = {name: (each, scripts[name]) for name, each in found.items() if each[0] != 1}
     assert not wrong, "\n".join(f"{name}: {each}\n{text}" for name, (each, text) in wrong.items())
     assert all("numbers.reference: the result is" in text for _, text in found.values())
@@ -151,17 +151,17 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="crashes are caught in forked processes")
-def test_scripts_for_what_a_script_defines_and_for_a_crash_show_the_failure(tmp_path, child_environment):
+def test_scripts_for_what_a_script_defines_and_for_a_crash_show_the_failure(tmp_path):
     main = tmp_path / "main.py"
     main.write_text(MAIN)
-    scripts = json.loads(printed([main], tmp_path, child_environment).splitlines()[-1])
-    found = run(scripts, tmp_path, child_environment)
+    scripts = json.loads(printed([main], tmp_path).splitlines()[-1])
+    found = run(scripts, tmp_path)
     assert [code for code, _ in found.values()] == [1, 1], (found, scripts)
     assert "numbers.reference: the result is" in found["reference.py"][1]
     assert "memory.crash: the call ended the process" in found["crash.py"][1]
 
 
-def test_a_script_of_a_mended_operator_ends_with_zero(tmp_path, child_environment):
+def test_a_script_of_a_mended_operator_ends_with_zero(tmp_path):
     file = tmp_path / "my_ops.py"
     file.write_text(
         "import torch\n\ndef op(x):\n    return x + 1\n\nif __name__ == '__main__':\n    raise ValueError\n"
@@ -169,7 +169,7 @@ def test_a_script_of_a_mended_operator_ends_with_zero(tmp_path, child_environmen
     module = load("my_ops", file)
     text = script_of(module.op, torch.clone)
     file.write_text(file.read_text().replace("x + 1", "x.clone()"))
-    found = run({"script.py": text}, tmp_path, child_environment)
+    found = run({"script.py": text}, tmp_path)
     assert found["script.py"][0] == 0, found
     assert "the property holds" in found["script.py"][1]
 

@@ -160,16 +160,16 @@ kept = [_core.launch_kernel(description, _core.Launcher("t::x", "_k", [], None, 
 """
 
 
-def test_a_process_has_so_many_of_them(child_environment, tmp_path):
-    result = fresh_process.run(["-c", _EXHAUST], child_environment, cwd=tmp_path, check=False)
+def test_a_process_has_so_many_of_them(tmp_path):
+    result = fresh_process.run(["-c", _EXHAUST], cwd=tmp_path, check=False)
     message = (
         "RuntimeError: opkit: t::x, kernel _k: a process can have 1024 kernels that are launched, and they are used up"
     )
     assert message in result.stderr
 
 
-def test_kernels_that_are_gone_make_room(child_environment, tmp_path):
-    result = fresh_process.run(["-c", _REUSE], child_environment, cwd=tmp_path)
+def test_kernels_that_are_gone_make_room(tmp_path):
+    result = fresh_process.run(["-c", _REUSE], cwd=tmp_path)
     assert (result.stdout, result.stderr) == ("room\n", "")
 
 

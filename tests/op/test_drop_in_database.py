@@ -39,6 +39,6 @@ assert operators and all(isinstance(op, opkit.CustomOp) for op in operators)
 
 
 @pytest.mark.exhaustive
-def test_the_database_under_opkit(child_environment: dict[str, str]) -> None:
-    done = fresh_process.run(["-c", _SCRIPT], child_environment)
+def test_the_database_under_opkit() -> None:
+    done = fresh_process.run(["-c", _SCRIPT])
     assert len(done.stdout.splitlines()) >= 10

@@ -1,6 +1,7 @@
 """Kernels: registration, selection with reasons, forcing, enabling, autotuning across processes."""
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -253,10 +254,10 @@ print(op.select(torch.ones(64)).kernel, bool(timed))
 """
 
 
-def test_autotuning_remembers_across_processes(tmp_path: Path, child_environment: dict[str, str]) -> None:
+def test_autotuning_remembers_across_processes(tmp_path: Path) -> None:
     script = tmp_path / "tuned.py"
     script.write_text(_TUNED)
-    environment = {**child_environment, "OPKIT_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {**os.environ, "OPKIT_CACHE_DIR": str(tmp_path / "cache")}
     runs = [fresh_process.run([script], environment).stdout for _ in range(2)]
     assert [run.split() for run in runs] == [["quick", "True"], ["quick", "False"]]
 

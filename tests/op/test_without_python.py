@@ -1,6 +1,7 @@
 """A model with C kernels, compiled by AOTInductor, runs in a program that has no Python in it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,12 +86,12 @@ def compiler():
 
 
 @pytest.fixture(scope="module")
-def environment(child_environment, tmp_path_factory):
+def environment(tmp_path_factory):
     folder = tmp_path_factory.mktemp("without_python")
     (folder / "no_python_ops.py").write_text(OPERATORS)
-    paths = f"{folder}:{child_environment['PYTHONPATH']}"
+    paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     caches = {"OPKIT_CACHE_DIR": str(folder / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    return folder, child_environment | caches | {"PYTHONPATH": paths}
+    return folder, os.environ | caches | {"PYTHONPATH": paths}
 
 
 def checked(command, environment, folder, limit=170):

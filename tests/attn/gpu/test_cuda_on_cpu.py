@@ -38,7 +38,8 @@ def test_float8(machine):
         float8_calls.compared(call, float8_cuda.forward(*call))
 
 
-@pytest.mark.parametrize("ordered", [False, pytest.param(True, marks=pytest.mark.emulated)])
+@pytest.mark.emulated
+@pytest.mark.parametrize("ordered", [False, True])
 def test_the_backward(machine, monkeypatch, request, ordered):
     if ordered:
         request.getfixturevalue("deterministic")
@@ -48,6 +49,7 @@ def test_the_backward(machine, monkeypatch, request, ordered):
         assert off(backward_cuda.backward(*call), expected) < 2 * torch.finfo(BF16).eps
 
 
+@pytest.mark.emulated
 def test_decoding_from_keys_and_from_pages(machine, monkeypatch):
     divided(monkeypatch, 2)
     given = arguments(*filled(2, (6, 2), 2, 77), sinks=torch.linspace(-1, 3, 6))

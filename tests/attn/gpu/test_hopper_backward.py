@@ -101,7 +101,7 @@ def check_compiled(given, most, folder, record_property):
     assert max(stores, loads) <= most, said
 
 
-@pytest.mark.sweep(keep=["128, causal documents, capped"])
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiles(case, tmp_path, record_property):
     most, given = COMPILED[case]

@@ -66,7 +66,7 @@ COMPILED = {  # a call, and how many kernels it launches
 }
 
 
-@pytest.mark.sweep(keep=["splits, lengths"])
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiles_without_spills(case, tmp_path, record_property):
     run, launches = COMPILED[case]
