@@ -35,7 +35,7 @@ def main() -> None:
     options = _options()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    names = [name for name in options.names or database.names() if name in database.INFOS]
+    names = [name for name in options.names or database.names() if name in database.infos()]
     _warm()
     started = time.monotonic()
     found = []

@@ -23,10 +23,6 @@ from torch.utils import _pytree as pytree
 
 import opkit
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of what it imports, such as numba
-    from torch.testing._internal.common_methods_invocations import op_db
-
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int64, torch.int32)
 _KINDS = {bool: "bool", int: "int", float: "float"}
@@ -41,13 +37,18 @@ def _full_name(info: Any) -> str:
     return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else info.name
 
 
-INFOS: dict[str, Any] = {_full_name(info): info for info in op_db}
-"""The database, by name and variant."""
+@functools.cache
+def infos() -> dict[str, Any]:
+    """The database, by name and variant; importing it takes a second."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it imports, such as numba
+        from torch.testing._internal.common_methods_invocations import op_db
+    return {_full_name(info): info for info in op_db}
 
 
 def names() -> list[str]:
     """Functions that take tensors and are the same on every call; those that do not fit are listed with the reason."""
-    return [name for name in INFOS if not any(name == each or name.startswith(f"{each}.") for each in EXCLUDED)]
+    return [name for name in infos() if not any(name == each or name.startswith(f"{each}.") for each in EXCLUDED)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ def entry(name: str) -> Entry:
     Raises:
         UnfitError: no sample of it can be turned into specs.
     """
-    info = INFOS[name]
+    info = infos()[name]
     dtype = torch.float32 if torch.float32 in info.dtypes else torch.int64
     if dtype not in info.dtypes:
         raise UnfitError("it takes neither float32 nor int64")

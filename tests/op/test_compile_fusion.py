@@ -91,7 +91,7 @@ def test_an_operator_with_a_kernel_is_called_as_a_unit(name, backend, norm, with
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_the_kernel_computes_the_training_forward(name, backend, norm, with_kernel, spelled, among_neighbours):
     op, calls = with_kernel(name)
     x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(16, requires_grad=True)

@@ -106,7 +106,7 @@ def test_what_is_hidden_does_not_leak(run, dtype):
     assert out[:, :, 40:, 3].isnan().all()
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize(("target", "native"), [("sm_90", True), ("sm_80", False), ("sm_100", True), ("gfx942", False)])
 def test_compiles(target, native, dtype, monkeypatch):

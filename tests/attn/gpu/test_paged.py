@@ -243,7 +243,7 @@ GPUS = {
 }
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("kv", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_compiles_without_spills(kv, target, monkeypatch):
