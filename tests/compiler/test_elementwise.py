@@ -82,6 +82,19 @@ def test_parameters_of_several_types(name):
     fused(lambda x, n: mixed(x[:, ::2], n[:, 1::2]) - 1, x, n)
 
 
+def test_calls_go_on_as_they_were_before_compilation(name):
+    @opkit.custom_op(name)
+    def softsign(x: Tensor, by: float = 1.0) -> Tensor:
+        return x * by / (1 + x.abs())
+
+    softsign.register_kernel("cpu", opkit.c_kernel(SOFTSIGN, dtypes=DTYPES, elementwise=True))
+    for _ in range(3):
+        softsign(r(6, 300))
+    fused(lambda x: softsign(x * 2) + 1, r(6, 300))
+    for x in (r(6, 300), r(4, 600), r(2, 5).t(), r(7)):
+        torch.testing.assert_close(softsign(x), x / (1 + x.abs()))
+
+
 @pytest.mark.exhaustive  # test_foreign.py asks the same of a library's function
 def test_sizes_that_are_symbols(softsign):
     torch._dynamo.reset()

@@ -24,7 +24,7 @@ def _address(callee: Callee) -> int:
     try:
         library = _loaded(callee.library)
         if callee.given:
-            _begun(callee.library)
+            _begin(callee.library)
             entry = library.opk_entry
             entry.restype = ctypes.c_void_p
             return int(entry(callee.instance))
@@ -39,8 +39,8 @@ def _loaded(path: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def _begun(path: str) -> Any:
-    """A kernel's library with the runtime that opkit gives to it, for as long as the process lives."""
+def _begin(path: str) -> None:
+    """Give a kernel's library opkit's runtime, and leave the programs of an operator that has loaded it as they are."""
     from opkit import _core
 
-    return _core.KernelLibrary(path)
+    _loaded(path).opk_init(ctypes.c_void_p(_core.runtime_address()))
