@@ -1,4 +1,4 @@
-"""Which cases run, and where what they build is stored.
+"""Which cases run, where what they build is stored, and opkit's settings.
 
 The default run leaves out the cases with a marker of ``LEFT_OUT``. ``--exhaustive`` runs them too, and ``-m`` those whose marker
 it names. Of the cases of a test with the marker ``sweep`` it keeps a few (see :func:`representatives`): the others get the
@@ -24,6 +24,7 @@ sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
 
 try:
     import opkit._core  # noqa: F401
+    from opkit import config
 except ImportError as error:
     raise pytest.UsageError(f"opkit is not installed ({error}). Run `pip install '.[test]'` in {ROOT}.") from error
 
@@ -156,3 +157,17 @@ def representatives(cases, most=sys.maxsize, keep=None):
         chosen.append(max(values, key=lambda case: len(values[case] & missing)))
         missing -= values[chosen[-1]]
     return chosen
+
+
+@pytest.fixture
+def settings():
+    """Give environment variables of opkit other values: ``settings(cache_dir=folder)``."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def change(**values):
+            for name, value in values.items():
+                patch.setenv(f"OPKIT_{name.upper()}", str(value))
+            config.get.cache_clear()
+
+        yield change
+    config.get.cache_clear()

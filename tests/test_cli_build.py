@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import opkit
-from opkit import cli, config
+from opkit import cli
 from opkit.errors import ToolchainError
 from opkit.kernels import isa, toolchain
 
@@ -46,12 +46,12 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(tmp_path, cache, monkeypatch):
+def folder(tmp_path, cache, settings, monkeypatch):
     """A working directory for modules, which are forgotten afterwards, with their operators."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setattr(config, "get", lambda: config.Config(cache_dir=cache, bridge=False))
+    settings(cache_dir=cache, bridge=0)
     before = set(sys.modules)
     yield tmp_path
     forget(before)

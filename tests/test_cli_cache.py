@@ -8,7 +8,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from opkit import cli, config
+from opkit import cli
 from opkit.kernels import cache, compilation
 from opkit.kernels.cache import Entry
 from opkit.kernels.compilation import Request, Unit, build, key
@@ -27,9 +27,9 @@ def make(label):
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(tmp_path, settings, monkeypatch):
     """A cache of the test's own, in what looks like a new process."""
-    monkeypatch.setattr(config, "get", lambda: config.Config(cache_dir=tmp_path / "cache"))
+    settings(cache_dir=tmp_path / "cache")
     monkeypatch.setattr(compilation, "_verified", {})
     return tmp_path / "cache" / "native"
 

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import opkit
-from opkit import cli, config, terminal
+from opkit import cli, terminal
 from opkit.kernels.triton import records, tuning
 from opkit.kernels.triton.configs import Config
 from opkit.kernels.triton.record_format import Identity
@@ -79,11 +79,10 @@ def run(*arguments):
 
 
 @pytest.fixture(autouse=True)
-def settings(tmp_path, monkeypatch):
-    chosen = config.Config(cache_dir=tmp_path / "cache")
-    monkeypatch.setattr(config, "get", lambda: chosen)
+def _own_cache(tmp_path, settings):
+    settings(cache_dir=tmp_path / "cache")
     tuning.forget()
-    yield chosen
+    yield
     tuning.forget()
 
 
@@ -206,8 +205,8 @@ def test_without_a_gpu(module, monkeypatch):
     assert "--import" in result.stderr
 
 
-def test_switched_off(monkeypatch):
-    monkeypatch.setattr(config, "get", lambda: config.Config(tune=False))
+def test_switched_off(settings):
+    settings(tune="off")
     result = run("opkit.errors")
     assert result.exit_code == 2
     assert "OPKIT_TUNE=off" in result.stderr
@@ -251,11 +250,11 @@ def test_nothing_to_show():
     assert lines(result)[0].startswith("0 results in ")
 
 
-def test_export_and_import(tmp_path, monkeypatch):
+def test_export_and_import(tmp_path, settings):
     remember()
     result = run("--export", tmp_path / "h200.json")
     assert lines(result) == [f"Wrote 1 result to {tmp_path}/h200.json"]
-    monkeypatch.setattr(config, "get", lambda: config.Config(cache_dir=tmp_path / "other"))
+    settings(cache_dir=tmp_path / "other")
     result = run("--import", tmp_path / "h200.json", "--show")
     assert result.exit_code == 0
     assert lines(result)[0] == f"Took 1 result from {tmp_path}/h200.json into {tmp_path}/other/triton_tuning"

@@ -9,7 +9,7 @@ import sysconfig
 
 import pytest
 
-from opkit import config, doctor
+from opkit import doctor
 from opkit.kernels import toolchain
 
 
@@ -49,7 +49,6 @@ def test_torch_is_judged_by_its_version(monkeypatch, version, status):
 @pytest.fixture
 def bare(monkeypatch):
     """A machine without compilers."""
-    monkeypatch.setattr(config, "get", lambda: config.Config())
     monkeypatch.setattr(toolchain, "_CUDA_DEFAULT", "/nonexistent")
     monkeypatch.setenv("PATH", "")
     for name in ("CC", "CXX", "NVCC", "CUDA_HOME", "CUDA_PATH"):
@@ -69,10 +68,10 @@ def test_the_command_for_a_compiler_fits_the_system(bare, monkeypatch, system, m
     assert mend in by_name(doctor._compilers())["C++"].mend
 
 
-def test_the_compiler_of_a_setting_is_named(bare, monkeypatch, tmp_path):
+def test_the_compiler_of_a_setting_is_named(bare, settings, tmp_path):
     (tmp_path / "clang").write_text("#!/bin/sh\necho 'clang version 14.0.6'\n")
     (tmp_path / "clang").chmod(0o755)
-    monkeypatch.setattr(config, "get", lambda: config.Config(cc=str(tmp_path / "clang"), cxx="gone"))
+    settings(cc=tmp_path / "clang", cxx="gone")
     found = by_name(doctor._compilers())
     assert (found["C"].status, found["C"].value) == ("ok", f"{tmp_path}/clang: clang version 14.0.6")
     assert "OPKIT_CXX='gone' names no program" in found["C++"].value
@@ -115,10 +114,10 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     tmp_path.chmod(0o700)
 
 
-def test_caches_follow_the_environment(monkeypatch, tmp_path):
+def test_caches_follow_the_environment(monkeypatch, settings, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    monkeypatch.setattr(config, "get", lambda: config.Config(cache_dir=tmp_path / "opkit"))
+    settings(cache_dir=tmp_path / "opkit")
     found = by_name(doctor._caches())
     assert all(str(tmp_path / name) in found[name].value for name in ("opkit", "inductor", "triton"))
 

@@ -10,7 +10,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opkit
-from opkit import config
 from opkit.attn import kept
 from opkit.attn.kept import Kept, derived
 from opkit.attn.lowering import Sizes, lower
@@ -232,11 +231,9 @@ def test_what_was_made_may_let_others_go():
     assert len(some) == 0
 
 
-def test_nothing_is_kept_where_it_is_switched_off(monkeypatch):
+def test_nothing_is_kept_where_it_is_switched_off(settings):
     ids = torch.tensor([0, 0, 1, 1])
-    with monkeypatch.context() as patched:
-        patched.setenv("OPKIT_KEEP_MASKS", "0")
-        config.get.cache_clear()
-        assert count("int32", ids) == 2
-    config.get.cache_clear()
+    settings(keep_masks=0)
+    assert count("int32", ids) == 2
+    settings(keep_masks=1)
     assert count("int32", ids) == 1

@@ -32,13 +32,11 @@ def fresh():
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
+def cache(tmp_path, settings):
     """No compiled code of another test's, and a cache of this test's own: its folder."""
     torch._dynamo.reset()
-    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path))
-    config.get.cache_clear()
-    yield tmp_path
-    config.get.cache_clear()
+    settings(cache_dir=tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

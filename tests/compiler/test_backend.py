@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import opkit
-from opkit import config, errors
+from opkit import errors
 from opkit.compiler import backend
 from opkit.compiler.backend import opkit_backend
 
@@ -289,9 +289,8 @@ def test_modes_are_refused():
         torch.compile(lambda x: x + 1, backend=opkit_backend, mode="max-autotune")(torch.ones(1))
 
 
-def test_the_setting_and_the_option(monkeypatch):
-    monkeypatch.setenv("OPKIT_STRICT", "1")
-    config.get.cache_clear()
+def test_the_setting_and_the_option(settings):
+    settings(strict=1)
     assert backend.options(None).strict
     assert not backend.options({"strict": False}).strict
 

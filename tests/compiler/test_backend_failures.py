@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from opkit import config, errors
+from opkit import errors
 from opkit.compiler import backend, making
 from opkit.compiler.backend import opkit_backend
 
@@ -25,10 +25,9 @@ def failing(monkeypatch):
     monkeypatch.setattr(making, "lower", wrong)
 
 
-def test_a_failure_runs_in_eager_mode_and_leaves_a_script(monkeypatch, caplog, tmp_path):
+def test_a_failure_runs_in_eager_mode_and_leaves_a_script(monkeypatch, settings, caplog, tmp_path):
     failing(monkeypatch)
-    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path))
-    config.get.cache_clear()
+    settings(cache_dir=tmp_path)
     x = torch.randn(4)
     with caplog.at_level(logging.WARNING, "opkit.compiler"):
         torch.testing.assert_close(compiled(lambda x: x.exp() + 1, strict=False)(x), x.exp() + 1)
@@ -47,23 +46,20 @@ def test_a_failure_under_strict_raises(monkeypatch):
     assert isinstance(caught.value.inner_exception, errors.CompileError)
 
 
-def test_no_compiler(monkeypatch):
-    monkeypatch.setenv("OPKIT_CC", "/no/compiler")
-    config.get.cache_clear()
+def test_no_compiler(settings):
+    settings(cc="/no/compiler")
     backend._warn_no_compiler.cache_clear()
     x = torch.randn(4)
     with pytest.warns(errors.NoCompilerWarning, match="/no/compiler"):
         torch.testing.assert_close(compiled(lambda x: x.exp() + 1, strict=False)(x), x.exp() + 1)
 
 
-def test_a_compiler_that_hangs(monkeypatch, tmp_path, caplog):
+def test_a_compiler_that_hangs(settings, tmp_path, caplog):
     """It is stopped, and the graphs run in eager mode: a training goes on."""
     hanging = tmp_path / "gcc"
     hanging.write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
     hanging.chmod(0o755)
-    for name, value in (("CACHE_DIR", tmp_path / "cache"), ("CC", hanging), ("BUILD_TIMEOUT", 0.3)):
-        monkeypatch.setenv(f"OPKIT_{name}", str(value))
-    config.get.cache_clear()
+    settings(cache_dir=tmp_path / "cache", cc=hanging, build_timeout=0.3)
     x = torch.randn(4, requires_grad=True)
     with caplog.at_level(logging.WARNING, "opkit.compiler"):
         compiled(lambda x: x.sin().sum(), strict=False)(x).backward()

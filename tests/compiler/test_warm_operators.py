@@ -12,15 +12,11 @@ import torch
 from warm_calls import compiled, counted
 
 import opkit
-from opkit import config
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("OPKIT_CACHE_DIR", str(tmp_path))
-    config.get.cache_clear()
-    yield
-    config.get.cache_clear()
+def cache(tmp_path, settings):
+    settings(cache_dir=tmp_path)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from opkit import config, errors
+from opkit import errors
 from opkit.kernels import cache, compilation, inputs, storing
 from opkit.kernels.compilation import Request, Unit, build, key
 
@@ -15,9 +15,9 @@ TEXT = '__attribute__((visibility("default"))) int number(void) { return 7; }\n'
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
+def place(tmp_path, settings, monkeypatch):
     """A cache of the test's own."""
-    monkeypatch.setattr(config, "get", lambda: config.Config(cache_dir=tmp_path / "above" / "cache"))
+    settings(cache_dir=tmp_path / "above" / "cache")
     monkeypatch.setattr(compilation, "_verified", {})
     monkeypatch.setattr(storing, "_swept", set())
     return tmp_path / "above" / "cache" / "native"
@@ -125,12 +125,11 @@ def test_clear_says_so_where_it_cannot(place, monkeypatch):
         cache.clear()
 
 
-def test_a_cache_can_be_cleared_while_it_is_built_in(tmp_path, monkeypatch):
+def test_a_cache_can_be_cleared_while_it_is_built_in(tmp_path, settings):
     wrapper = tmp_path / "gcc"
     wrapper.write_text(f'#!/bin/sh\n[ -e {tmp_path}/go ] || {{ touch {tmp_path}/go; rm -rf "$PWD"; }}\nexec gcc "$@"\n')
     wrapper.chmod(0o755)
-    chosen = config.Config(cache_dir=tmp_path / "other", cc=str(wrapper))
-    monkeypatch.setattr(config, "get", lambda: chosen)
+    settings(cache_dir=tmp_path / "other", cc=wrapper)
     assert build(make()).exists()
     assert (tmp_path / "go").exists()
 

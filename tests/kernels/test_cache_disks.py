@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import opkit
-from opkit import config, errors
+from opkit import errors
 from opkit.kernels import cache, compilation, storing
 from opkit.kernels.compilation import Request, Unit, build
 
@@ -23,17 +23,12 @@ TEXT = '__attribute__((visibility("default"))) int number(void) { return %d; }\n
 
 
 @pytest.fixture(autouse=True)
-def settings(tmp_path, monkeypatch):
+def settings(settings, tmp_path, monkeypatch):
     """A cache of the test's own, in what looks like a new process."""
-
-    def choose(**values):
-        chosen = config.Config(**{"cache_dir": tmp_path / "cache", **values})
-        monkeypatch.setattr(config, "get", lambda: chosen)
-
-    choose()
+    settings(cache_dir=tmp_path / "cache")
     monkeypatch.setattr(compilation, "_verified", {})
     monkeypatch.setattr(storing, "_instead", {})
-    yield choose
+    yield settings
     for folder in storing._instead.values():
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -19,7 +19,7 @@ import filelock
 import pytest
 
 import opkit
-from opkit import config, errors
+from opkit import errors
 from opkit.kernels import cache, compilation, storing
 from opkit.kernels.compilation import Request, Unit, build, key
 
@@ -40,17 +40,12 @@ TEXT = {TEXT!r}
 
 
 @pytest.fixture(autouse=True)
-def settings(tmp_path, monkeypatch):
+def settings(settings, tmp_path, monkeypatch):
     """A cache of the test's own, in what looks like a new process; ``settings(cc=...)`` sets more."""
-
-    def choose(**values):
-        chosen = config.Config(**{"cache_dir": tmp_path / "cache", **values})
-        monkeypatch.setattr(config, "get", lambda: chosen)
-
-    choose()
+    settings(cache_dir=tmp_path / "cache")
     monkeypatch.setattr(compilation, "_verified", {})
     monkeypatch.setattr(storing, "_instead", {})
-    return choose
+    return settings
 
 
 def make(number=7, **more):
@@ -361,7 +356,7 @@ def test_a_compiler_that_fails(settings, tmp_path, text, complaint):
         with pytest.raises(errors.CompileError, match=complaint):
             build(make())
     assert cache.entries() == []
-    settings()
+    settings(cc="")
     assert call(build(make())) == 7
 
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from opkit import config, errors
+from opkit import errors
 from opkit.kernels import commands, compilation, diagnostics, inputs, progress, toolchain
 from opkit.kernels.compilation import Request, Unit, build, build_all, key
 
@@ -20,16 +20,11 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is no
 
 
 @pytest.fixture(autouse=True)
-def settings(tmp_path, monkeypatch):
+def settings(settings, tmp_path, monkeypatch):
     """A cache of the test's own; ``settings(cc="clang")`` sets more."""
-
-    def choose(**values):
-        chosen = config.Config(cache_dir=tmp_path / "cache", **values)
-        monkeypatch.setattr(config, "get", lambda: chosen)
-
-    choose()
+    settings(cache_dir=tmp_path / "cache")
     monkeypatch.setattr(compilation, "_verified", {})
-    return choose
+    return settings
 
 
 def make(text=DOUBLE, name="twice.c", language="c", **more):

@@ -6,21 +6,16 @@ import stat
 
 import pytest
 
-from opkit import config, errors
+from opkit import errors
 from opkit.kernels import isa, toolchain
 
 
 @pytest.fixture
-def settings(monkeypatch):
-    """Set opkit's settings: ``settings(cc="clang")``."""
+def settings(settings, monkeypatch):
+    """``settings(cc="clang")``, and no compiler's name in the environment."""
     for name in ("CC", "CXX", "NVCC", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-
-    def choose(**values):
-        monkeypatch.setattr(config, "get", lambda: config.Config(**values))
-
-    choose()
-    return choose
+    return settings
 
 
 @pytest.fixture
@@ -107,7 +102,7 @@ def test_the_setting_comes_before_the_variable_and_that_before_the_names(folder,
     assert toolchain.find("c").family == "clang"
     settings(cc=str(folder / "mine" / "gcc"))
     assert toolchain.find("c").path == str(folder / "mine" / "gcc")
-    settings()
+    settings(cc="")
     monkeypatch.setenv("CC", str(folder / "gone"))
     assert toolchain.find("c").path == str(folder / "gcc")
 

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 import opkit
-from opkit import config
 
 _count = itertools.count()
 
@@ -48,20 +47,6 @@ def fresh_dynamo() -> Iterator[None]:
         torch._dynamo.reset()
 
 
-@pytest.fixture
-def settings() -> Iterator[Callable[..., None]]:
-    """Give environment variables of opkit other values: ``settings(CACHE_DIR=folder)``."""
-    with pytest.MonkeyPatch.context() as patch:
-
-        def settings(**values: Any) -> None:
-            for variable, value in values.items():
-                patch.setenv(f"OPKIT_{variable}", str(value))
-            config.get.cache_clear()
-
-        yield settings
-    config.get.cache_clear()
-
-
 @pytest.fixture(scope="session")
 def bridge() -> None:
     """The bridge, with which plain calls of native kernels skip Python; several seconds unless the cache has it."""
@@ -78,7 +63,7 @@ def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, set
         return
     from opkit.op import bridged
 
-    settings(BRIDGE=0)
+    settings(bridge=0)
     monkeypatch.setattr(bridged, "_bridge", bridged._Bridge())
 
 

@@ -108,7 +108,7 @@ def test_cuda_graph_capture() -> None:
 
 
 def test_autotune_on_the_device(tmp_path: Any, settings: Any) -> None:
-    settings(CACHE_DIR=tmp_path)
+    settings(cache_dir=tmp_path)
 
     def twice(x: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
         return x * 2

@@ -186,7 +186,7 @@ def test_a_reference_limited_to_a_device() -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, settings: Any) -> Path:
-    settings(CACHE_DIR=tmp_path)
+    settings(cache_dir=tmp_path)
     return tmp_path
 
 
@@ -339,7 +339,7 @@ def test_a_trusted_kernel_is_compared_with_the_reference_where_that_is_asked_for
     op = fresh("believed")
     op.register_kernel("cpu", lambda x, k=1.0, flag=False: x.double(), name="wide", trusted=True)
     assert op(torch.ones(3)).dtype == torch.float64
-    settings(VERIFY="all")
+    settings(verify="all")
     with pytest.raises(
         OutputError, match=r"the kernel wide is .* torch\.float64 .*the reference gives .* torch\.float32"
     ):

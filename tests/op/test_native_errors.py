@@ -138,7 +138,7 @@ def test_failures_are_told_apart_between_threads(doubled):
 
 
 def test_without_a_compiler_the_reference_runs(doubled, settings):
-    settings(CC="/nonexistent/cc")
+    settings(cc="/nonexistent/cc")
     doubled.register_kernel("cpu", opkit.c_kernel("void f(const T* x, T* out, int64_t x_numel) {}"))
     with pytest.warns(NoCompilerWarning, match="OPKIT_CC"):
         assert doubled(torch.ones(2)).tolist() == [2.0, 2.0]

@@ -102,7 +102,7 @@ class Package:
 
 @pytest.fixture
 def packaged(tmp_path, settings, monkeypatch):
-    settings(CACHE_DIR=tmp_path / "cache", VERIFY=0, BRIDGE=0)
+    settings(cache_dir=tmp_path / "cache", verify=0, bridge=0)
     monkeypatch.syspath_prepend(tmp_path)
     made = Package(tmp_path)
     yield made
@@ -141,7 +141,7 @@ def test_the_widest_instruction_set_up_to_the_setting_is_taken(packaged, setting
     packaged.build(chosen=[])
     order = isa.WIDENING["x86_64"]
     for cap in order:
-        settings(ISA=cap)
+        settings(isa=cap)
         narrower = order[min(order.index(cap), order.index(isa.host_isa()))]
         assert packaged.run_as_built() == 10 + BY_ISA[narrower], cap
 
@@ -149,7 +149,7 @@ def test_the_widest_instruction_set_up_to_the_setting_is_taken(packaged, setting
 @pytest.mark.skipif(isa.host_isa() not in ("avx2", "avx512"), reason="needs a processor with AVX2")
 def test_an_instruction_set_that_was_not_built(packaged, settings):
     packaged.build(chosen=["avx2"])
-    settings(ISA="baseline")
+    settings(isa="baseline")
     with pytest.warns(BuildCacheWarning, match="was built for avx2, and what can be used here is baseline"):
         assert packaged.run() == 110
 
@@ -277,7 +277,7 @@ def test_a_damaged_library_where_there_is_no_compiler(packaged, settings):
     for path in packaged.built.glob("*.so"):
         flip(path)
 
-    settings(CC="/nonexistent/cc")
+    settings(cc="/nonexistent/cc")
     with pytest.warns(BuildCacheWarning, match="sha256"), pytest.warns(NoCompilerWarning, match="OPKIT_CC"):
         assert packaged.run() == 1  # the reference
 

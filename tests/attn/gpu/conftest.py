@@ -9,7 +9,6 @@ import torch
 from cuda_on_cpu import lists_in_torch, on_cpu, visits_in_torch
 from torch.utils import _pytree as pytree
 
-from opkit import config
 from opkit.attn import gradients
 from opkit.attn.gpu import spans, tile_lists
 from opkit.attn.gpu.hopper import backward, forward, forward_cuda, library
@@ -96,12 +95,9 @@ def machine(machine_built):
 
 
 @pytest.fixture
-def batch_invariance(monkeypatch):
+def batch_invariance(settings):
     """The environment asks for it."""
-    monkeypatch.setenv("OPKIT_BATCH_INVARIANT", "1")
-    config.get.cache_clear()
-    yield
-    config.get.cache_clear()
+    settings(batch_invariant=1)
 
 
 @pytest.fixture

@@ -7,22 +7,16 @@ from pathlib import Path
 import pytest
 from packing import Gpu, Package, named
 
-from opkit import config
 from opkit.kernels.triton import compiling, packaged, tuning
 from opkit.op.triton import machine
 
 
 @pytest.fixture
-def settings(tmp_path, monkeypatch):
+def settings(settings, tmp_path):
     """A cache of the test's own, in what looks like a new process; ``settings(tune=...)`` sets more."""
-
-    def choose(**values):
-        chosen = config.Config(**{"cache_dir": tmp_path / "cache", **values})
-        monkeypatch.setattr(config, "get", lambda: chosen)
-
-    choose()
+    settings(cache_dir=tmp_path / "cache")
     tuning.forget()
-    yield choose
+    yield settings
     tuning.forget()
 
 
@@ -64,9 +58,8 @@ def compiled(settings, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def pack(tmp_path, gpu, monkeypatch):
-    settings = config.Config(cache_dir=tmp_path / "cache", verify=False, bridge=False)
-    monkeypatch.setattr(config, "get", lambda: settings)
+def pack(tmp_path, settings, gpu, monkeypatch):
+    settings(verify=False, bridge=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     made = Package(tmp_path)
     yield made

@@ -6,7 +6,6 @@ import pytest
 import torch
 from packing import CONFIGS, OPTIONS, check
 
-from opkit import config
 from opkit.errors import PackageError
 from opkit.kernels import package as manifests
 from opkit.kernels.triton import records
@@ -99,22 +98,21 @@ def identity_of(ops):
     return kernel.function.identities()[0], kernel.function.kernel.configs
 
 
-def test_tuning_results_come_along(pack, tmp_path, monkeypatch):
+def test_tuning_results_come_along(pack, tmp_path, settings):
     pack.write(CONFIGS)
     identity, configs = identity_of(pack.fresh())
     tried = [Tried(each.to_json(), ms) for each, ms in zip(configs, (2.0, 1.0), strict=True)]
     records.remember(identity, "NVIDIA H200", "bucket", tried)
     records.remember(dataclasses.replace(identity, hash="old"), "NVIDIA A100", "bucket", tried)
     assert pack.build().tuned == 1
-    settings = config.Config(cache_dir=tmp_path / "another", verify=False, bridge=False)
-    monkeypatch.setattr(config, "get", lambda: settings)
+    settings(cache_dir=tmp_path / "another")
     folders = records.packaged(f"{pack.name}.ops")
     assert records.lookup(identity, configs, "NVIDIA H200", "bucket", folders).config == configs[1]
     assert records.lookup(identity, configs, "NVIDIA A100", "bucket", folders).config is None
 
 
-def test_results_that_lie_there_stay(pack, tmp_path, monkeypatch):
-    test_tuning_results_come_along(pack, tmp_path, monkeypatch)
+def test_results_that_lie_there_stay(pack, tmp_path, settings):
+    test_tuning_results_come_along(pack, tmp_path, settings)
     assert pack.build().tuned == 0  # the cache is an empty one now
     assert len(list((pack.built / "tuning").iterdir())) == 1
 

@@ -8,7 +8,6 @@ import threading
 
 import pytest
 
-from opkit import config
 from opkit.errors import ArgumentError
 from opkit.kernels.triton import record_format, records
 from opkit.kernels.triton.buckets import bucket_of, distance
@@ -27,9 +26,8 @@ TRIED = [
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    chosen = config.Config(cache_dir=tmp_path / "cache")
-    monkeypatch.setattr(config, "get", lambda: chosen)
+def place(tmp_path, settings):
+    settings(cache_dir=tmp_path / "cache")
     return tmp_path / "cache" / "triton_tuning"
 
 
@@ -249,7 +247,7 @@ def test_threads_that_write_at_once_lose_nothing():
 # ---- from machine to machine -----------------------------------------------------------------------------------------
 
 
-def test_export_and_import(tmp_path, monkeypatch):
+def test_export_and_import(tmp_path, settings):
     remember()
     remember(bucket="bf16 | d=64")
     remember(Identity("demo::softmax", "_softmax", "def"))
@@ -257,7 +255,7 @@ def test_export_and_import(tmp_path, monkeypatch):
     assert records.export_all(tmp_path / "sub" / "some.json", ["demo::softmax"]) == 1
     assert stat.S_IMODE((tmp_path / "all.json").stat().st_mode) == 0o644
     before = records.listed()
-    monkeypatch.setattr(config, "get", lambda: config.Config(cache_dir=tmp_path / "elsewhere"))
+    settings(cache_dir=tmp_path / "elsewhere")
     assert records.listed() == []
     assert records.import_from(tmp_path / "all.json") == 3
     assert records.listed() == before

@@ -97,7 +97,7 @@ def on_cpu(fake, monkeypatch) -> Machine:
 @pytest.fixture
 def op(settings, tmp_path) -> Iterator[Callable[..., Any]]:
     """Makes operators of functions, named as these are; they are removed afterwards. Tuning results are kept apart."""
-    settings(CACHE_DIR=tmp_path)
+    settings(cache_dir=tmp_path)
     names: list[str] = []
 
     def make(function: Any, **options: Any) -> Any:
@@ -150,7 +150,7 @@ def device(fake: Any, monkeypatch: pytest.MonkeyPatch, settings: Any, tmp_path: 
     here = machine.Machine("cpu", lambda: fake.driver, lambda _: "sm_90", lambda _: MODEL, lambda _: 232448)
     monkeypatch.setitem(machine.MACHINES, "cpu", here)
     monkeypatch.setattr(compiling, "build", made.build)
-    settings(CACHE_DIR=tmp_path, BRIDGE=0)
+    settings(cache_dir=tmp_path, bridge=0)
     yield made
     for name in made.defined:
         if name in {op.name for op in opkit.operators()}:

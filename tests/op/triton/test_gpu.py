@@ -29,7 +29,7 @@ def ops():
 @pytest.fixture(autouse=True)
 def cache(settings, tmp_path):
     """Tuning results stay out of the user's cache."""
-    settings(CACHE_DIR=tmp_path)
+    settings(cache_dir=tmp_path)
 
 
 def launcher(op):
