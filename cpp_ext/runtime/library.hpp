@@ -19,7 +19,8 @@ struct KernelLibrary {
     std::shared_ptr<void> lease = nullptr;  // of the functions, where they are lent; kept while a dispatcher may hold them
 };
 
-// Loads a kernel that opkit built. Throws std::runtime_error where the file is not one, or was built for another opkit.
+// Loads a kernel that opkit built, with the programs of its outputs' sizes that it was built with: others that were added
+// since it was loaded before are forgotten. Throws std::runtime_error where the file is not one, or was built for another opkit.
 KernelLibrary load_kernel(const std::string& path);
 
 // A kernel's place in the dispatcher, until it is removed.
