@@ -28,9 +28,9 @@ try:
 except ImportError as error:
     raise pytest.UsageError(f"opkit is not installed ({error}). Run `pip install '.[test]'` in {ROOT}.") from error
 
-# Otherwise pytest listens to torch's structured log, and torch writes all graphs and guards to it.
+# pytest adds its handlers to loggers that do not propagate; with a handler here, torch logs each graph and guard (TORCH_TRACE).
 logging.getLogger("torch.__trace").propagate = True
-# Dynamo times the guards of what it compiles, for which it flushes the caches: a third of a small compilation.
+# Dynamo flushes the CPU's caches to time the guards of each frame, which takes a third of a small compilation.
 torch._C._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
 
 LEFT_OUT = ("exhaustive", "emulated", "build", "gpu")

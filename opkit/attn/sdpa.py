@@ -151,4 +151,4 @@ def set_sdpa_override(enabled: bool) -> None:
     >>> opkit.set_sdpa_override(False)
     """
     F.scaled_dot_product_attention = scaled_dot_product_attention if enabled else _TORCHS
-    private.forget_overridable_functions()
+    private.clear_overridable_functions()

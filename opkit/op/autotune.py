@@ -53,7 +53,7 @@ def device_name(device: str) -> str:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured, when nothing may be timed. Not in a forked process, which has no CUDA."""
+    """Whether a CUDA graph is being captured, when nothing may be timed; False in a forked process, which has no CUDA."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

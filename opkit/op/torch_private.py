@@ -312,8 +312,8 @@ def forget_operator(namespace: str, name: str) -> None:
         known._dir.remove(name)  # else the name outlives the operator's removal, and listing the namespace fails
 
 
-def forget_overridable_functions() -> None:
-    """Have torch list anew what modes can override: its lists have what torch.nn.functional had when they were made."""
+def clear_overridable_functions() -> None:
+    """Clear torch's caches of overridable functions, which hold what torch.nn.functional had when they were filled."""
     torch.overrides.get_testing_overrides.cache_clear()
     torch.overrides._get_overridable_functions.cache_clear()
     if (dynamo := sys.modules.get("torch._dynamo.variables.torch")) is not None:

@@ -24,7 +24,7 @@ def _address(callee: Callee) -> int:
     try:
         library = _loaded(callee.library)
         if callee.given:
-            _begin(callee.library)
+            _init_kernel(callee.library)
             entry = library.opk_entry
             entry.restype = ctypes.c_void_p
             return int(entry(callee.instance))
@@ -39,8 +39,8 @@ def _loaded(path: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def _begin(path: str) -> None:
-    """Give a kernel's library opkit's runtime, and leave the programs of an operator that has loaded it as they are."""
+def _init_kernel(path: str) -> None:
+    """Give a kernel's library opkit's runtime; loading it again would drop the output sizes that its operator added."""
     from opkit import _core
 
     _loaded(path).opk_init(ctypes.c_void_p(_core.runtime_address()))
