@@ -58,7 +58,7 @@ def main() -> None:
 
 @app.command()
 def demo(
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of each run.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps of each run.")] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU where there is one.")
     ] = None,

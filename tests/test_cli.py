@@ -122,7 +122,7 @@ def test_describe_prints_each_rule_with_its_origin(registered):
         (("list", "--module", ""), r"cannot be imported"),
         (("demo", "--device", "abacus"), r"'abacus' cannot be used"),
         (("demo", "--device", "meta"), r"'meta' holds no values"),
-        (("demo", "--steps", "0"), r"steps"),
+        (("demo", "--steps", "0"), r"steps is 0\. Give a whole number of at least 1"),
         (("demo", "--steps", "many"), r"--steps"),
         (("describe",), r"(?i)missing argument"),
         (("frobnicate",), r"frobnicate"),
