@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import warnings
 
@@ -11,7 +10,7 @@ from opkit.errors import UnsupportedTorchError, UntestedTorchWarning
 OLDEST = (2, 11)
 """The oldest torch release, as (major, minor), that opkit runs on."""
 
-NEWEST_TESTED = (2, 13)
+NEWEST_TESTED = (2, 14)
 """The newest torch release that this version of opkit was tested with."""
 
 
@@ -42,7 +41,7 @@ def dotted(version: tuple[int, int]) -> str:
 def status(version: str) -> str:
     """``"tested"``, ``"newer than tested"`` or ``"too old"``.
 
-    >>> [status(v) for v in ("2.10.1", "2.11.0", "2.13.0+cu130", "2.14.0.dev20260801")]
+    >>> [status(v) for v in ("2.10.1", "2.11.0", "2.14.1+cu130", "2.15.0.dev20261101")]
     ['too old', 'tested', 'tested', 'newer than tested']
     """
     found = release(version)
@@ -51,11 +50,13 @@ def status(version: str) -> str:
     return "tested" if found <= NEWEST_TESTED else "newer than tested"
 
 
-@functools.cache
+_warned: set[str] = set()  # the versions that warn_if_untested() has warned of
+
+
 def warn_if_untested(torch_version: str) -> None:
     """Warn, once a process for each version, if torch is newer than any release opkit was tested with.
 
-    ``opkit.custom_op`` calls it, and the warning names the line of that call.
+    ``opkit.custom_op`` calls it, and the warning names the line of that call. Where warnings are errors it raises once.
 
     Args:
         torch_version: ``torch.__version__``.
@@ -71,7 +72,8 @@ def warn_if_untested(torch_version: str) -> None:
             f"opkit needs torch {dotted(OLDEST)} or newer, and torch {torch_version} is installed. "
             f"Upgrade it: pip install 'torch>={dotted(OLDEST)}'."
         )
-    if verdict == "newer than tested":
+    if verdict == "newer than tested" and torch_version not in _warned:
+        _warned.add(torch_version)  # before the warning, which may be raised
         warnings.warn(
             f"torch {torch_version} is newer than {dotted(NEWEST_TESTED)}, the newest that this version of opkit was "
             "tested with. It will run; should anything misbehave, upgrade opkit or install the tested torch: "

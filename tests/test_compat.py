@@ -13,22 +13,20 @@ from opkit import compat, errors
 
 
 @pytest.fixture(autouse=True)
-def _forget():
-    compat.warn_if_untested.cache_clear()
-    yield
-    compat.warn_if_untested.cache_clear()
+def _forget(monkeypatch):
+    monkeypatch.setattr(compat, "_warned", set())
 
 
 def test_a_tested_torch_is_silent():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for version in ("2.11.0", "2.12.1", "2.13.0+cpu", "2.13.0a0+git1234", "2.13"):
+        for version in ("2.11.0", "2.12.1", "2.13.0+cpu", "2.14.1+cu130", "2.14.0a0+git1234", "2.14"):
             compat.warn_if_untested(version)
 
 
-@pytest.mark.parametrize("version", ["2.14.0", "2.100.0", "3.0.0", "2.14.0.dev20260801+cu130"])
+@pytest.mark.parametrize("version", ["2.15.0", "2.100.0", "3.0.0", "2.15.0.dev20261101+cu130"])
 def test_a_newer_torch_warns_once(version):
-    with pytest.warns(errors.UntestedTorchWarning, match=rf"torch {re.escape(version)} is newer than 2\.13"):
+    with pytest.warns(errors.UntestedTorchWarning, match=rf"torch {re.escape(version)} is newer than 2\.14"):
         compat.warn_if_untested(version)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -63,6 +61,16 @@ def test_the_first_definition_warns_where_it_stands(monkeypatch):
     define("compat::second")
     opkit.remove("compat::first")
     opkit.remove("compat::second")
+
+
+def test_a_warning_that_is_an_error_is_raised_once(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(errors.UntestedTorchWarning):
+            define("compat::raises")
+        define("compat::raises")
+    opkit.remove("compat::raises")
 
 
 def test_no_operator_is_defined_under_an_older_torch(monkeypatch):
