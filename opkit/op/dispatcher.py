@@ -34,8 +34,10 @@ from opkit.op.planning import check_arguments, schema_mutates
 from opkit.op.rules import autocast, flops, vmap
 from opkit.op.rules.autograd import Call, apply, restore
 
-_HANDLED_BELOW = (private.DispatchKey.Python, private.DispatchKey.Conjugate, private.DispatchKey.Negative)
-"""What the dispatcher still does below autograd: subclasses, and lazy conjugation and negation."""
+_HANDLED_BELOW = tuple(
+    getattr(private.DispatchKey, name) for name in ("Python", "Conjugate", "Negative", "ZeroTensor", "Functionalize")
+)
+"""What the dispatcher still does below autograd: subclasses, lazy conjugation, negation and zeros, and functionalisation."""
 
 
 class Dispatcher:
