@@ -245,6 +245,11 @@ def schema_mutates(operator: Operator) -> set[str]:
 def check_output(operator: Operator, kernel: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Raise unless the result has the schema's form and shares no memory with arguments or itself."""
     _check_form(operator, kernel, output)
+    refuse_aliases(operator, kernel, args, kwargs, output)
+
+
+def refuse_aliases(operator: Operator, kernel: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Raise if a result that the schema declares as new shares memory with an argument or another result."""
     if operator.schema._is_view_op() or _returns_arguments(operator):  # pyright: ignore[reportPrivateUsage]
         return
     results = output if isinstance(output, tuple) else (output,)
