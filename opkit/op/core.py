@@ -28,6 +28,7 @@ from opkit.op.rules.autograd import DerivedRule, GivenRule, MissingRule, Rule, m
 from opkit.op.rules.vmap import FoldRecord
 from opkit.op.selection import KernelTable, call_device, leaves
 from opkit.op.signature import Signature
+from opkit.op.state import State
 
 inlining: contextvars.ContextVar[bool | None] = contextvars.ContextVar("opkit_inlining", default=None)
 """While a compiler traces: whether it is to see through all operators, or none; None: each as it was defined."""
@@ -71,6 +72,7 @@ class Operator:
         self.given = GivenRules()
         self.body = self.flat(self.function)
         self.reference = self.body if self.given_reference is None else self.flat(self.given_reference)
+        self.state = State(self.name, self.given_reference or self.function)
         self.derived = DerivedRule(self)
         self.folds = FoldRecord()
         self.autograd_function = make_function(
@@ -81,12 +83,13 @@ class Operator:
         self.bridged: Any = None
         self.refreshed: Callable[..., None] = lambda: None
         self.traced_hash = ""
+        self.traced_state: Any = None
         self.captured: set[str] = set()  # the kernels beside a reference that captures a tensor which requires grad
         self.restrided: set[str] = set()  # the kernels whose results are copied into the reference's layout
         self._traces: dict[Any, Trace] = {}
         self._last_trace: Trace | None = None
         self._verified: set[Any] = set()
-        self._hash = ""
+        self._hash, self._hashed_state = "", None
 
     # ---- structure -------------------------------------------------------------------------------------------------
 
@@ -154,12 +157,13 @@ class Operator:
         """A fresh trace of the reference on fake copies of these arguments."""
         if self.declared_opaque and self.given_reference is None:
             return Trace(opaque=Opaque("it was declared opaque"))
-        return bodies.trace(self.reference, args, kwargs)
+        with self.state.running():
+            return bodies.trace(self.reference, args, kwargs)
 
     def known_trace(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
         """A trace made for this guard set (ranks, dtypes, devices, flags) earlier, or now."""
         # branches depend on numbers too, and what they draw or capture decides whether there is a backward
-        key = (guard_key(args, kwargs), *map(bodies.concrete, _numbers(args, kwargs)))
+        key = (guard_key(args, kwargs), self.state.current(), *map(bodies.concrete, _numbers(args, kwargs)))
         found = self._traces.get(key)
         if found is None:
             # a body that raised may have raised at these sizes only: its trace speaks for no others
@@ -181,6 +185,18 @@ class Operator:
         """The latest trace of the reference, if it was traced at all."""
         return self._last_trace
 
+    def run_reference(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the reference for a tracer of torch's, if there is one: what it reads is guarded.
+
+        Raises:
+            RuleError: the reference reads what cannot be guarded, and torch.compile would keep what it is now.
+        """
+        if private.in_guarded_compilation():
+            if self.state.unknown:
+                raise self.state_error("compiled program")
+            self.state.guard()
+        return self.reference(*args, **kwargs)
+
     # ---- rules -----------------------------------------------------------------------------------------------------
 
     def inlinable(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -191,9 +207,9 @@ class Operator:
         if asked is None and self.given.lowering is not None and knows_lowerings.get():
             return False
         wanted = asked if asked is not None else self.inline
-        if wanted is not None:
-            return wanted and self.transparent(args, kwargs)
-        return not self.kernels.serves(self.device(args, kwargs)) and self.transparent(args, kwargs)
+        if wanted is None:
+            wanted = not self.kernels.serves(self.device(args, kwargs)) and not self.state.volatile
+        return wanted and self.transparent(args, kwargs) and not self.state.unknown
 
     def rule(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Rule:
         """The backward rule of a call that runs as a unit."""
@@ -219,6 +235,8 @@ class Operator:
 
     def refusal(self, trace: Trace) -> OpkitError | None:
         """The error for a backward beside a kernel that this trace of the reference rules out."""
+        if self.state.unknown:
+            return self.state_error("backward")
         if trace.random:
             return self.random_error()
         return self.captured_error() if trace.captures_gradient else None
@@ -267,6 +285,25 @@ class Operator:
             "an argument: beside a kernel its gradient would be lost. Make it an argument of the operator."
         )
 
+    def state_error(self, rule: str) -> OpkitError:
+        """The refusal to keep what was made of a reference that may compute something else in the next call."""
+        hint = (
+            "Register one with register_autograd, or make"
+            if rule == "backward"
+            else "Define it with opaque=True, or make"
+        )
+        return RuleError(
+            f"{self.name}: no {rule} can be derived, because the reference reads what cannot be compared from call to call: "
+            f"{self.state.unknown}. {hint} it an argument of the operator."
+        )
+
+    def changed_error(self) -> OpkitError:
+        """The refusal to run the reference for a backward where it would not compute what the forward did."""
+        return RuleError(
+            f"{self.name}: a value that the reference reads beside its arguments changed between forward and backward, and the "
+            "backward runs the reference again. Change it after the backward, or make it an argument of the operator."
+        )
+
     def random_error(self) -> OpkitError:
         """The refusal to derive a backward that would draw other random numbers than the forward did."""
         return RuleError(
@@ -292,10 +329,12 @@ class Operator:
         ]
 
     def contract_hash(self) -> str:
-        """The hash of :meth:`contract_parts`; recomputed when something was registered."""
-        if not self._hash:
+        """The hash of :meth:`contract_parts` and of what the reference reads; recomputed when something of it changed."""
+        state: Any = self.state.current(versions=True)
+        if not self._hash or state != self._hashed_state:
             with private.no_modes(), torch.inference_mode():
-                self._hash = contract_hash(self.contract_parts())
+                self._hash = contract_hash([*self.contract_parts(), ("state", state)])
+            self._hashed_state = state
         return self._hash
 
     def changed(self) -> None:

@@ -30,12 +30,15 @@ from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.fastcall import FastCalls, GenericCall
 from opkit.op.identity import note_traced
-from opkit.op.planning import check_arguments, schema_mutates
+from opkit.op.planning import check_arguments, refuse_aliases, schema_mutates
 from opkit.op.rules import autocast, flops, vmap
 from opkit.op.rules.autograd import Call, apply, restore
+from opkit.op.selection import REFERENCE
 
-_HANDLED_BELOW = (private.DispatchKey.Python, private.DispatchKey.Conjugate, private.DispatchKey.Negative)
-"""What the dispatcher still does below autograd: subclasses, and lazy conjugation and negation."""
+_HANDLED_BELOW = tuple(
+    getattr(private.DispatchKey, name) for name in ("Python", "Conjugate", "Negative", "ZeroTensor", "Functionalize")
+)
+"""What the dispatcher still does below autograd: subclasses, lazy conjugation, negation and zeros, and functionalisation."""
 
 
 class Dispatcher:
@@ -155,6 +158,8 @@ class Dispatcher:
         if not operator.transparent(args, kwargs):
             raise operator.fake_error(self.shown)
         check_arguments(operator, args, kwargs)
+        if not operator.state.volatile:
+            operator.state.guard()
         return operator.reference(*args, **kwargs)
 
     def _trivial_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -209,6 +214,8 @@ class Dispatcher:
     def _under_modes(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = self.operator
         note_traced(operator)
+        if self._reads_matter(args, kwargs):  # when Dynamo traces: AOTAutograd's cache may save it its own trace
+            operator.state.guard()
         mode = private.fake_mode_in_force()
         if mode is not None and operator.known_trace(args, kwargs).captures:
             mode.allow_non_fake_inputs = True  # what the reference captured is a constant of the traced program
@@ -222,12 +229,26 @@ class Dispatcher:
             return self._transformed(keyset, args, kwargs)
         return self._unit(keyset, args, kwargs)
 
+    def _reads_matter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the reference, or a backward derived from it, becomes part of the program that torch.compile traces."""
+        if not private.in_guarded_compilation():
+            return False
+        derived = self.operator.given.autograd is None and self._needs_gradient(args, kwargs)
+        return derived or self.operator.inlinable(args, kwargs)
+
     def _inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = self.operator
         if operator.given.autograd is None or not self._needs_gradient(args, kwargs):
-            return operator.reference(*args, **kwargs)
-        call = Call.of(operator.reference, operator.given.autograd, args, kwargs)
+            return self._seen_through(*args, **kwargs)
+        call = Call.of(self._seen_through, operator.given.autograd, args, kwargs)
         return restore(call, apply(operator.autograd_function, call, args))
+
+    def _seen_through(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the reference in the operator's place; a result that is an argument could be written to, and is refused as ever."""
+        result = self.operator.run_reference(*args, **kwargs)
+        plain = pytree.tree_map_only(torch.Tensor, private.without_functional_wrapper, (args, kwargs, result))
+        refuse_aliases(self.operator, REFERENCE, *plain)
+        return result
 
     def _forward_mode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = self.operator
@@ -238,11 +259,11 @@ class Dispatcher:
             )
             error.add_note(operator.opaque_note("forward-mode derivative", "reference="))
             raise error
-        return operator.reference(*args, **kwargs)
+        return operator.run_reference(*args, **kwargs)
 
     def _transformed(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.operator.composite(args, kwargs):
-            return self.operator.reference(*args, **kwargs)
+            return self.operator.run_reference(*args, **kwargs)
         with private.single_level_functions_allowed():
             return self._unit(keyset, args, kwargs)
 
@@ -256,7 +277,7 @@ class Dispatcher:
                 "the arguments requires grad."
             )
         if operator.composite(args, kwargs) and (operator.mutates or operator.underivable(args, kwargs) is not None):
-            return operator.reference(*args, **kwargs)
+            return operator.run_reference(*args, **kwargs)
         self._refuse_lost_gradient(args, kwargs)
         below = _recording(self._below_autograd(keyset))
         call = Call.of(below, operator.rule(args, kwargs), args, kwargs)
@@ -317,7 +338,7 @@ class Dispatcher:
         served = operator.kernels.serves(operator.device(args, kwargs)) or not transparent
         refused = operator.folds.broken or vmap.fold_refusal(operator.signature, private.batch_dims(args))
         if transparent and (refused or not served):
-            return operator.reference(*args, **kwargs)
+            return operator.run_reference(*args, **kwargs)
         rule = self._looped if refused else functools.partial(self._folded, transparent)
         return private.run_vmap_rule(rule, operator.overload, *args, **kwargs)
 
@@ -330,11 +351,11 @@ class Dispatcher:
         key = (tuple(in_dims), tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in args))
         if not transparent or key in operator.folds.agreed or private.dispatch_modes():
             return folded
-        if vmap.agrees(operator.reference, folded[0], info, in_dims, args, kwargs):
+        if vmap.agrees(operator.run_reference, folded[0], info, in_dims, args, kwargs):
             operator.folds.agreed.add(key)
             return folded
         operator.folds.broken = "the operator does not treat its leading *batch sizes independently"
-        return vmap.loop(operator.reference, info, in_dims, args, kwargs)
+        return vmap.loop(operator.run_reference, info, in_dims, args, kwargs)
 
 
 def _strided(arg: Any) -> bool:

@@ -129,7 +129,7 @@ def source(operator: Operator, namespace: dict[str, Any]) -> str:
         tensors=_tensors(parameters),
         flags=flags,
         unusual="".join(_unusual(p, operator, namespace) for p in parameters),
-        key=_key(parameters, conditional, bool(operator.kernels.kernels), bool(operator.device_types)),
+        key=_key(parameters, conditional, bool(operator.kernels.kernels)),
         passed=_passed(parameters, lambda p: p.name),
         copied=_passed(parameters, _copied),
         positional="".join(f"{p.name}, " for p in parameters if not p.keyword_only),
@@ -237,19 +237,19 @@ def _unusual(p: Parameter, operator: Operator, namespace: dict[str, Any]) -> str
 
 
 def _unusual_tensor(name: str, kernels: bool) -> str:
-    test = f"type({name}) not in _opkit_plain_types"
-    if kernels:  # a kernel may read memory as it lies: no sparse layout, no lazy negation
-        test += f" or {name}.layout is not _opkit_strided or {name}.is_neg() or {name}.is_conj()"
+    # a body or kernel may read memory as it lies: no lazy negation or zeros, and for a kernel no sparse layout
+    test = f"type({name}) not in _opkit_plain_types or {name}.is_neg() or {name}.is_conj() or {name}._is_zerotensor()"
+    if kernels:
+        test += f" or {name}.layout is not _opkit_strided"
     return f"({test})"
 
 
-def _key(parameters: tuple[Parameter, ...], conditional: bool, kernels: bool, limited: bool) -> str:
+def _key(parameters: tuple[Parameter, ...], conditional: bool, kernels: bool) -> str:
     parts: list[str] = []
     for p in parameters:
         if p.kind in _TENSORS:
             name = p.name if p.kind == "tensor" else "_opkit_item"
-            text = f"{name}.shape, {name}.dtype" + (f", {name}.device" if kernels or limited else "")
-            text += f", {name}.stride()" if kernels else ""
+            text = f"{name}.shape, {name}.dtype, {name}.device" + (f", {name}.stride()" if kernels else "")
             if p.kind == "tensors":
                 text = f"(*[({text}) for _opkit_item in {p.name}],)"
             parts.append(f"None if {p.name} is None else ({text})" if p.optional else text)

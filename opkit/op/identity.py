@@ -28,10 +28,12 @@ def note_traced(operator: Operator) -> None:
     if not private.in_compilation():
         return
     config: Any = torch.compiler.config
-    if operator.traced_hash and _MARK in str(config.cache_key_tag):  # the user may have set the tag since
+    state = operator.state.current(versions=True)
+    known = operator.traced_hash and operator.traced_state == state
+    if known and _MARK in str(config.cache_key_tag):  # the user may have set the tag since
         return
     with _lock:
-        operator.traced_hash = operator.contract_hash()
+        operator.traced_hash, operator.traced_state = operator.contract_hash(), state
         _traced[operator.name] = operator.traced_hash
         users = str(config.cache_key_tag).split(_MARK)[0]
         digest = hashlib.sha256(repr(sorted(_traced.items())).encode()).hexdigest()

@@ -18,7 +18,7 @@ from opkit.op import torch_private as private
 from opkit.op.body import Trace
 from opkit.op.core import Operator
 from opkit.op.prepared import TunedKernel
-from opkit.op.selection import REFERENCE, Kernel, Selection
+from opkit.op.selection import REFERENCE, Kernel, Selection, leaves
 
 
 class Plan:
@@ -101,8 +101,8 @@ def select(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> S
 def make_plan(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     """Decide how calls of these shapes run. The first run verifies; later ones go straight to the kernel."""
     binding = check_arguments(operator, args, kwargs)
-    if operator.device(args, kwargs) == "meta" and (operator.given.fake or not operator.transparent(args, kwargs)):
-        return Plan("fake", _without_data(operator))
+    if _without_data(operator, args, kwargs):
+        return Plan("fake", _fake(operator))
     kernel = _ready(operator, args, kwargs)
     name = REFERENCE if kernel is None else kernel.name
     function = operator.body if kernel is None else kernel.function
@@ -146,14 +146,21 @@ def _ready(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> K
             return kernel
 
 
-def _without_data(operator: Operator) -> Callable[..., Any]:
-    """The call on meta tensors: the fake implementation, which is registered for them."""
+def _without_data(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call has tensors on the meta device, which hold nothing that a body or kernel could read."""
+    tensors = [leaf for leaf in leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
+    if operator.device(args, kwargs) != "meta" and not any(tensor.is_meta for tensor in tensors):
+        return False
+    if any(kernel.device == "meta" for kernel in operator.kernels.kernels):
+        return False
+    # the reference itself is as good as the fake implementation derived from it, and keeps torch's own gradients
+    return bool(operator.given.fake or operator.kernels.serves("meta") or not operator.transparent(args, kwargs))
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with private.AutoDispatchBelowAutograd():
-            return operator.overload(*args, **kwargs)
 
-    return run
+def _fake(operator: Operator) -> Callable[..., Any]:
+    """The call by the fake implementation, which is registered for meta tensors."""
+    keys = private.DispatchKeySet(private.DispatchKey.Meta)
+    return lambda *args, **kwargs: operator.overload.redispatch(keys, *args, **kwargs)
 
 
 def _verified(
@@ -238,6 +245,11 @@ def schema_mutates(operator: Operator) -> set[str]:
 def check_output(operator: Operator, kernel: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Raise unless the result has the schema's form and shares no memory with arguments or itself."""
     _check_form(operator, kernel, output)
+    refuse_aliases(operator, kernel, args, kwargs, output)
+
+
+def refuse_aliases(operator: Operator, kernel: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Raise if a result that the schema declares as new shares memory with an argument or another result."""
     if operator.schema._is_view_op() or _returns_arguments(operator):  # pyright: ignore[reportPrivateUsage]
         return
     results = output if isinstance(output, tuple) else (output,)

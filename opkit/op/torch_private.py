@@ -30,6 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 CustomOpDef = custom_ops.CustomOpDef
 SingleLevelFunction = autograd_function._SingleLevelFunction
+compiled_autograd_key: Callable[[Any], tuple[Any, ...]] = autograd_function.Function._compiled_autograd_key
 DispatchKey = _C.DispatchKey
 DispatchKeySet = _C.DispatchKeySet
 AutoDispatchBelowAutograd = _C._AutoDispatchBelowAutograd
@@ -201,6 +202,29 @@ def untraced(function: F) -> F:
 def in_compilation() -> bool:
     """Whether torch.compile, AOTInductor or export is tracing."""
     return torch._guards.TracingContext.try_get() is not None or ahead_of_time()
+
+
+def in_guarded_compilation() -> bool:
+    """Whether torch.compile is tracing a program that it guards; what is exported or compiled ahead of time is not."""
+    return in_compilation() and not (ahead_of_time() or torch.compiler.is_exporting())
+
+
+def add_guard(create: Callable[[Any, Any], None]) -> None:
+    """Have ``create(builder, guard)`` add a test (:func:`add_test`) to the program that torch.compile is tracing."""
+    from torch._dynamo.source import GlobalStateSource
+
+    context = torch._guards.TracingContext.get()
+    context.guards_context.dynamo_guards.add(torch._guards.Guard(GlobalStateSource(), create))
+
+
+def add_test(builder: Any, guard: Any, test: Callable[[], bool], text: str) -> None:
+    """Have a compiled program used only while ``test`` is true; ``text`` says so to a person."""
+    guard.set_export_info(guard.inner_create_fn().__name__, None, [text], None)
+
+    def check(_: object) -> bool:
+        return test()
+
+    builder.guard_manager.root.add_lambda_guard(check, [text], guard.user_stack)
 
 
 def register_ordered_effect(name: str, library: Any) -> None:

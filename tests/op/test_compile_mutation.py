@@ -152,3 +152,20 @@ def test_an_out_argument_declared_in_the_schema(name, backend):
     torch.testing.assert_close(
         torch.compile(model, backend=backend, fullgraph=True)(torch.ones(3)), torch.full((3,), 4.0)
     )
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_result_that_is_an_argument_is_refused_as_in_eager_mode(name, given):
+    def even(x):
+        return torch.nn.functional.pad(x, (0, 0, 0, 1)) if x.shape[0] % 2 else x
+
+    op = opkit.custom_op(name, even, schema="(Tensor x) -> Tensor")
+    if given:
+        op.register_autograd(lambda ctx, grad: grad)
+    compiled = torch.compile(lambda x: op(x).add_(1), backend="aot_eager", dynamic=False)
+    assert compiled(torch.ones(3, 2)).shape == (4, 2)
+    for x in (torch.ones(4, 2), torch.ones(4, 2, requires_grad=True)):
+        for call in (op, compiled):
+            with pytest.raises(Exception, match=r"may not alias|input was returned as-is"):
+                call(x)
+        torch.testing.assert_close(x.detach(), torch.ones(4, 2))

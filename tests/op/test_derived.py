@@ -154,7 +154,7 @@ def test_the_backward_is_traced_once_for_many_shapes() -> None:
     runs: list[int] = []
 
     def noted(x: Float[Tensor, "*batch d"], w: Float[Tensor, "d"]) -> Float[Tensor, "*batch d"]:
-        runs.append(len(runs))
+        runs.append(1)
         return rms_norm(x, w)
 
     op = opkit.custom_op("derived::traced_once", noted)

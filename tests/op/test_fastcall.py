@@ -238,3 +238,44 @@ def test_calls_from_many_threads() -> None:
         thread.join()
     assert not failures
     assert not torch.fx._symbolic_trace.is_fx_tracing()  # what traces of backwards patch is put back
+
+
+def test_calls_without_data_and_lazy_ones_reach_their_own_rule_after_plain_ones() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        read.append(x.data_ptr() != 0 and not x.is_neg())
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+    read: list[bool] = []
+    alone = opkit.custom_op("fast::alone", doubled, mutates_args=())
+    alone.register_fake(torch.empty_like)
+    beside = opkit.custom_op("fast::beside", doubled, mutates_args=(), reference=lambda x: x * 2)
+    everywhere = opkit.custom_op("fast::everywhere", lambda x: x * 2, schema="(Tensor x) -> Tensor")
+    everywhere.register_kernel(None, doubled)
+    for op, packet in (
+        (alone, torch.ops.fast.alone),
+        (beside, torch.ops.fast.beside),
+        (everywhere, torch.ops.fast.everywhere),
+    ):
+        for call in (op, packet):
+            for _ in range(3):
+                call(torch.ones(3))
+            read.clear()
+            assert call(torch.empty(3, device="meta")).is_meta
+            assert call(torch.empty(3, device="meta", requires_grad=True)).is_meta
+            with torch.device("meta"):
+                assert call(torch.ones(3)).is_meta
+            assert not read
+            x = torch.arange(3.0)
+            torch.testing.assert_close(call(torch._neg_view(x)), -2 * x)  # pyright: ignore[reportPrivateUsage]
+            torch.testing.assert_close(call(torch._efficientzerotensor((3,))), torch.zeros(3))
+            assert all(read)
+
+
+def test_a_factory_told_to_use_the_meta_device_gives_its_fake() -> None:
+    op = opkit.custom_op("fast::factory", lambda n, device: _unread(), schema="(int n, Device device) -> Tensor")
+    op.register_fake(lambda n, device: torch.empty(n, device=device))
+    assert op(3, torch.device("meta")).is_meta
+
+
+def _unread() -> Tensor:
+    raise AssertionError("the body ran")

@@ -23,6 +23,8 @@ from opkit.op import torch_private as private
 from opkit.op.rules import vjp
 from opkit.op.rules.listed import Counts, counts_of, flattened, grouped, grouped_needs, leaves_of, spreads
 
+_MAX_STATES = 16
+
 
 class Rule(Protocol):
     """A backward rule: what it keeps, and the gradients of the arguments, one an argument."""
@@ -64,9 +66,8 @@ class Call:
 
 def make_function(name: str) -> Any:
     """The autograd function of one operator; ``name`` is what ``grad_fn`` shows."""
-    return type(
-        name, (private.SingleLevelFunction,), {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
-    )
+    methods = {"forward": _forward, "backward": _backward, "_compiled_autograd_key": private.compiled_autograd_key}
+    return type(name, (private.SingleLevelFunction,), {key: staticmethod(method) for key, method in methods.items()})
 
 
 def _forward(ctx: Any, *inputs: Any) -> Any:
@@ -201,25 +202,13 @@ class MissingRule:
         raise self.operator.autograd_error()
 
 
-class _Prepared:
-    """A pruned backward laid out for one call: where each saved value is found and where each gradient goes."""
+@dataclasses.dataclass
+class _Known:
+    """What was derived from the reference in one state: backward graphs, how calls use them, and which outputs take gradients."""
 
-    __slots__ = ("at", "count", "graph", "grouped", "silent", "sizes", "tensors")
-
-    def __init__(self, graph: vjp.BackwardGraph, call: Call, args: tuple[Any, ...]) -> None:
-        leaves = leaves_of(args, call.counts)
-        self.at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self.count = len(leaves)
-        self.graph = graph
-        self.grouped = call.counts
-        self.tensors = [
-            (s.source == "output", s.index if s.source == "output" else self.at[s.index]) for s in graph.tensors
-        ]
-        self.sizes = [
-            (s.source == "output", s.index if s.source == "output" else self.at[s.index], s.op, s.args)
-            for s in graph.sizes
-        ]
-        self.silent = [i for i, differentiable in enumerate(graph.differentiable) if not differentiable]
+    graphs: dict[Any, list[vjp.BackwardGraph]] = dataclasses.field(default_factory=dict)
+    memo: dict[Any, vjp.PreparedBackward | None] = dataclasses.field(default_factory=dict)
+    flags: dict[Any, list[bool] | None] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -227,9 +216,7 @@ class DerivedRule:
     """The reference's vector-Jacobian product."""
 
     operator: Any
-    graphs: dict[Any, list[vjp.BackwardGraph]] = dataclasses.field(default_factory=dict)
-    memo: dict[Any, _Prepared | None] = dataclasses.field(default_factory=dict)
-    flags: dict[Any, list[bool] | None] = dataclasses.field(default_factory=dict)
+    known: dict[Any, _Known] = dataclasses.field(default_factory=dict)  # by what the reference reads
     whole: str = ""  # why the last call could not use a pruned graph
 
     def save(self, ctx: Any, call: Call, args: tuple[Any, ...], output: Any) -> None:
@@ -241,37 +228,50 @@ class DerivedRule:
             return
         outputs = (output,) if isinstance(output, torch.Tensor) else _tensors(output)
         leaves = args if call.counts is None else leaves_of(args, call.counts)
-        ctx.save_for_backward(*[outputs[i] if late else leaves[i] for late, i in prepared.tensors])
+        saved = [outputs[i] if late else leaves[i] for late, i in prepared.tensors]
+        ctx.save_for_backward(
+            *saved, *prepared.graph.captured
+        )  # by which autograd sees writes to these before the backward
         ctx.opkit_sizes = [op(outputs[i] if late else leaves[i], *rest) for late, i, op, rest in prepared.sizes]
         if prepared.silent:
             ctx.mark_non_differentiable(*[outputs[i] for i in prepared.silent])
 
     def backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """The gradients by the pruned graph, or by running the whole reference under autograd."""
-        prepared: _Prepared | None = ctx.opkit_prepared
+        prepared: vjp.PreparedBackward | None = ctx.opkit_prepared
         if prepared is None:
             return self._backward_whole(ctx, *grads)
         run = prepared.graph.run_again if torch.is_grad_enabled() else prepared.graph.run
-        found = iter(run(*ctx.saved_tensors, *ctx.opkit_sizes, *_tensors(list(grads))))
+        saved = ctx.saved_tensors[: len(prepared.tensors)]
+        found = iter(run(*saved, *ctx.opkit_sizes, *_tensors(list(grads))))
         spread: list[Any] = [None] * prepared.count
         for i in prepared.at:
             if ctx.needs_input_grad[i]:
                 spread[i] = next(found)
         return tuple(spread) if prepared.grouped is None else tuple(grouped(spread, prepared.grouped))
 
-    def _prepared(self, call: Call, args: tuple[Any, ...], output: Any) -> _Prepared | None:
-        key = _call_key(args, call.kwargs)
-        if key in self.memo:
-            return self.memo[key]
+    def _prepared(self, call: Call, args: tuple[Any, ...], output: Any) -> vjp.PreparedBackward | None:
+        memo, key = self._known().memo, _call_key(args, call.kwargs)
+        if key in memo:
+            return memo[key]
         graph = self._find_or_derive(args, call.kwargs, output)
-        if len(self.memo) >= 4096:
-            self.memo.clear()
-        self.memo[key] = None if graph is None else _Prepared(graph, call, args)
-        return self.memo[key]
+        if len(memo) >= 4096:
+            memo.clear()
+        memo[key] = None if graph is None else vjp.PreparedBackward(graph, call.counts, args)
+        return memo[key]
+
+    def _known(self) -> _Known:
+        """What is known of the reference while it reads what it reads now."""
+        state = self.operator.state.current()
+        if state not in self.known:
+            if len(self.known) >= _MAX_STATES:
+                del self.known[next(iter(self.known))]
+            self.known[state] = _Known()
+        return self.known[state]
 
     def _find_or_derive(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> vjp.BackwardGraph | None:
         inputs, outputs = _tensors((args, kwargs)), _tensors(output)
-        known = self.graphs.setdefault(_guard_key(args, kwargs), [])
+        known = self._known().graphs.setdefault(_guard_key(args, kwargs), [])
         for graph in known:
             if graph.holds([*inputs, *outputs]):
                 return graph
@@ -293,7 +293,7 @@ class DerivedRule:
     def _derive(self, known: list[vjp.BackwardGraph], args: Any, kwargs: Any, outputs: list[Any]) -> Any:
         inputs, reference = vjp.flat_reference(self.operator.reference, args, kwargs)
         try:
-            with private.no_modes():
+            with private.no_modes(), self.operator.state.running():
                 graph = vjp.derive(reference, inputs, [t.requires_grad for t in inputs], outputs)
         except vjp.RandomReferenceError:
             raise self.operator.random_error() from None
@@ -305,11 +305,12 @@ class DerivedRule:
 
     def _flags(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> list[bool]:
         """Which leaves of the output take a gradient: those that do in the reference."""
-        key = _guard_key(args, kwargs)
-        if key not in self.flags:
-            self.flags[key] = bodies.differentiable(self.operator.reference, args, kwargs)
+        flags, key = self._known().flags, _guard_key(args, kwargs)
+        if key not in flags:
+            with self.operator.state.running():
+                flags[key] = bodies.differentiable(self.operator.reference, args, kwargs)
         floating = [isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in _leaves(output)]
-        found = self.flags[key]
+        found = flags[key]
         return floating if found is None or len(found) != len(floating) else found
 
     def _save_whole(self, ctx: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -319,10 +320,13 @@ class DerivedRule:
         ctx.save_for_backward(*[leaves[i] for i in ctx.opkit_at])
         ctx.opkit_whole = ([None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
         ctx.opkit_flags = self._flags(args, kwargs, output)
+        ctx.opkit_state = self.operator.state.current()
         silent = [x for x, f in zip(_leaves(output), ctx.opkit_flags, strict=True) if not f]
         ctx.mark_non_differentiable(*[x for x in silent if isinstance(x, torch.Tensor)])
 
     def _backward_whole(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if self.operator.state.current() != ctx.opkit_state:
+            raise self.operator.changed_error()
         kept, spec = ctx.opkit_whole
         leaves = list(kept)
         for i, tensor in zip(ctx.opkit_at, ctx.saved_tensors, strict=True):
@@ -336,7 +340,7 @@ class DerivedRule:
             for i, tensor in zip(wanted, chosen, strict=True):
                 values[i] = tensor
             args, kwargs = pytree.tree_unflatten(values, spec)
-            return tuple(itertools.compress(_leaves(self.operator.reference(*args, **kwargs)), ctx.opkit_flags))
+            return tuple(itertools.compress(_leaves(self.operator.run_reference(*args, **kwargs)), ctx.opkit_flags))
 
         seeds = list(itertools.compress(_leaves(grads), ctx.opkit_flags))
         found = iter(_pull_back(outputs_of, [leaves[i] for i in wanted], seeds))

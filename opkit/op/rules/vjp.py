@@ -22,8 +22,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from opkit.op.rules.listed import Counts, leaves_of
+
 _TRACER = threading.Lock()
 """torch's tracer patches ``nn.Module`` while it runs, for every thread: two at once leave it patched."""
+
+_DETACHES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+"""What the tracer records for detach(): the latter from torch 2.14 on."""
 
 _SIZE_OPS = ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset")
 
@@ -50,7 +55,7 @@ class SavedSize:
 class BackwardGraph:
     """A pruned backward: ``run(*saved tensors, *saved sizes, *output gradients)`` gives the input gradients.
 
-    ``run_again`` does the same by operations that can be differentiated again.
+    ``run_again`` does the same by operations that can be differentiated again; ``captured`` are tensors that are no arguments.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -58,8 +63,30 @@ class BackwardGraph:
     tensors: tuple[SavedTensor, ...]
     sizes: tuple[SavedSize, ...]
     differentiable: tuple[bool, ...]
+    captured: tuple[torch.Tensor, ...]
     holds: Callable[[Sequence[torch.Tensor]], bool]
     code: str
+
+
+class PreparedBackward:
+    """A pruned backward laid out for one call: where each saved value is found and where each gradient goes."""
+
+    __slots__ = ("at", "count", "graph", "grouped", "silent", "sizes", "tensors")
+
+    def __init__(self, graph: BackwardGraph, counts: Counts | None, args: tuple[Any, ...]) -> None:
+        leaves = leaves_of(args, counts)
+        self.at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.count = len(leaves)
+        self.graph = graph
+        self.grouped = counts
+        self.tensors = [
+            (s.source == "output", s.index if s.source == "output" else self.at[s.index]) for s in graph.tensors
+        ]
+        self.sizes = [
+            (s.source == "output", s.index if s.source == "output" else self.at[s.index], s.op, s.args)
+            for s in graph.sizes
+        ]
+        self.silent = [i for i, differentiable in enumerate(graph.differentiable) if not differentiable]
 
 
 @dataclasses.dataclass
@@ -110,6 +137,7 @@ def derive(
         tensors=pair.tensors,
         sizes=pair.sizes,
         differentiable=joint.differentiable,
+        captured=pair.captured,
         holds=lambda tensors: holds(tensors) and holds_twice(tensors),
         code=pair.code,
     )
@@ -128,6 +156,15 @@ class _Pair:
     def code(self) -> str:
         """The first graph as Python, for a person to read."""
         return torch.fx.GraphModule(self.joints[0].module, self.parts[0][0]).code
+
+    @property
+    def captured(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the graphs hold themselves."""
+        read = [
+            (j, n) for j, part in zip(self.joints, self.parts, strict=True) for n in part[0].nodes if n.op == "get_attr"
+        ]
+        found = [getattr(joint.module, node.target) for joint, node in read]
+        return tuple({id(tensor): tensor for tensor in found if isinstance(tensor, torch.Tensor)}.values())
 
     def runner(self, which: int) -> Callable[..., Sequence[Any]]:
         """The graph ``which`` as a function of all saved tensors, all saved sizes and the output gradients."""
@@ -210,7 +247,7 @@ def _output_of(graph: torch.fx.Graph) -> tuple[list[Any], list[Any]]:
 
 def _undetached(node: Any) -> Any:
     # the trace ends each result in the detach() of ``joint``; the value itself is one step before it
-    return node.args[0] if isinstance(node, torch.fx.Node) and node.target is torch.ops.aten.detach.default else node
+    return node.args[0] if isinstance(node, torch.fx.Node) and node.target in _DETACHES else node
 
 
 def _refuse_writes(module: torch.fx.GraphModule) -> None:
@@ -302,7 +339,7 @@ class _Pruner:
         return bool(users) or node in self.joint.gradients
 
     def _copy(self, graph: torch.fx.Graph, node: torch.fx.Node, copies: dict[Any, Any]) -> Any:
-        if node.target is torch.ops.aten.detach.default:
+        if node.target in _DETACHES:
             return copies[node.args[0]]
         return graph.node_copy(node, lambda n: copies[n])
 
