@@ -55,7 +55,7 @@ struct Memory {
     uint64_t* visible[kChunk];
 };
 
-inline bool is_plain(const Block& block) { return !block.biased && !(block.softcap > 0) && block.scale > 0; }
+inline bool is_plain(const Block& block) { return !block.biased && !(block.softcap > 0) && block.scale > 0 && !block.log_totals; }
 
 void begin(const Block& block, const Memory& memory) {
     const auto* rows = static_cast<const uint16_t*>(block.queries);
@@ -79,7 +79,9 @@ void end(const Block& block, const Memory& memory) {
         const __m512 inverse = _mm512_set1_ps(total == 0.0f ? 0.0f : 1.0f / total);
         float* row = block.sums + i * block.columns;
         for (int64_t c = 0; c < block.columns; c += 16) _mm512_storeu_ps(row + c, _mm512_mul_ps(_mm512_loadu_ps(row + c), inverse));
-        block.lse[i] = total == 0.0f ? -__builtin_inff() : memory.base[i] * unit + __builtin_logf(total);
+        const float base = memory.base[i] * unit, log_total = total == 0.0f ? 0.0f : __builtin_logf(total);
+        block.lse[i] = total == 0.0f ? -__builtin_inff() : block.log_totals ? base : base + log_total;
+        if (block.log_totals) block.log_totals[i] = log_total;
     }
 }
 

@@ -56,7 +56,8 @@ __attribute__((noinline)) void raise(const RowState& row, float found) {
 template <bool PLAIN, bool PARTIAL>
 inline __attribute__((always_inline)) bool soften(const float* scores, float factor, uint64_t visible, const RowState& row,
                                                   uint32_t* cells) {
-    const __m512 scale = _mm512_set1_ps(factor), hidden = _mm512_set1_ps(-__builtin_inff());
+    __m512 scale = _mm512_set1_ps(factor);
+    const __m512 hidden = _mm512_set1_ps(-__builtin_inff());
     __m512 score[4];
     OPKIT_UNROLL
     for (int j = 0; j < 4; ++j) {
@@ -68,6 +69,11 @@ inline __attribute__((always_inline)) bool soften(const float* scores, float fac
     const bool moves = _mm512_cmp_ps_mask(above, _mm512_set1_ps(kRise), _CMP_GT_OQ) != 0;
     if (__builtin_expect(moves, 0)) raise<PLAIN>(row, _mm512_reduce_max_ps(top) * (PLAIN ? factor : 1.0f));
     const __m512 base = _mm512_set1_ps(*row.base);
+    if (PLAIN && __builtin_expect(__builtin_fabsf(*row.base) > kFar, 0)) {
+        OPKIT_UNROLL
+        for (int j = 0; j < 4; ++j) score[j] = _mm512_mul_ps(score[j], scale);
+        scale = _mm512_set1_ps(1.0f);
+    }
     __m512 sum = _mm512_loadu_ps(row.total);
     OPKIT_UNROLL
     for (int j = 0; j < 4; ++j) {

@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "backward_call.hpp"
 #include "store.hpp"
@@ -121,7 +123,7 @@ void run_tile(const Call& call, const Gradients& given, const Cut& cut, const Qu
                 queries.words + block * queries.of_words, queries.gradient_words + block * queries.of_gradient_words,
                 keys.keys + local * keys.of_keys, keys.values + local * keys.of_values, keys.words + local * keys.of_words, rows,
                 call.head, call.columns, cut.columns, cut.value_columns, given.lse + at, given.delta + at,
-                state == kPartial ? visible : nullptr, call.biases.empty() ? nullptr : biases, call.scale, call.softcap,
+                given.log_totals ? given.log_totals + at : nullptr, state == kPartial ? visible : nullptr, call.biases.empty() ? nullptr : biases, call.scale, call.softcap,
                 query_sums + row * cut.columns, keys.sums + local * kKeys * cut.columns,
                 keys.value_sums + local * kKeys * cut.value_columns, memory});
     }
@@ -189,11 +191,30 @@ void write_delta(const Call& call, const Gradients& given, int64_t unit) {
     }
 }
 
+// Where a log-sum-exp is so large that its rounding would be seen in the probabilities, the kernels read the largest logits and
+// the logarithms of the sums that the forward, once more, writes to `apart`; of a huge logit and another the sum is the former.
+Gradients exact(const Call& call, const Gradients& given, std::vector<float>& apart) {
+    constexpr float kLarge = 0x1p10f;
+    const int64_t rows = call.batch * call.heads * call.queries;
+    Gradients found = given;
+    if (std::none_of(given.lse, given.lse + rows, [](float x) { return std::fabs(x) > kLarge && std::isfinite(x); })) return found;
+    apart.resize(static_cast<size_t>(2 * rows));
+    Call again = call;
+    again.lse = apart.data();
+    again.log_totals = again.lse + rows;
+    forward(again);
+    found.lse = again.lse;
+    found.log_totals = again.log_totals;
+    return found;
+}
+
 }  // namespace
 
-void backward(const Call& call, const Gradients& given) {
+void backward(const Call& call, const Gradients& gradients) {
     if (call.batch == 0 || call.heads == 0 || call.queries == 0 || call.keys == 0) return;
     thread_local Store store;
+    std::vector<float> apart;
+    const Gradients given = exact(call, gradients, apart);
     const Cut cut(call);
     auto* query_sums = reinterpret_cast<float*>(store.of(4 * call.batch * call.heads * cut.pieces * cut.sums()));
     const int64_t workers = workers_for(multiply_adds(call));

@@ -1,6 +1,6 @@
 // Attention backward, for any ISA with vectors: some query rows against one tile of keys.
 //
-// With P = exp(scale Q K^T - lse), dP = dO V^T and dS = P (dP - delta), what is added is dQ += dS K, dK += dS^T Q, dV += P^T dO
+// With P = exp(scale Q K^T - lse) (or less the largest logit, then less the logarithm of a sum), dP = dO V^T and dS = P (dP - delta), what is added is dQ += dS K, dK += dS^T Q, dV += P^T dO
 // (Dao et al., FlashAttention, 2022). That are five products of rows x 64 x head multiply-adds; P and dS are turned once, in the
 // first caches, so that the last two products read them by rows as the others do. Sums stay in float32, and are added to in an order
 // that the shape decides. What limits it is the rate of multiply-adds; for each of them there are 1/80 (head 64) exponentials.
@@ -56,7 +56,8 @@ inline __attribute__((always_inline)) void differentiate(const BackwardTile& til
     using V = typename P::V;
     const float lse = tile.lse[row];
     const auto scale = V::broadcast(tile.scale), base = V::broadcast(lse), delta = V::broadcast(tile.delta[row]);
-    const bool plain = !(tile.softcap > 0) && !tile.biases;
+    const bool plain = !(tile.softcap > 0) && !tile.biases && !tile.log_totals;
+    const auto log_total = V::broadcast(tile.log_totals ? tile.log_totals[row] : 0.0f);
     const uint64_t visible = lse == -__builtin_inff() ? 0 : tile.visible ? tile.visible[row] : ~uint64_t{0};
     for (int j = 0; j < kKeys / V::kLanes; ++j) {
         float *at = scores + j * V::kLanes, *slope = gradients + j * V::kLanes;
@@ -68,7 +69,8 @@ inline __attribute__((always_inline)) void differentiate(const BackwardTile& til
         }
         if (tile.biases) score = V::plus(score, V::load(tile.biases + row * kKeys + j * V::kLanes));
         const auto seen = V::bits(visible, j);
-        const auto above = plain ? V::fused_minus(V::load(at), scale, base) : V::minus(score, base);
+        auto above = plain ? V::fused_minus(V::load(at), scale, base) : V::minus(score, base);
+        if (tile.log_totals) above = V::minus(above, log_total);
         const auto power = V::where(seen, exponential<V, P::kDegree>(above), V::zero());
         const auto found = V::times(V::times(power, V::minus(V::load(slope), delta)), inner);
         V::store(at, power);

@@ -139,9 +139,10 @@ class Backward : public Shape {
 public:
     using Shape::Shape;
     void operator()(Address gradient, Address of_lse, Address q, Address k, Address v, Address out, Address lse, Address to_q,
-                    Address to_k, Address to_v, Address delta, const Addresses& mask_tensors,
+                    Address to_k, Address to_v, Address delta, Address sinks, const Addresses& mask_tensors,
                     const Addresses& bias_tensors) const {
         run(q, k, v, mask_tensors, bias_tensors, [&](Call& call) {
+            call.sinks = reinterpret_cast<const float*>(sinks);
             backward(call, {at(3, out), at(4, gradient), reinterpret_cast<const float*>(lse), reinterpret_cast<const float*>(of_lse),
                             at(5, to_q), at(6, to_k), at(7, to_v), reinterpret_cast<float*>(delta)});
         });
@@ -170,7 +171,7 @@ void bind(py::module_& m) {
     bind_shape<Backward, 8>(m, "AttentionBackward", "The gradients of attention of tensors of some shapes.")
         .def("__call__", &Backward::operator(), py::arg("gradient"), py::arg("of_lse"), py::arg("q"), py::arg("k"), py::arg("v"),
              py::arg("out"), py::arg("lse"), py::arg("to_q"), py::arg("to_k"), py::arg("to_v"), py::arg("delta"),
-             py::arg("mask_tensors") = Addresses(), py::arg("bias_tensors") = Addresses());
+             py::arg("sinks") = 0, py::arg("mask_tensors") = Addresses(), py::arg("bias_tensors") = Addresses());
 }
 
 }  // namespace opkit::attention

@@ -13,6 +13,10 @@ constexpr int64_t kKeys = 64;        // of a tile: a row of visibility is one wo
 constexpr int64_t kMostRows = 32;    // that an ISA computes together
 constexpr int64_t kTilesAhead = 4;   // that an ISA may ask for at a time
 
+// A largest score beyond it, as a product with a factor, is rounded by more than a quarter, and far beyond by so much that the power
+// of what is rounded away overflows: then the other scores are to be rounded too.
+constexpr float kFar = 0x1p23f;
+
 enum State : int32_t { kHidden = 0, kFull = 1, kPartial = 2 };
 
 // What the rows see of a tile. Where that is a part, bit j of visible[row] is set if key j is seen. Where the block has biases,
@@ -39,6 +43,7 @@ struct Block {
     float sink;                // -inf: none
     float* sums;               // result: rows by columns; there is memory for a multiple of kMostRows
     float* lse;                // result: a number for each row
+    float* log_totals;         // null; or result: the logarithms of the sums of exponentials, without which lse then is
     void* memory;              // block_memory(rows, head, biased) bytes, aligned to 64
 };
 
@@ -52,6 +57,7 @@ struct BackwardTile {
     int64_t head, value;                    // elements of a key, of a value
     int64_t columns, value_columns;         // the same, padded to whole vectors
     const float *lse, *delta;               // of each row; delta: the sum of gradient * result, less that of the lse
+    const float* log_totals;                // null; or of each row what its lse is without, as a Block gives both
     const uint64_t* visible;                // null: everything
     const float* biases;                    // null: none
     float scale, softcap;

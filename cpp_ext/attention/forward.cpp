@@ -57,24 +57,26 @@ void run_block(const Call& call, const Packing& packing, char* packed, Tile tile
     const int64_t bits = call.mask.scratch(tile.rows), summed = rounded_up(tile.rows, kMostRows) * columns;
     const int64_t copied = call.q.type == Type::Half ? tile.rows * call.head : 0;
     Pieces pieces(store.of(Pieces::bytes(memory, 1) + Pieces::bytes(summed, 4) + Pieces::bytes(bits, 8) +
-                           Pieces::bytes(tile.rows, 4) + Pieces::bytes(copied, 4)));
+                           2 * Pieces::bytes(tile.rows, 4) + Pieces::bytes(copied, 4)));
     char* inside = pieces.take<char>(memory);
     auto* sums = pieces.take<float>(summed);
     Asked asked{call, tile, pieces.take<uint64_t>(bits)};
-    auto* lse = pieces.take<float>(tile.rows);
+    auto *lse = pieces.take<float>(tile.rows), *log_totals = pieces.take<float>(tile.rows);
     const Rows queries =
         widened(rows_of(call.q, tile.batch, tile.head, tile.row, tile.rows, call.head), pieces.take<float>(copied));
     const float sink = call.sinks ? call.sinks[tile.head] : -std::numeric_limits<float>::infinity();
     const Block block{queries.data, queries.stride, tile.rows, call.head, packing.keys(packed), packing.of_keys, call.keys,
                       packing.values(packed), packing.unclean(packed), columns, 0, packing.tiles, prepare, &asked, call.scale,
-                      call.softcap, !call.biases.empty(), sink, sums, lse, inside};
+                      call.softcap, !call.biases.empty(), sink, sums, lse, call.log_totals ? log_totals : nullptr, inside};
     (is_paired(call.q.type) ? call.kernels->attention_bf16 : call.kernels->attention_f32)(block);
     const int64_t size = call.q.type == Type::Float ? 4 : 2;
-    for (int64_t i = 0; i < tile.rows; ++i) {
+    for (int64_t i = 0; i < tile.rows && call.out; ++i) {
         const int64_t at = tile.batch * call.out_stride[0] + tile.head * call.out_stride[1] + (tile.row + i) * call.out_stride[2];
         write_row(*call.kernels, sums + i * columns, call.columns, call.q.type, static_cast<char*>(call.out) + at * size);
     }
-    std::memcpy(call.lse + (tile.batch * call.heads + tile.head) * call.queries + tile.row, lse, static_cast<size_t>(tile.rows) * 4);
+    const int64_t first = (tile.batch * call.heads + tile.head) * call.queries + tile.row;
+    std::copy_n(lse, tile.rows, call.lse + first);
+    if (call.log_totals) std::copy_n(log_totals, tile.rows, call.log_totals + first);
 }
 
 // Blocks of a query head, the last rows first: under a causal mask they have most to do.

@@ -99,6 +99,11 @@ inline __attribute__((always_inline)) float softened(const float* scores, float 
         sum = V::times(sum, V::broadcast(correction));
         *largest = after;
     }
+    if (__builtin_expect(__builtin_fabsf(base) > kFar, 0)) {
+        OPKIT_UNROLL
+        for (int j = 0; j < N; ++j) score[j] = V::times(score[j], V::broadcast(factor));
+        factor = 1.0f;
+    }
     OPKIT_UNROLL
     for (int j = 0; j < N; ++j) {
         auto power = exponential<V, P::kDegree>(V::fused_minus(score[j], V::broadcast(factor), V::broadcast(base)));
@@ -160,7 +165,7 @@ void add_tile(const Block& block, const Group<P>& group, int64_t tile, Scratch<P
     const uint32_t* values = block.values + tile * (kKeys / P::kKeysPerWord) * block.columns;
     const int64_t left = block.count - tile * kKeys, count = left < kKeys ? left : kKeys;
     scores<P>(block, group, keys, count, scratch.scores);
-    const bool adjusted = block.biased || block.softcap > 0 || !(block.scale > 0);
+    const bool adjusted = block.biased || block.softcap > 0 || !(block.scale > 0) || block.log_totals;
     if (adjusted) adjust<P>(block, group, scratch.scores);
     const float factor = adjusted ? 1.0f : block.scale;
     for (int64_t i = 0; i < P::V::kGroup; ++i) {
@@ -226,7 +231,9 @@ void end(const Block& block, const Memory<P>& memory) {
         const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
         float* row = block.sums + i * block.columns;
         for (int64_t c = 0; c < block.columns; c += V::kLanes) V::store(row + c, V::times(V::load(row + c), V::broadcast(inverse)));
-        block.lse[i] = total == 0.0f ? -__builtin_inff() : memory.largest[i] + __builtin_logf(total);
+        const float log_total = total == 0.0f ? 0.0f : __builtin_logf(total);
+        block.lse[i] = total == 0.0f ? -__builtin_inff() : block.log_totals ? memory.largest[i] : memory.largest[i] + log_total;
+        if (block.log_totals) block.log_totals[i] = log_total;
     }
 }
 

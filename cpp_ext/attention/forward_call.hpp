@@ -12,7 +12,7 @@ namespace opkit::attention {
 struct Call {
     int64_t batch, heads, kv_heads, queries, keys, head, columns;
     Operand q, k, v;         // of one type, not Double
-    void* out;               // of that type: (batch, heads, queries, columns)
+    void* out;               // of that type: (batch, heads, queries, columns); or null
     int64_t out_stride[3];
     float* lse;              // (batch, heads, queries)
     const float* sinks;      // (heads), or null
@@ -20,6 +20,7 @@ struct Call {
     const Mask& mask;
     const Biases& biases;
     const isa::Table* kernels;
+    float* log_totals = nullptr;  // of the size of lse; or null (see Block)
 };
 
 // Of the forward; the backward has two and a half times as many. Whole tiles of keys are multiplied.

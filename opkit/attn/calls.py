@@ -47,6 +47,7 @@ class GradientCall(NamedTuple):
     heads_inside: bool
     seed: Tensor | None = None
     dropout_p: float = 0.0
+    sinks: Tensor | None = None
 
 
 class BiasCall(NamedTuple):
@@ -67,6 +68,7 @@ class BiasCall(NamedTuple):
     wanted: list[int]
     seed: Tensor | None = None
     dropout_p: float = 0.0
+    sinks: Tensor | None = None
 
 
 class Float8Call(NamedTuple):

@@ -60,7 +60,7 @@ def _general(kernel: Run, new_out: Run, new_lse: Run) -> Run:
     def run(*given: Any) -> tuple[Tensor, Tensor]:
         call = Call(*given)
         out, lse = found = new_out(), new_lse()
-        sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
+        sinks = _in_float32(call.sinks)
         tensors = dense_rows(call.q), dense_rows(call.k), dense_rows(call.v), out, lse  # held until they were read
         kernel(*_addresses(tensors), address(sinks), _addresses(call.mask_tensors), _addresses(call.bias_tensors))
         return found
@@ -91,15 +91,15 @@ def backward(*given: Any) -> Run:
 
 def _gradients(kernel: Run, new: list[Run], copied: bool) -> Run:
     def run(*given: Any) -> tuple[Tensor, ...]:
-        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, *_ = given
+        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, *rest = given
+        sinks = _in_float32(rest[7] if len(rest) > 7 else None)
         if copied:
             gradient, q, k, v, out = (dense_rows(each) for each in (gradient, q, k, v, out))
             lse, of_lse = lse.contiguous(), None if of_lse is None else of_lse.contiguous()
         found = tuple([make() for make in new])
         tensors = (q, k, v, out, lse, *found)
-        kernel(
-            address(gradient), address(of_lse), *_addresses(tensors), _addresses(mask_tensors), _addresses(bias_tensors)
-        )
+        of_masks, of_biases = _addresses(mask_tensors), _addresses(bias_tensors)
+        kernel(address(gradient), address(of_lse), *_addresses(tensors), address(sinks), of_masks, of_biases)
         return found
 
     return run
@@ -120,7 +120,7 @@ def takes(call: Call) -> bool:
 
 def takes_gradients(call: GradientCall) -> bool:
     """Whether :func:`backward` takes a call."""
-    return call.dropout_p == 0 and _all_there(call) and results_fit(call)
+    return call.dropout_p == 0 and sinks_fit(call.sinks, call.q) and _all_there(call) and results_fit(call)
 
 
 def _all_there(call: AnyCall) -> bool:
@@ -209,6 +209,10 @@ def _shape(call: Call | GradientCall, tensors: list[Tensor]) -> dict[str, Any]:
         "scale": call.scale,
         "softcap": call.softcap,
     }
+
+
+def _in_float32(sinks: Tensor | None) -> Tensor | None:
+    return None if sinks is None else sinks.to(torch.float32).contiguous()
 
 
 def _strides(x: Tensor) -> list[int]:

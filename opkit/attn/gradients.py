@@ -43,6 +43,7 @@ def attention_backward(
     heads_inside: bool,
     seed: Tensor | None = None,
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of ``q``, ``k`` and ``v``, in their dtypes, and each row's delta, in the dtype of ``lse``.
 
@@ -53,7 +54,8 @@ def attention_backward(
         heads_inside: lay the gradients out as (batch, sequence, heads, head size) in memory.
     """
     call = GradientCall(
-        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside, seed, dropout_p
+        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside, seed,
+        dropout_p, sinks,
     )  # fmt: skip
     found, delta = formula(call)
     laid = [reference.laid_out(each, heads_inside) for each in found]
@@ -76,6 +78,7 @@ def attention_bias_backward(
     wanted: list[int],
     seed: Tensor | None = None,
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """The gradients of some of the tensors of a bias, each of its tensor's shape and dtype.
 
@@ -86,7 +89,7 @@ def attention_bias_backward(
         wanted: the numbers of the tensors, none of them twice.
     """
     call = BiasCall(
-        gradient, delta, q, k, v, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, wanted, seed, dropout_p
+        gradient, delta, q, k, v, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, wanted, seed, dropout_p, sinks
     )  # fmt: skip
     found = program.bias_gradients(_slopes(call, delta).of_logits, bias, bias_tensors)
     made: list[Tensor] = []
@@ -131,8 +134,8 @@ def _slopes(call: GradientCall | BiasCall, delta: Tensor) -> _Slopes:
     logits = program.biased(products if capped is None else softcap * capped, call.bias, call.bias_tensors, grid)
     seen = (lse > -torch.inf).unsqueeze(-1)
     seen = seen if visible is None else seen & visible
-    base = torch.where(lse > -torch.inf, lse, 0.0).unsqueeze(-1)
-    weights = torch.where(seen, torch.exp(torch.where(seen, logits - base, 0.0)), 0.0)
+    # Not exp(logits - lse): where logits are large, their maximum plus the logarithm of a sum is the maximum.
+    weights = torch.where(seen, reference.softmax(logits, visible, call.sinks)[0], 0.0)
     slopes = _product(call.gradient.to(dtype), values.mT, _finite(values).mT, _contact(values, visible))
     kept = weights
     if call.dropout_p > 0 and call.seed is not None:
@@ -199,7 +202,8 @@ def _with_tensors(ctx: Any, gradient: Tensor, of_lse: Tensor | None, saved: Sequ
     seed = optional[-1] if dropped else None
     mask, bias, scale, softcap, dropout_p, heads_inside = ctx.rest
     call = GradientCall(
-        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside, seed, dropout_p
+        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside, seed,
+        dropout_p, sinks,
     )  # fmt: skip
     *found, delta = backward_operator()(*call)
     wanted = [number for number, needed in enumerate(ctx.needs_input_grad[4] or ()) if needed]
@@ -212,7 +216,7 @@ def _of_biases(call: GradientCall, delta: Tensor, wanted: list[int]) -> list[Ten
     """The gradients of the tensors that are wanted, None for the others."""
     made = bias_backward_operator()(
         call.gradient, delta, call.q, call.k, call.v, call.lse, call.mask_tensors, call.bias_tensors, call.mask, call.bias,
-        call.scale, call.softcap, wanted, call.seed, call.dropout_p,
+        call.scale, call.softcap, wanted, call.seed, call.dropout_p, call.sinks,
     )  # fmt: skip
     found: list[Tensor | None] = [None] * len(call.bias_tensors)
     for number, one in zip(wanted, made, strict=True):

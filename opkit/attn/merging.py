@@ -37,7 +37,9 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
 
     Returns:
         The result, of the parts' shape and dtype, and the log-sum-exp; zeros and minus infinity where no part sees a key.
-        A part that sees none counts for nothing, whatever its result holds.
+        A part that sees none counts for nothing, whatever its result holds. How many keys a part has is known by its
+        log-sum-exp alone: of logits so large that float32 rounds the logarithm of a sum away (``finfo.min`` throughout, as in
+        padded rows), parts count alike.
 
     Raises:
         ArgumentError: there are no parts.
@@ -75,13 +77,12 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
 
 
 def reference(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """What merging computes, in plain torch: the weight of a part is the exponential of its log-sum-exp less the whole's."""
+    """What merging computes, in plain torch: the weights of the parts are the softmax of their log-sum-exps."""
     each = torch.stack(lses)
     dead = (each == -torch.inf).all(0)
-    lse = torch.where(dead, 0.0, each).logsumexp(0)  # of minus infinity alone it has no derivative
+    alive = torch.where(dead, 0.0, each)  # of minus infinity alone these have no derivative
+    lse, weights = alive.logsumexp(0), torch.where(dead, 0.0, alive.softmax(0)).unsqueeze(-1)
     total = outs[0].new_zeros(outs[0].shape, dtype=torch.promote_types(lses[0].dtype, torch.float32))  # dense
-    for out, part in zip(outs, each, strict=True):
-        unseen = part == -torch.inf
-        weight = torch.where(unseen, 0.0, (torch.where(unseen, 0.0, part) - lse).exp()).unsqueeze(-1)
+    for out, weight in zip(outs, weights, strict=True):
         total = total + weight * torch.where(weight > 0, out.to(total.dtype), 0.0)
     return total.to(outs[0].dtype), torch.where(dead, -torch.inf, lse)

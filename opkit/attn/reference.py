@@ -62,7 +62,7 @@ def attention(
     seen = program.visible(mask, mask_tensors, grid)
     logits = _logits(q.to(dtype), keys, seen, scale, softcap)
     logits = program.biased(logits, bias, bias_tensors, grid)
-    weights, lse = _softmax(logits, seen, sinks)
+    weights, lse = softmax(logits, seen, sinks)
     weights = _dropped(weights, seed, dropout_p, grid)
     out = product(weights, values, finite(values), contact(values, seen)).to(q.dtype)
     return laid_out(out, heads_inside), lse
@@ -97,7 +97,7 @@ def _logits(q: Tensor, keys: Tensor, seen: Tensor | None, scale: float, softcap:
     return softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
 
 
-def _softmax(logits: Tensor, seen: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def softmax(logits: Tensor, seen: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """The probabilities of what each row sees, without the sink's, and the rows' log-sum-exp."""
     if seen is not None:
         logits = torch.where(seen, logits, -math.inf)

@@ -16,7 +16,7 @@ from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, fits, takes
 from opkit.attn.gpu.mla import decode as mla
 from opkit.attn.gpu.portable import invariant
-from opkit.attn.memory_safety import results_fit
+from opkit.attn.memory_safety import results_fit, sinks_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
 
@@ -59,7 +59,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 def takes_gradients(call: GradientCall) -> bool:
     """Whether :func:`backward` takes a call."""
-    return fits(call) and results_fit(call)
+    return fits(call) and sinks_fit(call.sinks, call.q) and results_fit(call)
 
 
 def takes_bias_gradients(call: BiasCall) -> bool:
@@ -68,7 +68,7 @@ def takes_bias_gradients(call: BiasCall) -> bool:
         return False
     as_gradients = GradientCall(
         call.gradient, call.delta, call.q, call.k, call.v, call.gradient, call.lse, call.mask_tensors, call.bias_tensors,
-        call.mask, call.bias, call.scale, call.softcap, False,
+        call.mask, call.bias, call.scale, call.softcap, False, None, 0.0, call.sinks,
     )  # fmt: skip
     return takes_gradients(as_gradients)
 

@@ -6,7 +6,7 @@ from cuda_on_cpu import NONE, filled, on_cpu, survives
 from hopper_calls import BF16, FP16, arguments, compared
 from paged_calls import UNLIMITED, Cache, of_pages
 
-from opkit.attn import program
+from opkit.attn import program, reference
 from opkit.attn.gpu.hopper import decode_cuda, decode_pages_cuda
 
 pytestmark = pytest.mark.emulated
@@ -66,6 +66,15 @@ class TestDecoding:
         found = decode_cuda.decode(*given)
         machine[0] = 0
         assert all(map(torch.equal, found, decode_cuda.decode(*given)))
+
+    @pytest.mark.parametrize("heads", [(4, 2), (40, 2)])
+    def test_huge_logits(self, machine, monkeypatch, heads):
+        divided(monkeypatch, 2)
+        q, k, v = filled(1, heads, 1, 400, 64, 64)
+        out, lse = decode_cuda.decode(*arguments(2**17 * q, 2**17 * k, v))
+        exact, exact_lse = reference.attention(*arguments(2**17 * q.double(), 2**17 * k.double(), v.double()))
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=0.02)
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=0)
 
     @pytest.mark.parametrize("heads", [(4, 2), (40, 2)])
     def test_hidden_keys_and_values_do_not_leak(self, machine, monkeypatch, heads):

@@ -103,6 +103,11 @@ def test_bands_caps_and_sinks(run, options):
     check(run, *made(1, 4, 2, 5, 301, 32, 32), **options)
 
 
+def test_huge_logits(run):
+    q, k, v = made(1, 4, 2, 2, 300, 16, 16)
+    check(run, q.mul(2).round(), k.mul(2).round(), v, scale=1e12)
+
+
 def test_queries_that_see_nothing_give_zeros(run):
     q, k, v = made(1, 2, 1, 4, 100, 16, 16)
     out, lse = check(run, q, k, v, upper=-2)

@@ -152,6 +152,46 @@ def test_of_the_formula(run, name):
         close(mine, right, 3 * BOUNDS[dtype])
 
 
+LEAST = torch.finfo(torch.float32).min
+HUGE = {
+    "a scale": Case((1, 2, 1, 37, 150, 16, 16), scale=1e10, mask=(BAND, -FAR, 100)),
+    "documents, a scale": Case((1, 2, 1, 90, 90, 16, 16), scale=1e4, mask=(SEGMENTS, 0, 0), masks=(lambda: numbers(90, 43),)),
+    "biases": Case(
+        (1, 2, 1, 40, 70, 16, 16), scale=8.0, bias=(BIAS_DENSE, 0), biases=(lambda: torch.full((1, 2, 40, 70), 1e8),),
+        sinks=lambda: torch.tensor([1e8, 0.0]),
+    ),
+    "the least bias in some rows": Case(
+        (1, 1, 1, 40, 70, 16, 16), scale=0.0, bias=(BIAS_DENSE, 0),
+        biases=(lambda: torch.zeros(1, 1, 40, 70).masked_fill(torch.arange(40)[:, None] > 15, LEAST),),
+    ),
+}  # fmt: skip
+"""Products of small whole numbers, so that their differences are exact in float32 too."""
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_huge_logits(run, name):
+    call = HUGE[name].call(torch.float32)
+    call = call._replace(**{x: getattr(call, x).mul(2).round() for x in "qkv"})
+    out, lse = run("opkit::attention", *call)
+    precise = Call(*wide(call))._replace(bias_tensors=wide(call.bias_tensors))
+    exact, exact_lse = reference.attention(*precise)
+    close(out, exact, BOUNDS[torch.float32])
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-5)
+    rest = (call.mask_tensors, call.bias_tensors, call.mask, call.bias, call.scale, 0.0)
+    given = GradientCall(r(*out.shape), None, *call[:3], out, lse, *rest, False, None, 0.0, call.sinks)
+    found = run("opkit::attention_backward", *given)
+    wanted = GradientCall(*wide(given))._replace(out=exact, lse=exact_lse, bias_tensors=precise.bias_tensors)
+    expected, delta = gradients.formula(wanted)
+    for mine, right in zip(found, (*expected, delta), strict=True):
+        close(mine, right, 3 * BOUNDS[torch.float32])
+    if call.bias:
+        of_bias = (given.gradient, found[3], *call[:3], lse, *rest, [0], None, 0.0, call.sinks)
+        (mine,) = run("opkit::attention_bias_backward", *of_bias)
+        (right,) = gradients.attention_bias_backward(wanted.gradient, delta, *precise[:3], exact_lse, *rest[:1],
+            precise.bias_tensors, *of_bias[8:])  # fmt: skip
+        close(mine, right, 3 * BOUNDS[torch.float32])
+
+
 def test_without_keys_queries_or_heads(run):
     for q, k in (((1, 2, 3, 4), (1, 1, 0, 4)), ((1, 2, 0, 4), (1, 1, 3, 4)), ((0, 2, 3, 4), (0, 1, 3, 4))):
         sinks = torch.tensor([1.0, 2.0])

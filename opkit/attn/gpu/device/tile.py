@@ -90,13 +90,12 @@ def capped(x, softcap):
 def logits(
     s, scale, softcap, slots, numbers, b, h, i, j, queries, limit, shift, BIAS: tl.constexpr, CAPPED: tl.constexpr
 ):
-    """From products to logits times log2(e), before a mask; and the tanh of the cap."""
+    """From products to logits, before a mask; and the tanh of the cap."""
     s = s * scale
     t = s
     if CAPPED:
         s, t = capped(s, softcap)
-    s = biased(s, BIAS, slots, numbers, b, h, i, j, queries, limit, shift)
-    return s * LOG2E, t
+    return biased(s, BIAS, slots, numbers, b, h, i, j, queries, limit, shift), t
 
 
 @triton.jit

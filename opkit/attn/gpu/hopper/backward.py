@@ -18,7 +18,7 @@ from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import GradientCall, dtypes_and_shapes
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks
-from opkit.attn.gpu.hopper.forward import counters, describable, evenly, on_hopper, processors
+from opkit.attn.gpu.hopper.forward import counters, describable, evenly, has_moderate_factor, on_hopper, processors
 from opkit.attn.gpu.plans import Shape, Words
 from opkit.attn.memory_safety import mask_fits, results_fit, shapes_fit
 from opkit.errors import KernelError
@@ -89,7 +89,7 @@ def fits(call: GradientCall) -> bool:
     tile = _tile_of(call)
     most = 2**29 if tile.keys == 128 else 2**28  # rows of the sums are counted in 32 bits
     lengths = max(q.shape[2], k.shape[2]) < _FAR and q.shape[0] * q.shape[1] * (q.shape[2] + _MOST) < most
-    plain = not call.bias and call.dropout_p == 0 and call.scale > 0
+    plain = not call.bias and call.dropout_p == 0 and has_moderate_factor(call)
     return results_fit(call) and lengths and plain and mask_fits(call)
 
 
@@ -104,7 +104,10 @@ def backward(*given: Any) -> Run:
 
     It takes bfloat16 and float16; heads of up to 256 channels that 8 divides, those of queries and of values of any two such
     sizes; grouped heads; any numbers of queries and keys but none; every mask; a positive scale; a soft cap; a gradient of the
-    log-sum-exp. It takes no biases and no dropout.
+    log-sum-exp. The factor of logits, which is the cap or else the scale, is at most 1024. It takes no biases and no dropout.
+
+    Of a log-sum-exp as large as L, its rounding makes probabilities wrong by up to L / 2^24 of themselves: by as much as they are
+    rounded to bfloat16 where L is 30,000.
 
     Probabilities and the gradients of logits are rounded to q's dtype before they are multiplied further; sums are in float32.
     Keys, values and queries that are hidden from one another do not reach each other's gradients, whatever they hold. The

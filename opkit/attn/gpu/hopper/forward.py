@@ -30,6 +30,7 @@ from opkit.op.triton.series import PreparedSeries
 DTYPES = (torch.bfloat16, torch.float16)
 _FAR = 2**30  #: further than any two positions are apart
 LOG2E = 1.4426950408889634
+MAX_FACTOR = 1024.0  #: of logits: a cap, or a scale where there is none
 _INTERLEAVED = {64: 32 << 20, 128: 32 << 20, 256: 16 << 20}
 """Bytes of keys and values of the heads that are interleaved, by the size of the larger head, as measured: what the L2 cache
 holds, which has 50 MB, or less. "When a tile is claimed" and "Short calls" in docs/attention_gpu_figures.md have the figures."""
@@ -122,8 +123,16 @@ def sizes_fit(call: Call) -> bool:
         return False
     heads = all(size % _ALIGNED == 0 and size <= _MOST for size in (q.shape[3], v.shape[3]))
     lengths = max(q.shape[2], k.shape[2]) < _FAR and q.shape[0] * q.shape[1] * q.shape[2] < 2**31
-    plain = not call.bias and call.dropout_p == 0 and call.scale > 0
+    plain = not call.bias and call.dropout_p == 0 and has_moderate_factor(call)
     return heads and lengths and plain and sinks_fit(call.sinks, q) and mask_fits(call)
+
+
+def has_moderate_factor(call: AnyCall) -> bool:
+    """Whether the logits of usual queries and keys are of a size to which float32 resolves their differences.
+
+    The portable kernels take greater ones: they see to what is rounded away of a product, and of a huge logit and another's sum.
+    """
+    return call.scale > 0 and (call.softcap or call.scale) <= MAX_FACTOR
 
 
 @PreparedKernel
@@ -131,8 +140,8 @@ def forward(*given: Any) -> Run:
     """The operator's result and log-sum-exp, of its own arguments.
 
     It takes bfloat16 and float16; heads of up to 256 channels that 8 divides, those of queries and of values of any two such
-    sizes; grouped heads; any numbers of queries and keys but none; every mask; a positive scale; a soft cap; sinks. It takes
-    no biases and no dropout.
+    sizes; grouped heads; any numbers of queries and keys but none; every mask; a positive scale; a soft cap; sinks. The factor of
+    logits, which is the cap or else the scale, is at most 1024. It takes no biases and no dropout.
 
     Probabilities are rounded to q's dtype before they are multiplied with the values. Keys and values that are hidden do not
     reach a result, whatever they hold: 64 rows with a result that is not a number are computed once more, slowly, of what they

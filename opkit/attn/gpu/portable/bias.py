@@ -21,7 +21,7 @@ from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
-_TENSORS = ("of_bias", "q", "k", "v", "gradient", "lse", "delta", "seed", *plans.TENSORS)
+_TENSORS = ("of_bias", "q", "k", "v", "gradient", "lse", "delta", "sinks", "seed", *plans.TENSORS)
 _OF_BIAS = Named("opkit.attn.gpu.portable.device.bias", "attention_of_bias")
 _PROGRAMS = 4  # for each multiprocessor; where tiles are fewer, several share one out among them
 _LEAST = 16  # keys of a tile
@@ -98,7 +98,8 @@ def backward(example: BiasCall) -> Run:
         like = [call.bias_tensors[number] for number in call.wanted]
         call = call if fits else arguments.with_room(call)
         rows = [dense_rows(each) for each in (call.q, call.k, call.v, call.gradient)]
-        read = (*rows, call.lse.contiguous(), call.delta.contiguous(), call.seed, *arguments.tensors_of(call, shape))
+        sums = call.lse.contiguous(), call.delta.contiguous(), call.sinks
+        read = (*rows, *sums, call.seed, *arguments.tensors_of(call, shape))
         return [_sum([make(call, read) for make in each], x) for each, x in zip(makers, like, strict=True)]
 
     return run

@@ -84,6 +84,10 @@ static inline bool __all_sync(unsigned, bool value) {
     return std::all_of(all.begin(), all.end(), [](int each) { return each; });
 }
 static inline bool __any_sync(unsigned all, bool value) { return !__all_sync(all, !value); }
+static inline float __fmul_rn(float x, float y) {
+    volatile float product = x * y;  // so that it is not fused with what follows
+    return product;
+}
 static inline uint32_t __float_as_uint(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);

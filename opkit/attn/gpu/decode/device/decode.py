@@ -135,6 +135,7 @@ def decode(
                 PRECISION, True, True,
             )  # fmt: skip
 
+    top *= _factor(scale, CAPPED, FP8)
     at_out = out + i * out_t + (row % GROUP) * out_h
     at_lse = lse + i * lse_t + (row % GROUP) * lse_h
     if SPLIT:
@@ -231,20 +232,19 @@ def _attend(
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
     if K_SCALED:
         s *= _scales(k_scale, at_ks, inside, MASKED)[None, :]
-    factor = scale * (LOG2E * FP8_SCALE if FP8 else LOG2E)
+    factor = _factor(scale, CAPPED, FP8)
     if CAPPED:
-        s = _capped(s * factor * LN2, softcap)
-        factor = LOG2E
+        s = _capped(s * _factor(scale, False, FP8) * LN2, softcap)
     if MASKED:
         s = tl.where(inside[None, :], s, float("-inf"))
     if MIXED:
         distance = j[None, :] - position[:, None]
         s = tl.where((distance >= lower) & (distance <= upper), s, float("-inf"))
 
-    higher = tl.maximum(top, tl.max(s, 1) * factor)
+    higher = tl.maximum(top, tl.max(s, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
-    p = tl.exp2(s * factor - base[:, None])
-    fade = tl.exp2(top - base)
+    p = tl.exp2((s - base[:, None]) * factor)  # of large logits a product's rounding would not be that of the maximum's
+    fade = tl.exp2((top - base) * factor)
     total = total * fade + tl.sum(p, 1)
     acc0 *= fade[:, None]
     if V_SCALED:
@@ -269,6 +269,14 @@ def _attend(
             if DV_REST > 0:
                 acc1 = _odd(acc1, p, v, at_v, j, inside, position, lower, upper, DV_WIDE, DV_REST, DV, BLOCK, FP8)
     return higher, total, acc0, acc1
+
+
+@triton.jit
+def _factor(scale, CAPPED: tl.constexpr, FP8: tl.constexpr):
+    """What logits are times, that they be exponents of 2."""
+    if CAPPED:
+        return LOG2E
+    return scale * (LOG2E * FP8_SCALE if FP8 else LOG2E)
 
 
 @triton.jit

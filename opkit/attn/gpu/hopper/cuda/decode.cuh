@@ -173,7 +173,7 @@ SM90 void weigh(float (&s)[L::KEYS / 8][4], float factor, Softmax& of, uint32_t 
         const float top = fmaxf(of.top[h], most * factor), base = base_of(top), fade = exp2_approx(of.top[h] - base);
 #pragma unroll
         for (int j = 0; j < L::KEYS / 8; j++) {
-            const float a = exp2_approx(fmaf(s[j][2 * h], factor, -base)), b = exp2_approx(fmaf(s[j][2 * h + 1], factor, -base));
+            const float a = weight(s[j][2 * h], factor, base), b = weight(s[j][2 * h + 1], factor, base);
             sum += a + b;
             p[j / 2][j % 2 * 2 + h] = pack<T>(a, b);
         }

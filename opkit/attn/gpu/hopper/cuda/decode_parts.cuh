@@ -68,6 +68,9 @@ struct alignas(16) Part {
 // What is taken from logits before their exponentials are: their maximum, or 0 where there is nothing to see.
 SM90 float base_of(float top) { return top == -INFINITY ? 0 : top; }
 
+// The product is rounded, as the greatest was: fused with the difference, the power of what is rounded away overflows where it is large.
+SM90 float weight(float logit, float factor, float base) { return exp2_approx(__fmul_rn(logit, factor) - base); }
+
 // The same of all their keys; in order.
 template <int N>
 SM90 Part merged(const Part (&parts)[N]) {

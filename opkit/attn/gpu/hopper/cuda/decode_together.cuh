@@ -142,7 +142,7 @@ SM90 void weigh_columns(const float (&s)[L::ROWS / 2], float factor, Columns<L>&
             float x[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                x[i] = exp2_approx(fmaf(s[4 * j + 2 * h + i], factor, -base[i]));
+                x[i] = weight(s[4 * j + 2 * h + i], factor, base[i]);
                 mine.total[2 * j + i] += x[i];
             }
             p[j][h] = pack<T>(x[0], x[1]);

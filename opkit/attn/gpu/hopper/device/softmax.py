@@ -79,6 +79,12 @@ def weights(logits, top, factor):
 
 
 @gluon.jit
+def exact_weights(logits, top, factor):
+    """The same where logits may be so large that the power of what is rounded away of ``top`` times ``factor`` overflows."""
+    return exp2((logits - base_of(top, 1.0)[:, None]) * factor)
+
+
+@gluon.jit
 def added(total, by, p):
     """The sums of each row, once they are multiplied by what belongs to the row, with those of further exponentials."""
     factors = gl.convert_layout(by, gl.SliceLayout(1, total.type.layout), assert_trivial=True)

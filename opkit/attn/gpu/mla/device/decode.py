@@ -21,13 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from opkit.attn.gpu.hopper.device.softmax import (
     added,
     capped,
+    exact_weights,
     exp2,
     normal,
     raised,
     rescaled,
     row_max,
     row_sums,
-    weights,
 )
 from opkit.attn.gpu.hopper.device.work import ROWS
 from opkit.attn.gpu.mla.device.work import (
@@ -135,7 +135,7 @@ def _first(work, rest, results, inner, factor):
         work.arrive(EMPTY + 2)
         s = _seen(0, work, s, at, inner)
         top, by = raised(top, row_max(s), factor, _SLACK)
-        pf = weights(s, top, factor)
+        pf = exact_weights(s, top, factor)
         total = added(total, by, pf)
         p = pf.to(work.DTYPE)
         _hand(0, work, p, top, phase)
@@ -187,7 +187,7 @@ def _second(work, rest, results, inner, factor):
         work.wait(1, phase)
         acc = warpgroup_mma(work.weights.index(0 + zero()), work.half(0, 1), acc, is_async=True)
         top, by = raised(top, row_max(s), factor, _SLACK)
-        pf = weights(s, top, factor)
+        pf = exact_weights(s, top, factor)
         total = added(total, before * by, pf)
         p = pf.to(work.DTYPE)
         _hand(1, work, p, top, phase)

@@ -3,6 +3,11 @@
 Probabilities are computed again from the log-sum-exp (Dao et al., "FlashAttention", 2022, https://arxiv.org/abs/2205.14135). No
 sum is shared among programs, so that nothing depends on their order: gradients are the same in every run. That costs seven
 products for each pair of tiles where five would do if the gradient of queries were added up in memory.
+
+Where a log-sum-exp is so large that its rounding would be seen in the probabilities (of a huge logit and the logarithm of a sum
+it is the former), the row's greatest logit and the logarithm of its sum are computed again, apart, by the kernel of the gradient
+of queries, which runs first. Where logits are FOLDED (:mod:`opkit.attn.gpu.portable.device.forward`), such rows have no
+probabilities in the loops that are fast, and are gone over once more.
 """
 
 from __future__ import annotations
@@ -11,8 +16,10 @@ import triton
 import triton.language as tl
 
 from opkit.attn.gpu.device.programs import LOG2E, kept
-from opkit.attn.gpu.device.tile import logits, rows_of, seen, store_rows, tiles_of_keys, tiles_of_queries
-from opkit.attn.gpu.portable.device.forward import RUN_TIME
+from opkit.attn.gpu.device.tile import columns_of, logits, rows_of, seen, store_rows, tiles_of_keys, tiles_of_queries
+from opkit.attn.gpu.portable.device.forward import RUN_TIME, started, weights_of
+
+LARGE = tl.constexpr(1024.0)  #: a log-sum-exp that is no larger is exact enough
 
 
 @triton.jit
@@ -57,34 +64,76 @@ def _clean(x, PARTIAL: tl.constexpr):
 
 
 @triton.jit
-def sums_of(lse, delta, i, queries, BOUNDED: tl.constexpr):
-    """Of rows the log-sum-exp times log2(e), infinite where nothing is seen so that probabilities are 0, and delta."""
+def loaded(x, i, queries, other, BOUNDED: tl.constexpr):
+    """Numbers of rows."""
     if BOUNDED:
-        sums, deltas = (
-            tl.load(lse + i, mask=i < queries, other=float("inf")),
-            tl.load(delta + i, mask=i < queries, other=0.0),
-        )
-    else:
-        sums, deltas = tl.load(lse + i), tl.load(delta + i)
-    return tl.where(sums == float("-inf"), float("inf"), sums * LOG2E), deltas
+        return tl.load(x + i, mask=i < queries, other=other)
+    return tl.load(x + i)
+
+
+@triton.jit
+def is_large(base, rest):
+    """Which rows were computed again; those that see nothing, or what is not finite, were not."""
+    return ((tl.abs(base) > LARGE) | (rest != 0.0)) & (tl.abs(base) < float("inf"))
+
+
+@triton.jit
+def bases_of(base, rest, FOLDED: tl.constexpr, LATE: tl.constexpr):
+    """What is taken from logits, in their units: infinite where probabilities are 0, as of a row that sees nothing.
+
+    ``LATE``: of the rows that were left out where logits are ``FOLDED``.
+    """
+    found = tl.where(base == float("-inf"), float("inf"), base)
+    if FOLDED:
+        return tl.where(is_large(base, rest), float("inf"), found * LOG2E)
+    if LATE:
+        return tl.where(is_large(base, rest), found, float("inf"))
+    return found
+
+
+@triton.jit
+def exact_sums(
+    lse, q0, q1, k, k_row, sinks, slots, numbers, b, h, i, start, stop, queries, limit, shift, lower, upper, scale, softcap,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr,
+    CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of rows the log-sum-exp and 0, or, where it is large, the greatest logit and the logarithm, base 2, of the sum.
+
+    ``start`` to ``stop`` are the tiles of keys that any of the rows may see.
+    """
+    base, rest = lse, tl.zeros_like(lse)
+    large = (tl.abs(lse) > LARGE) & (tl.abs(lse) < float("inf"))
+    if tl.max(large.to(tl.int32), 0) > 0:
+        m, l = started(sinks, h, ROWS, False)
+        for n in tl.range(start, stop, num_stages=1):
+            j = n * KEYS + tl.arange(0, KEYS)
+            s = tl.dot(q0, columns_of(k, k_row, j, limit, 0, D0, D, True), input_precision=PRECISION)
+            if D1 > 0:
+                s = tl.dot(q1, columns_of(k, k_row, j, limit, D0, D1, D, True), s, input_precision=PRECISION)
+            m, l, _, _, _ = weights_of(
+                s, m, l, slots, numbers, b, h, i, j, queries, limit, shift, lower, upper, scale, softcap, MASK, BIAS, BANDED,
+                CAPPED, False, False, True,
+            )  # fmt: skip
+        base, rest = tl.where(large, m, base), tl.where(large, tl.log2(l), rest)
+    return base, rest
 
 
 @triton.jit
 def slopes_of_logits(
-    s, products, sums, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, scale, softcap, rescale,
+    s, products, base, rest, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, scale, softcap, rescale,
     BIAS: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
     """The probabilities by which values are weighed, the gradients of the logits, and the tanh of the cap; no mask yet.
 
-    ``s`` are products of queries and keys, ``products`` those of gradients and values; ``i``, ``j``, ``sums`` and ``delta``
-    broadcast to them; ``drawn`` says which probabilities dropout keeps.
+    ``s`` are products of queries and keys, ``products`` those of gradients and values; ``i``, ``j``, ``base``, ``rest`` and
+    ``delta`` broadcast to them; ``drawn`` says which probabilities dropout keeps.
     """
     t = s
     if FOLDED:
-        s *= scale * LOG2E
+        p = tl.exp2(s * (scale * LOG2E) - base)
     else:
         s, t = logits(s, scale, softcap, slots, numbers, b, h, i, j, queries, limit, shift, BIAS, CAPPED)
-    p = tl.exp2(s - sums)
+        p = tl.exp2((s - base) * LOG2E - rest)
     weights = p
     if DROPPED:
         products = tl.where(drawn, products * rescale, 0.0)
@@ -94,13 +143,14 @@ def slopes_of_logits(
 
 @triton.jit
 def _slopes(
-    s, products, sums, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, lower, upper, scale, softcap, rescale,
+    s, products, base, rest, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, lower, upper, scale, softcap,
+    rescale,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
     DROPPED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """The probabilities by which values are weighed, and the gradients of products of queries and keys before ``scale``."""
     weights, slopes, t = slopes_of_logits(
-        s, products, sums, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, scale, softcap, rescale,
+        s, products, base, rest, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, scale, softcap, rescale,
         BIAS, CAPPED, FOLDED, DROPPED,
     )  # fmt: skip
     if CAPPED:
@@ -113,7 +163,7 @@ def _slopes(
 
 @triton.jit(do_not_specialize=(*RUN_TIME, "kv_heads"))
 def attention_of_keys(
-    q, k, v, gradient, lse, delta, of_k, of_v, seed, lengths, tiles, counts,
+    q, k, v, gradient, base, rest, delta, of_k, of_v, seed, lengths, tiles, counts,
     q_stride_0, q_stride_1, q_stride_2, k_stride_0, k_stride_1, k_stride_2, v_stride_0, v_stride_1, v_stride_2,
     gradient_stride_0, gradient_stride_1, gradient_stride_2, of_k_stride_0, of_k_stride_1, of_k_stride_2,
     of_v_stride_0, of_v_stride_1, of_v_stride_2, lengths_stride_0,
@@ -127,7 +177,10 @@ def attention_of_keys(
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr,
     FOLDED: tl.constexpr, DROPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``KEYS * program_id(0)`` and those after them, of key head ``program_id(1)``; ``lse`` and ``delta`` are contiguous."""
+    """Keys ``KEYS * program_id(0)`` and those after them, of key head ``program_id(1)``.
+
+    ``base`` and ``rest`` are what :func:`attention_of_queries` stored; they and ``delta`` are contiguous.
+    """
     slots = (
         (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
         (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
@@ -164,33 +217,49 @@ def attention_of_keys(
         row = b * (kv_heads * group) + h
         q_at = q + b.to(tl.int64) * q_stride_0 + h.to(tl.int64) * q_stride_1
         gradient_at = gradient + b.to(tl.int64) * gradient_stride_0 + h.to(tl.int64) * gradient_stride_1
-        lse_at, delta_at = lse + row.to(tl.int64) * queries, delta + row.to(tl.int64) * queries
+        at_rows = row.to(tl.int64) * queries
         tiles_at = tiles
         if LISTED:
             tiles_at += b * tiles_stride_0 + h * tiles_stride_1 + tile * tiles_stride_2
             counts_at = counts + b * counts_stride_0 + h * counts_stride_1 + tile * counts_stride_2
             full, total = tl.load(counts_at), tl.load(counts_at + 1)
             last = tl.cdiv(queries, ROWS) - 1
+        large = tl.zeros([ROWS], tl.int32)
         for t in tl.range(0, full):
             if LISTED:
                 n = tl.load(tiles_at + t)
             else:
                 n = begin + t
-            dk0, dk1, dv = _keys_step(
-                n, dk0, dk1, dv, k0, k1, values, q_at, gradient_at, q_stride_2, gradient_stride_2, lse_at, delta_at, seed,
-                slots, numbers, b, h, row, j, first, queries, limit, shift, lower, upper, scale, softcap, threshold, rescale,
-                D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, ROWS, KEYS, PRECISION, False,
+            dk0, dk1, dv, large = _keys_step(
+                n, dk0, dk1, dv, large, k0, k1, values, q_at, gradient_at, q_stride_2, gradient_stride_2, base + at_rows,
+                rest + at_rows, delta + at_rows, seed, slots, numbers, b, h, row, j, first, queries, limit, shift, lower, upper,
+                scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, ROWS, KEYS,
+                PRECISION, False, False,
             )  # fmt: skip
         for t in tl.range(0, total - full):
             if LISTED:
                 n = tl.load(tiles_at + last - t)
             else:
                 n = tl.where(t < partial, start + t, end + t - partial)
-            dk0, dk1, dv = _keys_step(
-                n, dk0, dk1, dv, k0, k1, values, q_at, gradient_at, q_stride_2, gradient_stride_2, lse_at, delta_at, seed,
-                slots, numbers, b, h, row, j, first, queries, limit, shift, lower, upper, scale, softcap, threshold, rescale,
-                D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, ROWS, KEYS, PRECISION, True,
+            dk0, dk1, dv, large = _keys_step(
+                n, dk0, dk1, dv, large, k0, k1, values, q_at, gradient_at, q_stride_2, gradient_stride_2, base + at_rows,
+                rest + at_rows, delta + at_rows, seed, slots, numbers, b, h, row, j, first, queries, limit, shift, lower, upper,
+                scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, ROWS, KEYS,
+                PRECISION, True, False,
             )  # fmt: skip
+        if FOLDED:  # noqa: SIM102 - the one is compiled, the other asked
+            if tl.max(large, 0) > 0:
+                for t in tl.range(0, total, num_stages=1):
+                    if LISTED:
+                        n = tl.load(tiles_at + tl.where(t < full, t, last - t + full))
+                    else:
+                        n = start + t
+                    dk0, dk1, dv, large = _keys_step(
+                        n, dk0, dk1, dv, large, k0, k1, values, q_at, gradient_at, q_stride_2, gradient_stride_2, base + at_rows,
+                        rest + at_rows, delta + at_rows, seed, slots, numbers, b, h, row, j, first, queries, limit, shift, lower,
+                        upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, False, DROPPED,
+                        ROWS, KEYS, PRECISION, True, True,
+                    )  # fmt: skip
 
     of_k += b.to(tl.int64) * of_k_stride_0 + hk.to(tl.int64) * of_k_stride_1
     of_v += b.to(tl.int64) * of_v_stride_0 + hk.to(tl.int64) * of_v_stride_1
@@ -202,13 +271,17 @@ def attention_of_keys(
 
 @triton.jit
 def _keys_step(
-    n, dk0, dk1, dv, k0, k1, values, q, gradient, q_row, gradient_row, lse, delta, seed,
+    n, dk0, dk1, dv, large, k0, k1, values, q, gradient, q_row, gradient_row, base, rest, delta, seed,
     slots, numbers, b, h, row, j, first, queries, limit, shift, lower, upper, scale, softcap, threshold, rescale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
     DROPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries: the gradients of keys and values so far. Tiles of logits are (keys, queries) here."""
+    """One tile of queries: the gradients of keys and values so far, and in which places of a tile a row was large.
+
+    Tiles of logits are (keys, queries) here.
+    """
     i = n * ROWS + tl.arange(0, ROWS)
     q0 = rows_of(q, q_row, i, queries, 0, D0, D, PARTIAL)
     q1 = q0
@@ -218,25 +291,32 @@ def _keys_step(
         s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
     upstream = rows_of(gradient, gradient_row, i, queries, 0, E0, E, PARTIAL)
     products = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
-    sums, deltas = sums_of(lse, delta, i, queries, PARTIAL)
-    drawn = sums
+    bases, rests = (
+        loaded(base, i, queries, float("inf"), PARTIAL),
+        loaded(rest, i, queries, 0.0, PARTIAL),
+    )
+    deltas = loaded(delta, i, queries, 0.0, PARTIAL)
+    if FOLDED:
+        large |= is_large(bases, rests).to(tl.int32)
+    bases = bases_of(bases, rests, FOLDED, LATE)
+    drawn = bases
     if DROPPED:
         drawn = tl.trans(kept(seed, threshold, row, i, first + 4 * tl.arange(0, KEYS // 4)))
     p, slopes = _slopes(
-        s, products, sums[None, :], deltas[None, :], drawn, slots, numbers, b, h, i[None, :], j[:, None], queries, limit, shift,
-        lower, upper, scale, softcap, rescale, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, PARTIAL,
+        s, products, bases[None, :], rests[None, :], deltas[None, :], drawn, slots, numbers, b, h, i[None, :], j[:, None],
+        queries, limit, shift, lower, upper, scale, softcap, rescale, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, PARTIAL,
     )  # fmt: skip
     p, slopes = p.to(upstream.dtype), slopes.to(q0.dtype)
     dv = tl.dot(p, upstream, dv, input_precision=PRECISION)
     dk0 = tl.dot(slopes, _clean(q0, PARTIAL), dk0, input_precision=PRECISION)
     if D1 > 0:
         dk1 = tl.dot(slopes, _clean(q1, PARTIAL), dk1, input_precision=PRECISION)
-    return dk0, dk1, dv
+    return dk0, dk1, dv, large
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def attention_of_queries(
-    q, k, v, gradient, lse, delta, of_q, seed, lengths, tiles, counts,
+    q, k, v, gradient, lse, delta, of_q, base, rest, sinks, seed, lengths, tiles, counts,
     q_stride_0, q_stride_1, q_stride_2, k_stride_0, k_stride_1, k_stride_2, v_stride_0, v_stride_1, v_stride_2,
     gradient_stride_0, gradient_stride_1, gradient_stride_2, of_q_stride_0, of_q_stride_1, of_q_stride_2, lengths_stride_0,
     tiles_stride_0, tiles_stride_1, tiles_stride_2, counts_stride_0, counts_stride_1, counts_stride_2,
@@ -271,7 +351,8 @@ def attention_of_queries(
     q1 = q0
     if D1 > 0:
         q1 = rows_of(q, q_stride_2, i, queries, D0, D1, D, True)
-    sums, deltas = sums_of(lse + row.to(tl.int64) * queries, delta + row.to(tl.int64) * queries, i, queries, True)
+    at_rows = row.to(tl.int64) * queries
+    deltas = loaded(delta + at_rows, i, queries, 0.0, True)
 
     limit = keys
     if lengths is not None:
@@ -292,14 +373,25 @@ def attention_of_queries(
         full, partial, total, last = end - begin, begin - start, stop - start, start
     dq0, dq1 = tl.zeros([ROWS, D0], tl.float32), tl.zeros([ROWS, D1 if D1 > 0 else 16], tl.float32)
     shift = keys - queries
+    first_tile, end_tile = start, start + total
+    if LISTED:
+        first_tile, end_tile = begin, tl.cdiv(keys, KEYS)
+    bases, rests = exact_sums(
+        loaded(lse + at_rows, i, queries, float("inf"), True), q0, q1, k, k_stride_2, sinks, slots, numbers, b, h, i, first_tile,
+        end_tile, queries, limit, shift, lower, upper, scale, softcap, D, D0, D1, MASK, BIAS, BANDED, CAPPED, ROWS, KEYS,
+        PRECISION,
+    )  # fmt: skip
+    tl.store(base + at_rows + i, bases, mask=i < queries)
+    tl.store(rest + at_rows + i, rests, mask=i < queries)
+    taken = bases_of(bases, rests, FOLDED, False)
     for t in tl.range(0, full):
         if LISTED:
             n = tl.load(tiles + t)
         else:
             n = begin + t
         dq0, dq1 = _queries_step(
-            n, dq0, dq1, q0, q1, upstream, k, v, k_stride_2, v_stride_2, sums, deltas, seed, slots, numbers, b, h, row, i,
-            queries, limit, shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED,
+            n, dq0, dq1, q0, q1, upstream, k, v, k_stride_2, v_stride_2, taken, rests, deltas, seed, slots, numbers, b, h, row,
+            i, queries, limit, shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED,
             CAPPED, FOLDED, DROPPED, KEYS, PRECISION, False,
         )  # fmt: skip
     for t in tl.range(0, total - full):
@@ -308,10 +400,19 @@ def attention_of_queries(
         else:
             n = tl.where(t < partial, start + t, end + t - partial)
         dq0, dq1 = _queries_step(
-            n, dq0, dq1, q0, q1, upstream, k, v, k_stride_2, v_stride_2, sums, deltas, seed, slots, numbers, b, h, row, i,
-            queries, limit, shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED,
+            n, dq0, dq1, q0, q1, upstream, k, v, k_stride_2, v_stride_2, taken, rests, deltas, seed, slots, numbers, b, h, row,
+            i, queries, limit, shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED,
             CAPPED, FOLDED, DROPPED, KEYS, PRECISION, True,
         )  # fmt: skip
+    if FOLDED:  # noqa: SIM102
+        if tl.max(is_large(bases, rests).to(tl.int32), 0) > 0:
+            taken = bases_of(bases, rests, False, True)
+            for n in tl.range(first_tile, end_tile, num_stages=1):
+                dq0, dq1 = _queries_step(
+                    n, dq0, dq1, q0, q1, upstream, k, v, k_stride_2, v_stride_2, taken, rests, deltas, seed, slots, numbers, b,
+                    h, row, i, queries, limit, shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK,
+                    BIAS, BANDED, CAPPED, False, DROPPED, KEYS, PRECISION, True,
+                )  # fmt: skip
 
     of_q += b.to(tl.int64) * of_q_stride_0 + h.to(tl.int64) * of_q_stride_1
     store_rows(of_q, of_q_stride_2, i, queries, dq0 * scale, 0, D0, D)
@@ -321,7 +422,7 @@ def attention_of_queries(
 
 @triton.jit
 def _queries_step(
-    n, dq0, dq1, q0, q1, upstream, k, v, k_row, v_row, sums, deltas, seed, slots, numbers, b, h, row, i,
+    n, dq0, dq1, q0, q1, upstream, k, v, k_row, v_row, bases, rests, deltas, seed, slots, numbers, b, h, row, i,
     queries, limit, shift, lower, upper, scale, softcap, threshold, rescale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
@@ -337,12 +438,12 @@ def _queries_step(
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
     values = rows_of(v, v_row, j, limit, 0, E0, E, PARTIAL)
     products = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
-    drawn = sums
+    drawn = bases
     if DROPPED:
         drawn = kept(seed, threshold, row, i, n * KEYS + 4 * tl.arange(0, KEYS // 4))
     _, slopes = _slopes(
-        s, products, sums[:, None], deltas[:, None], drawn, slots, numbers, b, h, i[:, None], j[None, :], queries, limit, shift,
-        lower, upper, scale, softcap, rescale, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, PARTIAL,
+        s, products, bases[:, None], rests[:, None], deltas[:, None], drawn, slots, numbers, b, h, i[:, None], j[None, :],
+        queries, limit, shift, lower, upper, scale, softcap, rescale, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, PARTIAL,
     )  # fmt: skip
     slopes = slopes.to(k0.dtype)
     dq0 = tl.dot(slopes, _clean(k0, PARTIAL), dq0, input_precision=PRECISION)

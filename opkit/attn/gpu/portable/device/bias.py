@@ -14,13 +14,13 @@ import triton.language as tl
 
 from opkit.attn.gpu.device.programs import kept, kept_each
 from opkit.attn.gpu.device.tile import columns_of, rows_of, seen
-from opkit.attn.gpu.portable.device.backward import slopes_of_logits, sums_of
+from opkit.attn.gpu.portable.device.backward import bases_of, exact_sums, loaded, slopes_of_logits
 from opkit.attn.gpu.portable.device.forward import RUN_TIME
 
 
 @triton.jit(do_not_specialize=(*RUN_TIME, "batch", "high", "wide", "own", "shares"))
 def attention_of_bias(
-    q, k, v, gradient, lse, delta, of_bias, seed, lengths,
+    q, k, v, gradient, lse, delta, of_bias, sinks, seed, lengths,
     q_stride_0, q_stride_1, q_stride_2, k_stride_0, k_stride_1, k_stride_2, v_stride_0, v_stride_1, v_stride_2,
     gradient_stride_0, gradient_stride_1, gradient_stride_2, lengths_stride_0,
     t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3, t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3,
@@ -81,7 +81,7 @@ def attention_of_bias(
                 live = tl.max(tl.max(shown.to(tl.int32), 1), 0) > 0
         if live:
             acc = _added(
-                acc, q, k, v, gradient, lse, delta, q_stride_0, q_stride_1, q_stride_2, k_stride_0, k_stride_1, k_stride_2,
+                acc, q, k, v, gradient, lse, delta, sinks, q_stride_0, q_stride_1, q_stride_2, k_stride_0, k_stride_1, k_stride_2,
                 v_stride_0, v_stride_1, v_stride_2, gradient_stride_0, gradient_stride_1, gradient_stride_2, seed, slots,
                 numbers, b, h, heads, group, first, j, start + first_column, queries, limit, shift, lower, upper, scale, softcap,
                 threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED,
@@ -118,7 +118,7 @@ def _mine(at, count, MINE: tl.constexpr):
 
 @triton.jit
 def _added(
-    acc, q, k, v, gradient, lse, delta, q_stride_0, q_stride_1, q_stride_2, k_stride_0, k_stride_1, k_stride_2,
+    acc, q, k, v, gradient, lse, delta, sinks, q_stride_0, q_stride_1, q_stride_2, k_stride_0, k_stride_1, k_stride_2,
     v_stride_0, v_stride_1, v_stride_2, gradient_stride_0, gradient_stride_1, gradient_stride_2, seed, slots,
     numbers, b, h, heads, group, first, j, first_key, queries, limit, shift, lower, upper, scale, softcap, threshold, rescale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
@@ -133,33 +133,33 @@ def _added(
     gradient += b.to(tl.int64) * gradient_stride_0 + h.to(tl.int64) * gradient_stride_1
     k += b.to(tl.int64) * k_stride_0 + (h // group).to(tl.int64) * k_stride_1
     v += b.to(tl.int64) * v_stride_0 + (h // group).to(tl.int64) * v_stride_1
-    s = tl.dot(
-        rows_of(q, q_stride_2, i, queries, 0, D0, D, True),
-        columns_of(k, k_stride_2, j, limit, 0, D0, D, True),
-        input_precision=PRECISION,
-    )
+    q0 = rows_of(q, q_stride_2, i, queries, 0, D0, D, True)
+    q1 = q0
+    s = tl.dot(q0, columns_of(k, k_stride_2, j, limit, 0, D0, D, True), input_precision=PRECISION)
     if D1 > 0:
-        more, theirs = (
-            rows_of(q, q_stride_2, i, queries, D0, D1, D, True),
-            columns_of(k, k_stride_2, j, limit, D0, D1, D, True),
-        )
-        s = tl.dot(more, theirs, s, input_precision=PRECISION)
+        q1 = rows_of(q, q_stride_2, i, queries, D0, D1, D, True)
+        s = tl.dot(q1, columns_of(k, k_stride_2, j, limit, D0, D1, D, True), s, input_precision=PRECISION)
     products = tl.dot(
         rows_of(gradient, gradient_stride_2, i, queries, 0, E0, E, True),
         columns_of(v, v_stride_2, j, limit, 0, E0, E, True),
         input_precision=PRECISION,
     )
     at = row.to(tl.int64) * queries
-    sums, deltas = sums_of(lse + at, delta + at, i, queries, True)
-    drawn = sums
+    bases, rests = exact_sums(
+        loaded(lse + at, i, queries, float("inf"), True), q0, q1, k, k_stride_2, sinks, slots, numbers, b, h, i, 0,
+        tl.cdiv(limit, KEYS), queries, limit, shift, lower, upper, scale, softcap, D, D0, D1, MASK, BIAS, BANDED, CAPPED, ROWS,
+        KEYS, PRECISION,
+    )  # fmt: skip
+    bases, deltas = bases_of(bases, rests, FOLDED, False), loaded(delta + at, i, queries, 0.0, True)
+    drawn = bases
     if DROPPED:
         if IMAGE:
             drawn = kept_each(seed, threshold, row, i, j)
         else:
             drawn = kept(seed, threshold, row, i, first_key + 4 * tl.arange(0, KEYS // 4))
     _, slopes, _ = slopes_of_logits(
-        s, products, sums[:, None], deltas[:, None], drawn, slots, numbers, b, h, i[:, None], j[None, :], queries, limit, shift,
-        scale, softcap, rescale, BIAS, CAPPED, FOLDED, DROPPED,
+        s, products, bases[:, None], rests[:, None], deltas[:, None], drawn, slots, numbers, b, h, i[:, None], j[None, :],
+        queries, limit, shift, scale, softcap, rescale, BIAS, CAPPED, FOLDED, DROPPED,
     )  # fmt: skip
     shown = seen(slots, numbers, b, h, i[:, None], j[None, :], queries, limit, lower, upper, MASK, BANDED)
     if DISTANCES:

@@ -24,13 +24,13 @@ def merge_parts(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     for part in tl.static_range(COUNT):
-        power = tl.load(lses[part] + i, mask=i < rows, other=float("-inf")) * LOG2E
+        power = tl.load(lses[part] + i, mask=i < rows, other=float("-inf"))
         higher = tl.maximum(top, power)
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight, fade = tl.exp2(power - base), tl.exp2(top - base)
+        weight, fade = tl.exp2((power - base) * LOG2E), tl.exp2((top - base) * LOG2E)
         x = tl.load(outs[part] + at, mask=inside & (weight > 0)[:, None], other=0.0).to(tl.float32)
         acc = acc * fade[:, None] + weight[:, None] * x
         total, top = total * fade + weight, higher
     factor = 1.0 / tl.where(total == 0, 1.0, total)
     tl.store(out + at, (acc * factor[:, None]).to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + i, (top + tl.log2(total)) * LN2, mask=i < rows)
+    tl.store(lse + i, top + tl.log2(total) * LN2, mask=i < rows)

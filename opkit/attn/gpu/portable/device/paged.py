@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from opkit.attn.gpu.device.tile import FP8_SCALE, from_fp8, rows_of, store_rows, tiles_of_keys
-from opkit.attn.gpu.portable.device.forward import LN2, started, weighed, weights_of
+from opkit.attn.gpu.portable.device.forward import started, sum_of, weighed, weights_of
 
 PAGED_RUN_TIME = ("programs", "tall", "heads", "group", "pages", "width", "lower", "upper", "table_stride_0")
 
@@ -54,7 +54,7 @@ def attention_forward_paged(
         begin, end = start, start
     if first >= queries:
         begin, end, stop = start, start, start
-    m, l = started(sinks, h, ROWS)
+    m, l = started(sinks, h, ROWS, FOLDED)
     acc = tl.zeros([ROWS, E0], tl.float32)
     for n in tl.range(start, begin):
         m, l, acc = _paged_step(
@@ -82,7 +82,7 @@ def attention_forward_paged(
     out += before * out_stride_0 + h.to(tl.int64) * out_stride_1
     store_rows(out, out_stride_0, i, queries, acc * factor[:, None], 0, E0, E)
     lse += before * lse_stride_0 + h.to(tl.int64) * lse_stride_1
-    tl.store(lse + i * lse_stride_0, (m + tl.log2(l)) * LN2, mask=i < queries)
+    tl.store(lse + i * lse_stride_0, sum_of(m, l, FOLDED), mask=i < queries)
 
 
 @triton.jit
