@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward: of a conjugate the tensor itself, for which no memory is filled.
+"""What a forward keeps for its backward: of a conjugate the tensor itself, of random numbers the generator's state.
 
 The derivatives of complex products are products with conjugates, which are views in eager mode. A graph's results have no
 such views, so a forward that returned them would have to compute them.
@@ -13,13 +13,15 @@ import torch
 from torch import fx
 
 from opkit.compiler.capture import torch_private as private
+from opkit.compiler.capture.randomness import share_random_states
 
 _CONJUGATE = torch.ops.aten._conj.default
 
 
 def partition(joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's forward and backward of a joint graph, as its min-cut partitioner makes them but for conjugates."""
+    """AOTAutograd's forward and backward of a joint graph, as its min-cut partitioner makes them but for these."""
     forward, backward = private.min_cut_partition(joint, inputs, **rest)
+    share_random_states(forward, backward, rest["num_fwd_outputs"])
     _keep_unconjugated(forward, backward, rest["num_fwd_outputs"])
     return forward, backward
 

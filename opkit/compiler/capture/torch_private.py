@@ -22,6 +22,7 @@ from torch._dynamo.utils import counters as _dynamo_counters
 from torch._functorch import config as _functorch_config
 from torch._functorch import partitioners as _partitioners
 from torch._logging._internal import log_state as _log_state
+from torch._prims import rng_prims as _rng_prims
 from torch.compiler import config as _compiler_config
 from torch.utils import _python_dispatch
 from torch.utils._sympy import functions as _sympy_functions
@@ -29,6 +30,8 @@ from torch.utils._sympy.printers import PythonPrinter as _PythonPrinter
 
 sympy_functions = _sympy_functions
 min_cut_partition = _partitioners.min_cut_rematerialization_partition
+run_and_save_rng_state = _rng_prims.run_and_save_rng_state
+run_with_rng_state = _rng_prims.run_with_rng_state
 is_wrapper_subclass: Callable[[Any], bool] = _python_dispatch.is_traceable_wrapper_subclass
 
 RECOMPILES_LOGGER = "torch._dynamo.guards.__recompiles"
@@ -70,6 +73,11 @@ def donate_nothing() -> None:
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
+
+
+def fake_mode() -> Any:
+    """Return the mode in which AOTAutograd traced the graph that is being compiled."""
+    return torch._guards.detect_fake_mode()
 
 
 def expression(number: Any) -> Any:

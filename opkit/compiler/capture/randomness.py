@@ -1,0 +1,145 @@
+"""Random operators that a backward computes again: from the state that torch's generator had in the forward.
+
+torch's partitioner has the forward save that state, and wraps both calls in higher-order operators; but not of operators that
+are untagged, nor of those that a memory budget has computed again. Here every graph calls the operators themselves::
+
+    state = random_state()                  before = random_state()
+    mask = aten.rand_like(x)                random_set_state(state)
+    return ..., state                       mask = aten.rand_like(x)
+                                            random_set_state(before)
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from opkit.compiler.capture import torch_private as private
+
+_UNTAGGED = ("aten.random", "aten._sample_dirichlet")  # random operators that torch's tags do not say so of
+
+
+def random_state() -> torch.Tensor:
+    """Return the state of torch's default generator."""
+    return torch.get_rng_state()
+
+
+@fx.node.has_side_effect
+def random_set_state(state: torch.Tensor) -> None:
+    """Set the state of torch's default generator."""
+    torch.set_rng_state(state)
+
+
+def share_random_states(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> None:
+    """Have a backward draw the numbers again that its forward drew.
+
+    Args:
+        forward, backward: the graphs, which are changed.
+        results: how many of the forward's results are not saved for the backward.
+    """
+    again = {node.name: node for node in backward.graph.nodes if _is_random(node)}
+    for node in [node for node in forward.graph.nodes if node.name in again and _is_random(node)]:
+        state = _state(forward.graph, node)
+        given = _saved(forward.graph, backward.graph, state, results)
+        other = again[node.name]
+        _draw_again(backward.graph, other, given, other.target, other.args, other.kwargs)
+    for node in _calls_of(forward, private.run_and_save_rng_state):
+        if _is_on_cpu(node):
+            _unwrap_saving(forward.graph, node)
+    for node in _calls_of(backward, private.run_with_rng_state):
+        state, target, *args = node.args
+        if _is_on_cpu(node):
+            _draw_again(backward.graph, node, state, target, tuple(args), node.kwargs)
+
+
+def _calls_of(module: fx.GraphModule, target: Any) -> list[fx.Node]:
+    return list(module.graph.find_nodes(op="call_function", target=target))
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Return whether a node draws from the CPU's generator."""
+    if not private.is_overload(node.target) or not _is_on_cpu(node):
+        return False
+    tagged = torch.Tag.nondeterministic_seeded in node.target.tags  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+    return tagged or str(node.target).rsplit(".", 1)[0] in _UNTAGGED
+
+
+def _is_on_cpu(node: fx.Node) -> bool:
+    """Return whether all tensors of a node are on the CPU."""
+    near = [node, *node.all_input_nodes, *node.users]
+    found = [each for other in near for each in _flat(other.meta.get("val")) if isinstance(each, torch.Tensor)]
+    return all(each.device.type == "cpu" for each in found)
+
+
+def _flat(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _state(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return a new node, before another one, for the generator's state."""
+    with graph.inserting_before(node):
+        state = graph.call_function(random_state)
+    state.meta["val"] = _fake_state()
+    return state
+
+
+def _fake_state() -> torch.Tensor:
+    with private.fake_mode():
+        return torch.empty(torch.get_rng_state().shape, dtype=torch.uint8, device="cpu")
+
+
+def _unwrap_saving(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace torch's call of an operator that returns the state and the result."""
+    state = _state(graph, node)
+    target, *args = node.args
+    with graph.inserting_before(node):
+        value = graph.call_function(target, tuple(args), node.kwargs)  # pyright: ignore[reportArgumentType]
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        if user.args[1] == 1:
+            value.meta = dict(user.meta)
+        user.replace_all_uses_with(value if user.args[1] == 1 else state)
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _saved(forward: fx.Graph, backward: fx.Graph, state: fx.Node, results: int) -> fx.Node:
+    """Have a forward save one more tensor, after the others, and return the backward's new input for it."""
+    output = forward.output_node()
+    returned = list(private.output_of(forward))
+    place = next((k for k, each in enumerate(returned[results:], results) if not _is_tensor(each)), len(returned))
+    output.args = (type(output.args[0])([*returned[:place], state, *returned[place:]]),)  # pyright: ignore[reportCallIssue]
+    inputs = backward.find_nodes(op="placeholder")
+    first = next(k for k, each in enumerate(inputs) if _is_tensor(each) or each.name.startswith("tangents"))
+    after = next(each for each in inputs[first:] if each.name.startswith("tangents") or not _is_tensor(each))
+    with backward.inserting_before(after):
+        given = backward.placeholder(state.name)
+    given.meta["val"] = state.meta["val"]
+    return given
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _draw_again(graph: fx.Graph, node: fx.Node, state: Any, target: Any, args: Any, kwargs: Any) -> None:
+    """Replace a node by a call of an operator from a state, after which the generator has the state before it again."""
+    state.meta["val"] = _fake_state()  # torch has given its size a symbol, which no input tells
+    before = _state(graph, node)
+    before.meta["val"] = state.meta["val"]
+    with graph.inserting_before(node):
+        graph.call_function(random_set_state, (state,))
+        value = graph.call_function(target, args, kwargs)
+        graph.call_function(random_set_state, (before,))
+    value.meta = dict(node.meta) if "val" in node.meta else {"val": _fake_result(target, args, kwargs)}
+    node.replace_all_uses_with(value)
+    graph.erase_node(node)
+
+
+def _fake_result(target: Any, args: Any, kwargs: Any) -> Any:
+    args, kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+    with private.fake_mode():
+        return target(*args, **kwargs)
