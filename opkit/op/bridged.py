@@ -152,4 +152,7 @@ def _checked_in_c(operator: Operator) -> bool:
     """Whether C checks of the arguments' shapes what the annotations say."""
     patterns = [p.pattern for p in operator.signature.parameters if p.pattern is not None]
     dims = [dim for pattern in patterns for dim in pattern.dims]
-    return not config.get().check or all(dim.kind in _CHECKED_IN_C and not dim.broadcast for dim in dims)
+    if not config.get().check:
+        return True
+    literal = any(p.choices for p in operator.signature.parameters)
+    return not literal and all(dim.kind in _CHECKED_IN_C and not dim.broadcast for dim in dims)

@@ -1,17 +1,21 @@
-"""Argument and return types beyond torch.library's, each flattened to types that a schema can hold.
+"""Argument and return types that no one schema argument holds as they are.
 
 A codec turns one Python value into one or more schema values (``encode``) and back (``decode``):
 
-=============================  =====================================================
-annotation                     schema
-=============================  =====================================================
-an ``enum.Enum``               ``str x``, the member's name
-a dataclass of scalars         one argument a field, ``x_field``
-``dict[str, Tensor]``          ``Tensor[] x_values, str[] x_keys``
+==================================  =====================================================
+annotation                          schema
+==================================  =====================================================
+an ``enum.Enum``                    ``str x``, the member's name
+an ``enum.Flag``                    ``SymInt x``, the number
+a ``Literal`` of different types    ``str x``, the value as Python writes it
+a dataclass, a ``NamedTuple``       one argument a field, ``x_field``
+``dict[str, T]``                    ``T[] x_values, str[] x_keys``
 ``tuple[T, ...]``, ``tuple[T, T]``  ``T[] x``
-``tuple[int, float]``          one argument an item, ``x_0``, ``x_1``
-``torch.Generator | None``     ``Generator? x``
-=============================  =====================================================
+``tuple[int, float]``               one argument an item, ``x_0``, ``x_1``
+any of them, or ``None``            the same, optional; if there are several, with ``bool x_given``
+==================================  =====================================================
+
+Fields, items and values may be of these types themselves.
 """
 
 from __future__ import annotations
@@ -20,167 +24,236 @@ import dataclasses
 import enum
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from opkit.errors import ArgumentTypeError, DefinitionError, OutputError
-
-MISSING: Any = dataclasses.MISSING
+from opkit.errors import ArgumentTypeError, OutputError
+from opkit.op import patterns
+from opkit.op.annotations import LISTS, rebuilt, schema_type, without_none
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One schema argument: its name's suffix, a plain annotation, its schema spelling where torch has no annotation
-    for it, and where its default is found in the encoded default."""
+    """One schema argument: what is added to the parameter's name, and its type."""
 
     suffix: str
-    annotation: Any
-    spelling: str | None = None
+    type: str
 
 
 class Codec:
-    """How one annotated Python value is held in a schema."""
+    """How one annotated Python value is held in a schema; this one: as it is."""
 
     fields: tuple[Field, ...]
 
+    def __init__(self, *fields: Field) -> None:
+        self.fields = fields
+
     def encode(self, value: Any) -> tuple[Any, ...]:
         """The schema values of ``value``, one a field."""
-        raise TypeError(type(self))
+        return (value,)
 
     def decode(self, values: Sequence[Any]) -> Any:
         """The Python value of the schema values."""
-        raise TypeError(type(self))
+        return values[0]
 
 
 class EnumCodec(Codec):
     """A member of an enumeration, by name."""
 
-    def __init__(self, kind: type[enum.Enum], optional: bool) -> None:
+    def __init__(self, kind: type[enum.Enum]) -> None:
+        super().__init__(Field("", "str"))
         self.kind = kind
-        self.fields = (Field("", str | None if optional else str),)
 
     def encode(self, value: Any) -> tuple[Any, ...]:
-        if value is None:
-            return (None,)
         if not isinstance(value, self.kind):
             raise ArgumentTypeError(f"expected a member of {self.kind.__name__}, got {value!r}")
         return (value.name,)
 
     def decode(self, values: Sequence[Any]) -> Any:
-        return None if values[0] is None else self.kind[values[0]]
+        return self.kind[values[0]]
 
 
-class DataclassCodec(Codec):
-    """A dataclass whose fields are scalars, one argument a field."""
+class LiteralCodec(Codec):
+    """One of some values of different types, as Python writes it."""
 
-    def __init__(self, kind: Any) -> None:
-        self.kind = kind
-        hints = typing.get_type_hints(kind)
-        self.names = tuple(field.name for field in dataclasses.fields(kind) if field.init)
-        self.fields = tuple(Field(f"_{name}", hints[name]) for name in self.names)
+    def __init__(self, choices: Sequence[Any]) -> None:
+        super().__init__(Field("", "str"))
+        self.choices = {repr(choice): choice for choice in choices}
 
     def encode(self, value: Any) -> tuple[Any, ...]:
-        return tuple(getattr(value, name) for name in self.names)
+        if repr(value) not in self.choices:
+            raise ArgumentTypeError(f"expected {' or '.join(self.choices)}, got {value!r}")
+        return (repr(value),)
 
     def decode(self, values: Sequence[Any]) -> Any:
-        return self.kind(**dict(zip(self.names, values, strict=True)))
+        return self.choices[values[0]]
+
+
+class ConvertedCodec(Codec):
+    """A value of a class that is made from the one schema value."""
+
+    def __init__(self, type: str, convert: Callable[[Any], Any], kind: Callable[[Any], Any]) -> None:
+        super().__init__(Field("", type))
+        self.convert, self.kind = convert, kind
+
+    def encode(self, value: Any) -> tuple[Any, ...]:
+        return (self.convert(value),)
+
+    def decode(self, values: Sequence[Any]) -> Any:
+        return self.kind(values[0])
+
+
+class SequenceCodec(Codec):
+    """A tuple or a list of items of one type."""
+
+    def __init__(self, item: Codec, build: Callable[[Iterable[Any]], Any]) -> None:
+        super().__init__(Field("", f"{item.fields[0].type}[]"))
+        self.item, self.build = item, build
+
+    def encode(self, value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, (list, tuple)):
+            raise ArgumentTypeError(f"expected a list or tuple, got {value!r}")
+        return ([self.item.encode(item)[0] for item in value],)
+
+    def decode(self, values: Sequence[Any]) -> Any:
+        return self.build([self.item.decode((value,)) for value in values[0]])
+
+
+class RecordCodec(Codec):
+    """A dataclass, a named tuple or a tuple of different types: one or more arguments a field."""
+
+    def __init__(self, kind: Any, parts: Mapping[str, Codec]) -> None:
+        super().__init__(*[Field(f"_{name}{f.suffix}", f.type) for name, part in parts.items() for f in part.fields])
+        self.kind, self.parts = kind, parts
+
+    def encode(self, value: Any) -> tuple[Any, ...]:
+        return tuple(
+            [
+                item
+                for part, given in zip(self.parts.values(), self._items(value), strict=True)
+                for item in part.encode(given)
+            ]
+        )
+
+    def _items(self, value: Any) -> Sequence[Any]:
+        if issubclass(self.kind, tuple):
+            if not isinstance(value, (tuple, list)) or len(value) != len(self.parts):
+                raise ArgumentTypeError(f"expected a {self.kind.__name__} of {len(self.parts)} items, got {value!r}")
+            return value
+        if not isinstance(value, self.kind):
+            raise ArgumentTypeError(f"expected a {self.kind.__name__}, got {value!r}")
+        return [getattr(value, name) for name in self.parts]
+
+    def decode(self, values: Sequence[Any]) -> Any:
+        items: list[Any] = []
+        start = 0
+        for part in self.parts.values():
+            items.append(part.decode(values[start : start + len(part.fields)]))
+            start += len(part.fields)
+        return tuple(items) if self.kind is tuple else self.kind(**dict(zip(self.parts, items, strict=True)))
 
 
 class DictCodec(Codec):
-    """A dictionary from names to tensors."""
+    """A dictionary from names or numbers to values of one type."""
 
-    fields = (Field("_values", list[torch.Tensor]), Field("_keys", list[int], "str[]"))
+    def __init__(self, key: str, item: str) -> None:
+        super().__init__(Field("_values", f"{item}[]"), Field("_keys", f"{key}[]"))
 
     def encode(self, value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, Mapping):
+            raise ArgumentTypeError(f"expected a dictionary, got {value!r}")
         return list(value.values()), list(value.keys())
 
     def decode(self, values: Sequence[Any]) -> Any:
         return dict(zip(values[1], values[0], strict=True))
 
 
-class SequenceCodec(Codec):
-    """A tuple of items of one type."""
+class OptionalCodec(Codec):
+    """None, or what another codec holds; where that takes several arguments, one more says which."""
 
-    def __init__(self, item: Any, optional: bool) -> None:
-        listed = types.GenericAlias(list, (item,))
-        self.fields = (Field("", typing.Optional[listed] if optional else listed),)  # noqa: UP045
-
-    def encode(self, value: Any) -> tuple[Any, ...]:
-        return (None if value is None else list(value),)
-
-    def decode(self, values: Sequence[Any]) -> Any:
-        return None if values[0] is None else tuple(values[0])
-
-
-class TupleCodec(Codec):
-    """A tuple of items of different types."""
-
-    def __init__(self, items: Sequence[Any]) -> None:
-        self.fields = tuple(Field(f"_{i}", item) for i, item in enumerate(items))
+    def __init__(self, inner: Codec) -> None:
+        self.given = [] if len(inner.fields) == 1 else [Field("_given", "bool")]
+        super().__init__(*self.given, *[Field(f.suffix, f"{f.type.removesuffix('?')}?") for f in inner.fields])
+        self.inner = inner
 
     def encode(self, value: Any) -> tuple[Any, ...]:
-        if len(value) != len(self.fields):
-            raise TypeError(f"expected a tuple of {len(self.fields)} items, got {len(value)}: {value!r}")
-        return tuple(value)
+        values = (None,) * len(self.inner.fields) if value is None else self.inner.encode(value)
+        return (value is not None, *values) if self.given else values
 
     def decode(self, values: Sequence[Any]) -> Any:
-        return tuple(values)
-
-
-class GeneratorCodec(Codec):
-    """A random number generator, which schemas know but torch.library's annotations do not."""
-
-    fields = (Field("", str | None, "Generator?"),)
-
-    def encode(self, value: Any) -> tuple[Any, ...]:
-        return (value,)
-
-    def decode(self, values: Sequence[Any]) -> Any:
-        return values[0]
-
-
-def without_none(annotation: Any) -> tuple[Any, bool]:
-    """``annotation`` without ``None``, and whether ``None`` was one of its choices."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        rest = [item for item in typing.get_args(annotation) if item is not type(None)]
-        if len(rest) == 1 and len(rest) < len(typing.get_args(annotation)):
-            return rest[0], True
-    return annotation, False
+        there, inner = (values[0], values[1:]) if self.given else (values[0] is not None, values)
+        return self.inner.decode(inner) if there else None
 
 
 def codec_for(annotation: Any) -> Codec | None:
-    """The codec of an annotation that torch.library does not take; None for the rest.
-
-    Raises:
-        DefinitionError: an optional of a type that has no optional form in a schema.
-    """
-    kind, optional = without_none(annotation)
-    if kind is torch.Generator:
-        return GeneratorCodec()
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return EnumCodec(kind, optional)
-    if typing.get_origin(kind) is tuple:
-        items = typing.get_args(kind)
-        if items[1:] == (...,) or len(set(items)) == 1:
-            return SequenceCodec(items[0], optional)
-        return _required(TupleCodec(items), annotation, optional)
-    if typing.get_origin(kind) in (dict, Mapping) and typing.get_args(kind) == (str, torch.Tensor):
-        return _required(DictCodec(), annotation, optional)
-    if _is_dataclass(kind):
-        return _required(DataclassCodec(kind), annotation, optional)
-    return None
+    """The codec of an annotation that no schema argument holds as it is; None for the rest."""
+    if schema_type(annotation) is not None:
+        return None
+    bare, optional = without_none(annotation)
+    codec = _codec(bare)
+    return OptionalCodec(codec) if codec is not None and optional else codec
 
 
-def _is_dataclass(kind: Any) -> bool:
-    return dataclasses.is_dataclass(kind)
+def _part(annotation: Any) -> Codec | None:
+    plain = schema_type(annotation)
+    return codec_for(annotation) if plain is None else Codec(Field("", plain))
 
 
-def _required(codec: Codec, annotation: Any, optional: bool) -> Codec:
-    if optional:
-        raise DefinitionError(f"{annotation} has no schema: make it required, or make its parts optional one by one")
-    return codec
+def _codec(bare: Any) -> Codec | None:
+    origin, items = typing.get_origin(bare), typing.get_args(bare)
+    if origin is typing.Literal:
+        return LiteralCodec(items)
+    if origin is tuple and items:
+        return _sequence(items[0], tuple) if items[1:] == (...,) or len(set(items)) == 1 else _tuple(items)
+    if origin in LISTS and items:
+        return _sequence(items[0], list)
+    if origin in (dict, Mapping):
+        key, item = schema_type(items[0]), schema_type(items[1])
+        return DictCodec(key, item) if key in ("str", "SymInt") and item else None
+    if bare is torch.Size:
+        return ConvertedCodec("SymInt[]", list, torch.Size)
+    if not isinstance(bare, type):
+        return None
+    if issubclass(bare, enum.Flag):
+        return ConvertedCodec("SymInt", lambda flag: flag.value, bare)
+    if issubclass(bare, enum.Enum):
+        return EnumCodec(bare)
+    return _record(bare, _hints(bare))
+
+
+def _hints(kind: Any) -> dict[str, Any]:
+    """The types of the fields of a dataclass or named tuple; nothing for other classes, and where a field has none."""
+    names = list(getattr(kind, "_fields", ()))
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind) if field.init]
+    hints = {name: strip(hint) for name, hint in typing.get_type_hints(kind).items()} if names else {}
+    return {name: hints[name] for name in names} if hints.keys() >= set(names) else {}
+
+
+def _sequence(item: Any, build: Callable[[Iterable[Any]], Any]) -> Codec | None:
+    part = _part(item)
+    flat = part is not None and len(part.fields) == 1 and "[" not in part.fields[0].type
+    return SequenceCodec(part, build) if part is not None and flat else None
+
+
+def _tuple(items: Sequence[Any]) -> Codec | None:
+    return _record(tuple, {str(i): item for i, item in enumerate(items)})
+
+
+def _record(kind: Any, hints: Mapping[str, Any]) -> Codec | None:
+    parts = {name: part for name, hint in hints.items() if (part := _part(hint)) is not None}
+    return RecordCodec(kind, parts) if parts and len(parts) == len(hints) else None
+
+
+def strip(annotation: Any) -> Any:
+    """``annotation`` with every jaxtyping annotation replaced by the tensor type within it."""
+    if patterns.is_jaxtyping(annotation):
+        return annotation.array_type
+    if typing.get_origin(annotation) is typing.Literal:
+        return annotation
+    return rebuilt(annotation, tuple(strip(item) for item in typing.get_args(annotation)))
 
 
 class ReturnCodec:
@@ -260,19 +333,19 @@ class TupleReturn(ReturnCodec):
 def return_codec(annotation: Any) -> ReturnCodec | None:
     """The codec of a return annotation that torch.library does not take; None for the rest."""
     kind, optional = without_none(annotation)
-    if optional and kind is torch.Tensor:
-        return OptionalReturn()
-    if typing.get_origin(kind) in (dict, Mapping):
+    if optional:
+        return OptionalReturn() if kind is torch.Tensor else None
+    if typing.get_origin(kind) in (dict, Mapping) and typing.get_args(kind) == (str, torch.Tensor):
         return DictReturn()
+    if typing.get_origin(kind) is Sequence and typing.get_args(kind) == (torch.Tensor,):
+        return ReturnCodec(list[torch.Tensor])
     if typing.get_origin(kind) is tuple:
         items = typing.get_args(kind)
         if items[1:] == (...,):
-            return ListReturn()
+            return ListReturn() if items[0] is torch.Tensor else None
         return _tuple_return(items, tuple, None)
-    if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
-        hints = typing.get_type_hints(kind)
-        return _tuple_return(list(hints.values()), _builder(kind), tuple(hints))
-    return None
+    hints = _hints(kind)
+    return _tuple_return(list(hints.values()), _builder(kind), tuple(hints)) if hints else None
 
 
 def _builder(kind: Any) -> Any:

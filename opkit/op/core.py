@@ -380,6 +380,6 @@ def _numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
 def _guard(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.ndim, leaf.dtype, leaf.device.type, leaf.layout is torch.strided and leaf.is_contiguous()
-    if isinstance(leaf, (bool, str, type(None), torch.dtype, torch.device)):
+    if isinstance(leaf, (bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return leaf
     return type(leaf)

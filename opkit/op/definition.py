@@ -88,7 +88,9 @@ def custom_op(
 
     Args:
         name: "namespace::name"; use the library's name as the namespace.
-        fn: the function. Its annotations give the schema; jaxtyping's (``Float[Tensor, "*batch d"]``) are checked too.
+        fn: the function. Its annotations give the schema; jaxtyping's (``Float[Tensor, "*batch d"]``) are checked too. Besides
+            torch.library's types a parameter may be a dataclass, ``NamedTuple``, enumeration, ``Literal``, dictionary or tuple of
+            what a schema holds, ``int | float``, a complex number, a layout, a memory format or a generator.
         mutates_args: the arguments written to, or "unknown" for all. Left out, they are inferred.
         device_types: the device types that ``fn`` serves; all of them by default.
         schema: a schema to use in place of the annotations, such as "(Tensor x, float y) -> Tensor".
@@ -166,7 +168,7 @@ class _Draft:
     def operator(self) -> Operator:
         self._check_options()
         _, opname = schemas.split_name(self.name)
-        signature = signatures.read(self.function)
+        signature = signatures.read(self.function, self.name)
         self._check_parameters(signature)
         declared = (
             self.mutates_args
@@ -235,14 +237,7 @@ class _Draft:
     def _inferred_schema(
         self, signature: Signature, inference: Inference, declared: str | tuple[str, ...] | None
     ) -> str:
-        mutates: str | list[str] = declared if isinstance(declared, str) else list(inference.mutates)
-        if not isinstance(mutates, str):
-            fields = {p.name: signatures.field_names(p)[0] for p in signature.parameters}
-            mutates = [fields.get(name, name) for name in mutates]
-        try:
-            return schemas.infer(self.function, signature, mutates, self.tags)
-        except ValueError as error:
-            raise DefinitionError(f"{self.name}: {error}") from error
+        return schemas.infer(signature, declared if isinstance(declared, str) else inference.mutates, self.tags)
 
     def _parsed(self, opname: str, text: str) -> Any:
         try:
@@ -288,10 +283,15 @@ def _from_schema(signature: Signature, parsed: Any) -> Signature:
         a.name: (_SCHEMA_KINDS.get(str(a.type).removeprefix("Optional[").removesuffix("]"), "other"), a)
         for a in parsed.arguments
     }
-    parameters = tuple(
-        dataclasses.replace(p, kind=kinds[p.name][0], optional=str(kinds[p.name][1].type).startswith("Optional"))
-        if p.name in kinds
-        else p
-        for p in signature.parameters
-    )
+    parameters = tuple(_by_hand(p, kinds) for p in signature.parameters)
     return dataclasses.replace(signature, parameters=parameters)
+
+
+def _by_hand(parameter: signatures.Parameter, kinds: dict[str, Any]) -> signatures.Parameter:
+    """A parameter as a schema written by hand has it: its codec holds only where the schema has the codec's arguments."""
+    if parameter.codec is not None and all(name in kinds for name in signatures.field_names(parameter)):
+        return parameter
+    kind, argument = kinds.get(parameter.name, (parameter.kind, None))
+    optional = parameter.optional if argument is None else str(argument.type).startswith("Optional")
+    held = signatures.SchemaArgument(parameter.name, "" if argument is None else str(argument.type))
+    return dataclasses.replace(parameter, kind=kind, optional=optional, codec=None, arguments=(held,))

@@ -155,9 +155,9 @@ class Dispatcher:
             return None
         if private.library_utils.can_generate_trivial_fake_impl(operator.overload):
             return self._trivial_fake(args, kwargs)
+        check_arguments(operator, args, kwargs)
         if not operator.transparent(args, kwargs):
             raise operator.fake_error(self.shown)
-        check_arguments(operator, args, kwargs)
         if not operator.state.volatile:
             operator.state.guard()
         return operator.reference(*args, **kwargs)
@@ -205,10 +205,10 @@ class Dispatcher:
 
     def _check_given(self, args: tuple[Any, ...]) -> None:
         # the dispatcher lets None stand for a tensor, and the kernel would fail on it far from the call
-        for parameter, value in zip(self.operator.signature.parameters, args, strict=False):
-            if value is None and parameter.kind == "tensor" and not parameter.optional:
+        for argument, value in zip(self.operator.signature.arguments, args, strict=False):
+            if value is None and argument.type == "Tensor":
                 raise ArgumentTypeError(
-                    f"{self.operator.name}: the argument {parameter.name} must be a tensor, got None."
+                    f"{self.operator.name}: the argument {argument.name} must be a tensor, got None."
                 )
 
     def _under_modes(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from opkit.op.codecs import without_none
+from opkit.op.annotations import without_none
 from opkit.op.core import Operator
 from opkit.op.signature import Parameter
 

@@ -146,6 +146,8 @@ def _choices(parameter: Parameter, sizes: dict[str, Any], sizes_from: Sequence[i
         return (*_EXAMPLES["bool"], *nothing)
     if not parameter.required:
         return (parameter.default,)
+    if parameter.choices:
+        return parameter.choices
     if parameter.codec is not None:
         return None
     return (*_EXAMPLES[parameter.kind], *nothing) if parameter.kind in _EXAMPLES else nothing or None

@@ -58,7 +58,11 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         """Call the operator."""
         if is_dynamo_compiling():
             return self._dispatched(*args, **kwargs)
-        return self._call(*args, **kwargs)
+        try:
+            return self._call(*args, **kwargs)
+        except (TypeError, RuntimeError):  # a wrong call is reported by the parameters that the author wrote
+            self._operator.signature.bind(args, kwargs)
+            raise
 
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
         if not self._flattened:
@@ -232,9 +236,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Selection:
         """The kernel that this call would run, and the reason for which each other one was refused."""
-        operator = self._operator
-        positional, named = operator.signature.encode(args, kwargs) if self._flattened else (list(args), kwargs)
-        return planning.select(operator, positional, dict(named))
+        return planning.select(self._operator, *self._operator.signature.encode(args, kwargs))
 
     # ---- rules -----------------------------------------------------------------------------------------------------
 

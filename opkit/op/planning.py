@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit import config
-from opkit.errors import AliasError, NoKernelError, OutputError, StrideWarning
+from opkit.errors import AliasError, ArgumentError, NoKernelError, OutputError, StrideWarning
 from opkit.op import autotune, mutation, patterns
 from opkit.op import torch_private as private
 from opkit.op.body import Trace
@@ -50,17 +50,29 @@ def check_arguments(operator: Operator, args: Sequence[Any], kwargs: dict[str, A
 
     Raises:
         ShapeError, DtypeError: naming operator, argument, shape, pattern and the conflicting size.
+        ArgumentError: a value is none of its annotation's ``Literal``.
     """
     binding = patterns.Binding(operator.name)
     if not (operator.signature.annotated and config.get().check):
         return binding
     values = completed(operator, args, kwargs)
     for parameter in operator.signature.parameters:
+        if parameter.choices and values[parameter.name] not in parameter.choices:
+            raise ArgumentError(
+                f"{operator.name}: the argument {parameter.name} must be {' or '.join(map(repr, parameter.choices))}, got "
+                f"{values[parameter.name]!r}."
+            )
         if parameter.pattern is not None:
             for tensor in pytree.tree_leaves(values[parameter.name]):
                 if isinstance(tensor, torch.Tensor) and private.sizes_known(tensor):
                     binding.check(f"the argument {parameter.name}", tensor, parameter.pattern)
     return binding
+
+
+def eligible(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Kernel], dict[str, str]]:
+    """The kernels that take a call through the schema, the preferred one first, and the reason of each one refused."""
+    values = completed(operator, args, kwargs) if operator.kernels.kernels else {}
+    return operator.kernels.eligible((), values, operator.device(args, kwargs), (args, kwargs))
 
 
 def choose(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Kernel | None, dict[str, str]]:
@@ -70,15 +82,14 @@ def choose(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> t
         NoKernelError: nothing fits, because the reference itself is limited to other devices.
     """
     device = operator.device(args, kwargs)
-    values = completed(operator, args, kwargs) if operator.kernels.kernels else {}
-    eligible, refused = operator.kernels.eligible((), values, device, (args, kwargs))
-    tuned = [kernel for kernel in eligible if kernel.autotune]
-    if tuned and eligible[0].autotune:
+    found, refused = eligible(operator, args, kwargs)
+    tuned = [kernel for kernel in found if kernel.autotune]
+    if tuned and found[0].autotune:
         chosen = autotune.choose(operator.name, tuned, args, kwargs, device)
-        refused |= {k.name: f"{chosen.name} was measured to be faster" for k in eligible if k is not chosen}
+        refused |= {k.name: f"{chosen.name} was measured to be faster" for k in found if k is not chosen}
         return chosen, refused
-    if eligible:
-        return eligible[0], refused | {k.name: f"{eligible[0].name} is preferred" for k in eligible[1:]}
+    if found:
+        return found[0], refused | {k.name: f"{found[0].name} is preferred" for k in found[1:]}
     if operator.device_types is not None and device not in operator.device_types and device != "meta":
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
         raise NoKernelError(

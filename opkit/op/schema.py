@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from opkit.errors import DefinitionError, DeviceArgumentError
 from opkit.op import torch_private as private
-from opkit.op.signature import Parameter, Signature, field_names
+from opkit.op.signature import SchemaArgument, Signature
 
 _NAME = re.compile(r"^(?P<namespace>[A-Za-z_]\w*)::(?P<name>[A-Za-z_]\w*(\.[A-Za-z_]\w*)?)$")
 
@@ -38,83 +37,111 @@ def split_name(name: object) -> tuple[str, str]:
     return match["namespace"], match["name"]
 
 
-def infer(
-    function: Callable[..., Any],
-    signature: Signature,
-    mutates_args: str | Iterable[str],
-    tags: Sequence[torch.Tag],
-) -> str:
-    """The schema of ``function``, such as ``(Tensor x, float eps=1e-06) -> Tensor``.
+def infer(signature: Signature, mutates_args: str | Iterable[str], tags: Sequence[torch.Tag]) -> str:
+    """The schema of a signature, such as ``(Tensor x, float eps=1e-06) -> Tensor``.
+
+    torch.library's own inference says what is written to and what is returned; it is asked with other types in the place of
+    those that it does not know.
 
     Raises:
-        ValueError: as ``torch.library.infer_schema`` raises it.
+        DefinitionError: naming the parameter, what is wrong with it, and what to write.
     """
-    options: dict[str, Any] = {"mutates_args": mutates_args}
+    for parameter in signature.parameters:
+        if parameter.problem:
+            raise DefinitionError(
+                f"{signature.operator}: the parameter {parameter.name} of {signature.shown}: {parameter.problem}. A schema "
+                "may be given by hand, too, with schema=."
+            )
+    arguments = [argument for parameter in signature.parameters for argument in parameter.arguments]
+    mutates = mutates_args if isinstance(mutates_args, str) else _written(signature, mutates_args)
+    options: dict[str, Any] = {"mutates_args": mutates}
     torch_infer: Any = getattr(torch.library, "infer_schema")  # noqa: B009  (its own annotations are incomplete)
     if tags and "tags" in inspect.signature(torch_infer).parameters:  # torch 2.13 and newer
         options["tags"] = tags
-    prototype, spellings = _prototype(function, signature)
-    text = torch_infer(prototype, **options)
-    for found, spelling in spellings:
-        text = text.replace(found, spelling)
-    return text
+    _check_return(signature)
+    try:
+        text: str = torch_infer(_prototype(signature), **options)
+    except ValueError as error:
+        found = str(error).removeprefix("infer_schema(func): ").split(" Got func with signature")[0]
+        raise DefinitionError(f"{signature.operator}: {found}") from error
+    parameters, returned = text[1:].split(") -> ", 1)
+    kinds = dict(reversed(each.split(" ")) for each in parameters.split(", ") if " " in each)
+    keyword_only = [p for p in signature.parameters if p.keyword_only]
+    positional = [a for p in signature.parameters if not p.keyword_only for a in p.arguments]
+    last = max((i for i, a in enumerate(positional) if a.default is None), default=-1)  # no default may come before it
+    written = [_spelled(a, kinds[a.name], i > last) for i, a in enumerate(positional)]
+    written += ["*"] if keyword_only else []
+    written += [_spelled(a, kinds[a.name], True) for p in keyword_only for a in p.arguments]
+    assert len(kinds) == len(arguments)
+    return f"({', '.join(written)}) -> {returned}"
 
 
-def _prototype(function: Callable[..., Any], signature: Signature) -> tuple[Callable[..., Any], list[tuple[str, str]]]:
-    plain = [p.annotation for p in signature.parameters] == [p.annotation for p in signature.python.parameters.values()]
-    if plain and not signature.flattened and not any(signature.return_patterns):
-        return function, []
-    assert isinstance(function, types.FunctionType)
-    prototype = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, None, function.__closure__
-    )
-    parameters: list[inspect.Parameter] = []
-    spellings: list[tuple[str, str]] = []
-    for parameter in signature.parameters:
-        parameters.extend(_flat(parameter, signature))
-        spellings.extend(_spellings(parameter))
+def _spelled(argument: SchemaArgument, kind: str, with_default: bool) -> str:
+    default = f"={argument.default}" if with_default and argument.default is not None else ""
+    return f"{kind if '!' in kind else argument.type} {argument.name}{default}"
+
+
+_STAND_INS: dict[str, Any] = {
+    "Tensor": torch.Tensor,
+    "Tensor?": torch.Tensor | None,
+    "Tensor[]": list[torch.Tensor],
+    "Tensor?[]": list[torch.Tensor | None],
+}
+
+
+def _prototype(signature: Signature) -> Callable[..., Any]:
+    """A function with the schema's arguments for parameters, of types that torch.library knows."""
+
+    def prototype() -> None: ...
+
+    parameters = [
+        inspect.Parameter(
+            argument.name,
+            inspect.Parameter.KEYWORD_ONLY if parameter.keyword_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            annotation=_STAND_INS.get(argument.type, int),
+        )
+        for parameter in signature.parameters
+        for argument in parameter.arguments
+    ]
     returned = signature.returns.annotation if signature.returns else signature.return_annotation
-    setattr(prototype, "__signature__", _ordered(parameters, returned))  # noqa: B010
-    return prototype, spellings
+    setattr(prototype, "__signature__", inspect.Signature(parameters, return_annotation=returned))  # noqa: B010
+    return prototype
 
 
-def _flat(parameter: Parameter, signature: Signature) -> list[inspect.Parameter]:
-    kind = signature.python.parameters[parameter.name].kind
-    if parameter.codec is None:
-        return [inspect.Parameter(parameter.name, kind, default=parameter.default, annotation=parameter.annotation)]
-    defaults = [inspect.Parameter.empty] * len(parameter.codec.fields)
-    if not parameter.required:
-        defaults = list(parameter.codec.encode(parameter.default))
-    return [
-        inspect.Parameter(name, kind, default=default, annotation=field.annotation)
-        for name, field, default in zip(field_names(parameter), parameter.codec.fields, defaults, strict=True)
-    ]
+def _written(signature: Signature, mutates: Iterable[str]) -> list[str]:
+    """The schema arguments of the parameters written to, which hold tensors."""
+    found: list[str] = []
+    for name in mutates:
+        arguments = next((p.arguments for p in signature.parameters if p.name == name), ())
+        tensors = [a.name for a in arguments if a.type in _STAND_INS]
+        if arguments and not tensors:
+            shown = inspect.formatannotation(signature.python.parameters[name].annotation)
+            raise DefinitionError(
+                f"{signature.operator}: mutates_args names {name}, a {shown}. An operator writes to tensors and lists of them; "
+                "return what else it computes."
+            )
+        found += tensors or [name]
+    return found
 
 
-def _ordered(parameters: list[inspect.Parameter], returned: Any) -> inspect.Signature:
-    # A list has no default in a schema that infer_schema would write; such arguments are always passed.
-    plain = [
-        p.replace(default=inspect.Parameter.empty) if isinstance(p.default, (list, tuple, dict)) else p
-        for p in parameters
-    ]
-    last_required = max(
-        (i for i, p in enumerate(plain) if p.default is p.empty and p.kind != p.KEYWORD_ONLY), default=-1
-    )
-    fixed = [
-        p.replace(default=p.empty) if i < last_required and p.kind != p.KEYWORD_ONLY else p for i, p in enumerate(plain)
-    ]
-    return inspect.Signature(fixed, return_annotation=returned)
+def _check_return(signature: Signature) -> None:
+    def prototype() -> None: ...
 
-
-def _spellings(parameter: Parameter) -> list[tuple[str, str]]:
-    if parameter.codec is None:
-        return []
-    written = {"str[]": "SymInt[]", "Generator?": "str?"}
-    return [
-        (f"{written[field.spelling]} {name}", f"{field.spelling} {name}")
-        for name, field in zip(field_names(parameter), parameter.codec.fields, strict=True)
-        if field.spelling
-    ]
+    returned = signature.returns.annotation if signature.returns else signature.return_annotation
+    prototype.__annotations__ = {"return": returned}
+    if returned is inspect.Signature.empty:
+        raise DefinitionError(
+            f"{signature.operator}: {signature.shown} has no return annotation. Write what it returns, as in -> Tensor or "
+            "-> tuple[Tensor, Tensor], or -> None if it returns nothing."
+        )
+    try:
+        torch.library.infer_schema(prototype, mutates_args=())
+    except (ValueError, TypeError):
+        shown = inspect.formatannotation(signature.python.return_annotation)
+        raise DefinitionError(
+            f"{signature.operator}: {signature.shown} returns a {shown}, which no operator does. Return tensors, lists of them, "
+            "numbers, a tuple, NamedTuple or dataclass of these, or None; what else there is, return as a tensor."
+        ) from None
 
 
 def check_manual(schema: str, mutates: set[str], declared: str | Iterable[str], arguments: Any) -> None:

@@ -80,6 +80,8 @@ def _value(operator: Operator, parameter: Parameter, sizes: Mapping[str, Any], d
         return spec if parameter.kind == "tensor" else [spec, spec]
     if parameter.optional:
         return None
+    if parameter.choices:
+        return parameter.choices[0]
     if isinstance(parameter.codec, EnumCodec):
         return next(iter(parameter.codec.kind))
     if parameter.kind in _SCALARS:

@@ -214,6 +214,28 @@ def test_a_kernel_that_is_never_selected_is_compared_too(fails, holds, right):
     opkit.remove(op.name)
 
 
+def test_a_kernel_is_asked_only_for_the_calls_that_it_takes(holds):
+    @opkit.custom_op("contract_numbers_tests::takes", mutates_args=())
+    def op(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    seen = set()
+
+    @op.register_kernel("cpu", dtypes=[torch.float32], name="single")
+    def _(x):
+        seen.add((x.dtype, x.shape[0] > 1))
+        return x * 2
+
+    @op.register_kernel("cpu", when=lambda x: x.shape[0] == 1, dtypes=[torch.float64], name="row")
+    def _(x):
+        seen.add((x.dtype, x.shape[0] > 1))
+        return x * 2
+
+    holds("numbers.kernels", op, args=(tensor("m n", (torch.float32, torch.float64, torch.bfloat16)),))
+    assert seen == {(torch.float32, True), (torch.float32, False), (torch.float64, False)}
+    opkit.remove(op.name)
+
+
 def test_results_of_nothing(fails, holds):
     def forgotten(x):
         return x.sum() if x.numel() else torch.ones(())

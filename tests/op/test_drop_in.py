@@ -120,7 +120,7 @@ def test_a_parameter_type_without_a_schema(custom_op: Any, name: str) -> None:
     def op(x: Tensor, y: Any) -> Tensor:
         return x.clone()
 
-    for annotation in ({"y": dict[str, int]}, {"y": np.ndarray}, {}):
+    for annotation in ({"y": dict[str, object]}, {"y": np.ndarray}, {}):
         op.__annotations__ = {"x": Tensor, "return": Tensor, **annotation}
         with pytest.raises(ValueError, match="y"):
             pytest.fail(f"{annotation} is taken: {custom_op(name, op, mutates_args=())}")
@@ -130,7 +130,7 @@ def test_variadic_parameters_are_refused(custom_op: Any, name: str) -> None:
     def op(*xs: Tensor) -> Tensor:
         return xs[0].clone()
 
-    with pytest.raises(ValueError, match="infer"):
+    with pytest.raises(ValueError, match="xs"):
         custom_op(name, op, mutates_args=())
 
 

@@ -55,6 +55,8 @@ def _of_parameter(name: str, parameter: Parameter) -> Any:
         return _tensor(parameter.pattern, parameter.optional)
     if parameter.kind == "tensors":
         return [_tensor(parameter.pattern, False)] * 2
+    if parameter.choices:
+        return st.sampled_from(parameter.choices)
     if not parameter.required:
         return _near(parameter.default)
     if parameter.optional:
