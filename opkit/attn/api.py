@@ -89,7 +89,8 @@ def attention(
         k: keys, (batch, key heads, keys, d) of ``q``'s dtype. ``heads`` is a multiple of the key heads: as many
             consecutive query heads share a head of keys.
         v: values, (batch, key heads, keys, d_v) of ``q``'s dtype.
-        mask: which keys a query sees, of :mod:`opkit.masks`; or a tensor, as in ``opkit.masks.Dense``. None: all keys.
+        mask: which keys a query sees, of :mod:`opkit.masks`; or a tensor, as in ``opkit.masks.Dense``; or a ``CausalBias`` of
+            ``torch.nn.attention.bias``, as the diagonal that it stands for. None: all keys.
         bias: is added to the logits: a floating tensor that broadcasts to (batch, heads, queries, keys), an
             ``opkit.masks.ALiBi``, an ``opkit.masks.RelativePosition``, or several of them in a list.
         scale: a factor of the logits; ``1 / sqrt(d)`` by default.
@@ -277,8 +278,9 @@ def _sizes(q: Any, k: Any, v: Any, layout: str) -> Sizes:
             batch == batch_k and batch == batch_v and d == d_k and keys == keys_v and shared == shared_v
             and d > 0 and shared > 0 and heads % shared == 0 and dtype is k.dtype and dtype is v.dtype
             and dtype in _DTYPES and device == k.device and device == v.device
+            and q.layout is k.layout is v.layout is torch.strided
         )  # fmt: skip
-    except (AttributeError, ValueError, TypeError):
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # nested tensors have no shape
         fits = False
     if not fits:
         arguments.explain(_as_given(q, layout), _as_given(k, layout), _as_given(v, layout), layout)

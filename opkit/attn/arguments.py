@@ -56,6 +56,7 @@ def _names(layout: str) -> list[str]:
 def _check_tensor(name: str, tensor: Any, q: Tensor, layout: str) -> None:
     if not isinstance(tensor, Tensor):
         raise ArgumentTypeError(f"opkit.attention: {name} must be a tensor, got {type(tensor).__name__}: {tensor!r}.")
+    check_strided(name, tensor)
     if tensor.dtype not in DTYPES | FLOAT8:
         raise DtypeError(
             f"opkit.attention: {name} has dtype {tensor.dtype}, expected float32, float64, bfloat16, float16, float8_e4m3fn or "
@@ -73,6 +74,19 @@ def _check_tensor(name: str, tensor: Any, q: Tensor, layout: str) -> None:
         raise ShapeError(
             f"opkit.attention: {name} of shape {tuple(tensor.shape)} has {tensor.dim()} dimensions; the layout {layout!r} is "
             f"{LAYOUTS[layout]}."
+        )
+
+
+def check_strided(name: str, tensor: Tensor, function: str = "opkit.attention") -> None:
+    """Raise for nested and sparse tensors, and others that have no strides."""
+    if tensor.is_nested:
+        raise ArgumentTypeError(
+            f"{function}: {name} is a nested tensor ({type(tensor).__name__}). Give its .values() in layout='thd' with "
+            "mask=opkit.masks.VarLen(x.offsets()), or .to_padded_tensor(0.0) with opkit.masks.KeyPadding(lengths)."
+        )
+    if tensor.layout is not torch.strided:
+        raise ArgumentTypeError(
+            f"{function}: {name} is a tensor of layout {tensor.layout}, expected torch.strided. Convert it with .to_dense()."
         )
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from opkit.attn import program
+from opkit.attn.arguments import check_strided
 from opkit.attn.kept import derived
-from opkit.attn.masks import Dense, Mask, VarLen, conjuncts
+from opkit.attn.masks import Dense, Mask, VarLen, causal_bias_of, conjuncts
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 
 _MOST_PROGRAMS = 4096
@@ -187,9 +188,15 @@ def fits(size: int, full: int) -> bool:
 
 
 def check_device(name: str, tensor: Any, device: torch.device) -> None:
-    """Raise unless ``tensor`` is a tensor on ``device``."""
+    """Raise unless ``tensor`` is a tensor on ``device`` whose elements lie in memory by strides."""
     if not isinstance(tensor, Tensor):
         raise ArgumentTypeError(f"{_OWN}: {name} must be a tensor, got {type(tensor).__name__}: {tensor!r}.")
+    check_strided(name, tensor)
+    if causal_bias_of(tensor) is not None:
+        raise ArgumentTypeError(
+            f"{_OWN}: {name} is a CausalBias of torch, whose elements were never written. Give it as mask=, or combined with "
+            "other masks by & and |."
+        )
     if tensor.device != device:
         raise ArgumentError(f"{_OWN}: {name} is on {tensor.device}, q is on {device}. Move it with .to(q.device).")
 

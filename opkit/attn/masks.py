@@ -8,14 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import TYPE_CHECKING, ClassVar
+import sys
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from opkit.attn import program
 from opkit.attn.place import Place, after
-from opkit.errors import ArgumentError, ArgumentTypeError
+from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
+from opkit.op import torch_private as private
 
 if TYPE_CHECKING:
     from opkit.attn.lowering import Documents, Lowering
@@ -87,7 +89,7 @@ class SizedMask:
 
 
 def as_mask(value: object) -> Mask:
-    """A mask as it is, and a tensor as :class:`Dense`.
+    """A mask as it is, a ``CausalBias`` of torch as the diagonal that it stands for, and another tensor as :class:`Dense`.
 
     Raises:
         ArgumentTypeError: it is neither.
@@ -95,11 +97,58 @@ def as_mask(value: object) -> Mask:
     if isinstance(value, Mask):
         return value
     if isinstance(value, Tensor):
-        return Dense(value)
+        bias = causal_bias_of(value)
+        return Dense(value) if bias is None else CausalOfTorch.of(bias)
     raise ArgumentTypeError(
         f"opkit.attention: a mask is one of opkit.masks or a tensor, got {type(value).__name__}: {value!r}. "
         "Example: mask=opkit.masks.Causal()."
     )
+
+
+def causal_bias_of(value: object) -> Any:
+    """Return a ``torch.nn.attention.bias.CausalBias``, whose elements were never written, as it is; None for what is none.
+
+    Of a fake tensor that torch.export made of one, it is the one.
+    """
+    if type(value) is Tensor:
+        return None
+    module: Any = sys.modules.get("torch.nn.attention.bias")  # which takes seconds to import
+    original = None if module is None else private.faked(value)
+    return original if module is not None and isinstance(original, module.CausalBias) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalOfTorch(Mask):
+    """What ``torch.nn.attention.bias.causal_upper_left`` and ``causal_lower_right`` stand for.
+
+    Query ``i`` sees the keys up to ``i + shift``, packed sequences or not; ``sizes`` are the numbers of queries and keys without
+    which the diagonal would lie elsewhere, or None.
+    """
+
+    shift: int
+    sizes: tuple[int, int] | None
+    static: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, bias: Any) -> CausalOfTorch:
+        """The mask that a ``CausalBias`` stands for."""
+        sizes = (bias.seq_len_q, bias.seq_len_kv)
+        if sizes[0] == sizes[1] or bias.variant.name == "UPPER_LEFT":
+            return cls(0, None)
+        return cls(sizes[1] - sizes[0], sizes)
+
+    def lower(self, to: Lowering, documents: Documents | None) -> None:
+        """``BAND`` without a lower end."""
+        given = (to.sizes.queries, to.sizes.keys)
+        if self.sizes is not None and self.sizes != given:
+            raise ShapeError(
+                f"opkit.attention: causal_lower_right{self.sizes} is for that many (queries, keys); there are {given}. Make one "
+                "for these, or give opkit.masks.Causal('bottom-right')."
+            )
+        to.band(-program.UNLIMITED, self.shift, "top-left", None)
+
+    def at(self, place: Place) -> Tensor:
+        return place.j - place.i <= self.shift
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -191,6 +240,13 @@ class Dense(Mask):
     """
 
     tensor: Tensor
+
+    def __post_init__(self) -> None:
+        if causal_bias_of(self.tensor) is not None:
+            raise ArgumentTypeError(
+                "Dense: the tensor is a CausalBias of torch, whose elements were never written. Give it as mask= itself, or "
+                "combined with other masks by & and |."
+            )
 
     @property
     def additive(self) -> bool:

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from opkit.attn.api import attention
 from opkit.attn.diagonals import Causal
-from opkit.attn.masks import Dense, Mask
+from opkit.attn.masks import Dense, Mask, as_mask, causal_bias_of
 from opkit.errors import ArgumentError, ShapeError
 from opkit.op import torch_private as private
 
@@ -56,7 +56,7 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         raise ArgumentError(f"{_NAME}: give attn_mask or is_causal=True, not both.")
     if _as_they_are(query, key, value, enable_gqa):
-        mask = _CAUSAL if is_causal else None if attn_mask is None else Dense(attn_mask)
+        mask = _CAUSAL if is_causal else None if attn_mask is None else as_mask(attn_mask)
         return attention(query, key, value, mask=mask, scale=scale, dropout_p=dropout_p)
     lead = _leading(query, key, value, enable_gqa)
     q, k, v = (_four(x, lead, enable_gqa) for x in (query, key, value))
@@ -111,6 +111,8 @@ def _four(x: Tensor, lead: tuple[int, ...], enable_gqa: bool) -> Tensor:
 
 
 def _mask(mask: Tensor, lead: tuple[int, ...], query: Tensor, key: Tensor) -> Mask:
+    if causal_bias_of(mask) is not None:
+        return as_mask(mask)
     if len(lead) > 1 and mask.dim() > 3:
         heads = mask.shape[-3]
         mask = mask.expand(*lead, heads, *mask.shape[-2:]).flatten(0, -4)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from opkit.attn.api import attention
 from opkit.attn.diagonals import Causal
-from opkit.attn.masks import And, Dense, Mask
+from opkit.attn.masks import And, Dense, Mask, as_mask, causal_bias_of
 from opkit.attn.probabilities import spelled_out, with_probabilities
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 
@@ -165,8 +165,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> Mask | None:
         """What is seen, and what is added, of (batch, heads, queries, keys)."""
         parts: list[Mask] = []
-        if isinstance(given, Mask):
-            parts.append(given)
+        if isinstance(given, Mask) or causal_bias_of(given) is not None:
+            parts.append(as_mask(given))
         elif given is not None and not is_causal:
             parts.append(self._of_tensor(given, q.shape[0], q.shape[1], k.shape[1]))
         if is_causal:
