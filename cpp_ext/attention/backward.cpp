@@ -194,7 +194,7 @@ void write_delta(const Call& call, const Gradients& given, int64_t unit) {
 // Where a log-sum-exp is so large that its rounding would be seen in the probabilities, the kernels read the largest logits and
 // the logarithms of the sums that the forward, once more, writes to `apart`; of a huge logit and another the sum is the former.
 Gradients exact(const Call& call, const Gradients& given, std::vector<float>& apart) {
-    constexpr float kLarge = 0x1p10f;
+    constexpr float kLarge = 0x1p12f;
     const int64_t rows = call.batch * call.heads * call.queries;
     Gradients found = given;
     if (std::none_of(given.lse, given.lse + rows, [](float x) { return std::fabs(x) > kLarge && std::isfinite(x); })) return found;

@@ -32,7 +32,7 @@ class Kernel(NamedTuple):
 
 
 _SHARED = ("device/programs.py", "device/tile.py", "portable/device/forward.py")
-_BACKWARD = (*_SHARED, "portable/device/backward.py")
+_BACKWARD = (*_SHARED, "portable/device/backward_rows.py", "portable/device/backward.py")
 
 FORWARD = Kernel(
     "attention_forward", blocks.FORWARD, 1, lambda size, d, e: size.rows * (e + size.keys), _SHARED

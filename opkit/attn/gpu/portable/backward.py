@@ -19,13 +19,12 @@ from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch
 
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
-_ROWS = ("out", "gradient", "of_lse", "delta")
-_OF_KEY_TENSORS = ("of_k", "of_v", "q", "k", "v", "gradient", "base", "rest", "delta", "seed", *plans.TENSORS)
-_OF_QUERY_TENSORS = ("of_q", "base", "rest", "q", "k", "v", "gradient", "lse", "delta", "sinks", "seed", *plans.TENSORS)
+_ROWS = ("out", "gradient", "of_lse", "delta", "apart")
+_TENSORS = ("q", "k", "v", "gradient", "lse", "apart", "delta", "seed", *plans.TENSORS)
 _ELEMENTS = 4096  # of a tile of results
-_DELTA, _OF_KEYS, _OF_QUERIES = (
-    Named("opkit.attn.gpu.portable.device.backward", name)
-    for name in ("attention_delta", "attention_of_keys", "attention_of_queries")
+_DELTA = Named("opkit.attn.gpu.portable.device.backward_rows", "attention_delta")
+_OF_KEYS, _OF_QUERIES = (
+    Named("opkit.attn.gpu.portable.device.backward", name) for name in ("attention_of_keys", "attention_of_queries")
 )
 
 
@@ -90,18 +89,23 @@ def _launch(example: GradientCall) -> Run:
     of_rows = PreparedLaunch(delta_kernel(columns), _ROWS, sums)
     tiles = arguments.tiles_of(candidates.OF_KEYS, example, shape)
     theirs = {**numbers, "kv_heads": kv_heads, "programs": batch * kv_heads}
-    of_keys = arguments.Tiled(keys_kernel, tiles, shape, dtype, _OF_KEY_TENSORS, theirs, written=slice(2), by_keys=True)
+    of_keys = arguments.Tiled(
+        keys_kernel, tiles, shape, dtype, ("of_k", "of_v", *_TENSORS), theirs, written=slice(2), by_keys=True
+    )
     tiles = arguments.tiles_of(candidates.OF_QUERIES, example, shape)
     theirs = {**numbers, "heads": heads, "programs": batch * heads}
-    of_queries = arguments.Tiled(queries_kernel, tiles, shape, dtype, _OF_QUERY_TENSORS, theirs, written=slice(1))
-    new = overwritten(example.q.new_empty((2, *example.q.shape[:3]), dtype=torch.float32))
+    of_queries = arguments.Tiled(
+        queries_kernel, tiles, shape, dtype, ("of_q", "sinks", *_TENSORS), theirs, written=slice(1)
+    )
+    new = overwritten(example.q.new_empty((batch * heads, 2 * example.q.shape[2] + 1), dtype=torch.float32))
 
     def launch(call: GradientCall, of_q: Tensor, of_k: Tensor, of_v: Tensor, delta: Tensor) -> None:
-        of_rows(call.out, call.gradient, call.of_lse, delta)
-        rows, tensors = (call.q, call.k, call.v, call.gradient), (call.seed, *arguments.tensors_of(call, shape))
-        base, rest = new()
-        of_queries(call, of_q, base, rest, *rows, call.lse, delta, call.sinks, *tensors)
-        of_keys(call, of_k, of_v, *rows, base, rest, delta, *tensors)
+        apart = new()
+        of_rows(call.out, call.gradient, call.of_lse, delta, apart)
+        rows, sums = (call.q, call.k, call.v, call.gradient), (call.lse, apart, delta)
+        read = (*rows, *sums, call.seed, *arguments.tensors_of(call, shape))
+        of_queries(call, of_q, call.sinks, *read)
+        of_keys(call, of_k, of_v, *read)
 
     return launch
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from opkit.attn.gpu.device.programs import LOG2E
-from opkit.attn.gpu.portable.device.backward import delta_of
+from opkit.attn.gpu.portable.device.backward_rows import delta_of
 
 PART = tl.constexpr(64)  #: rows and columns of a part
 

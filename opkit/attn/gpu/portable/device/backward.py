@@ -3,11 +3,6 @@
 Probabilities are computed again from the log-sum-exp (Dao et al., "FlashAttention", 2022, https://arxiv.org/abs/2205.14135). No
 sum is shared among programs, so that nothing depends on their order: gradients are the same in every run. That costs seven
 products for each pair of tiles where five would do if the gradient of queries were added up in memory.
-
-Where a log-sum-exp is so large that its rounding would be seen in the probabilities (of a huge logit and the logarithm of a sum
-it is the former), the row's greatest logit and the logarithm of its sum are computed again, apart, by the kernel of the gradient
-of queries, which runs first. Where logits are FOLDED (:mod:`opkit.attn.gpu.portable.device.forward`), such rows have no
-probabilities in the loops that are fast, and are gone over once more.
 """
 
 from __future__ import annotations
@@ -16,43 +11,9 @@ import triton
 import triton.language as tl
 
 from opkit.attn.gpu.device.programs import LOG2E, kept
-from opkit.attn.gpu.device.tile import columns_of, logits, rows_of, seen, store_rows, tiles_of_keys, tiles_of_queries
-from opkit.attn.gpu.portable.device.forward import RUN_TIME, started, weights_of
-
-LARGE = tl.constexpr(1024.0)  #: a log-sum-exp that is no larger is exact enough
-
-
-@triton.jit
-def delta_of(
-    out, gradient, of_lse, b, h, i, out_stride_0, out_stride_1, out_stride_2, gradient_stride_0, gradient_stride_1,
-    gradient_stride_2, of_lse_stride_0, of_lse_stride_1, of_lse_stride_2, queries, E: tl.constexpr, E0: tl.constexpr,
-):  # fmt: skip
-    """Of rows ``i`` of a head the sum of result * gradient, less the gradient of its log-sum-exp."""
-    out += b.to(tl.int64) * out_stride_0 + h.to(tl.int64) * out_stride_1
-    gradient += b.to(tl.int64) * gradient_stride_0 + h.to(tl.int64) * gradient_stride_1
-    x = rows_of(out, out_stride_2, i, queries, 0, E0, E, True).to(tl.float32)
-    y = rows_of(gradient, gradient_stride_2, i, queries, 0, E0, E, True).to(tl.float32)
-    found = tl.sum(x * y, 1)
-    if of_lse is not None:
-        of_lse += b.to(tl.int64) * of_lse_stride_0 + h.to(tl.int64) * of_lse_stride_1
-        found -= tl.load(of_lse + i * of_lse_stride_2, mask=i < queries, other=0.0)
-    return found
-
-
-@triton.jit(do_not_specialize=("heads", "queries", "lse_stride_0", "lse_stride_1"))
-def attention_delta(
-    out, gradient, of_lse, delta, out_stride_0, out_stride_1, out_stride_2, gradient_stride_0, gradient_stride_1,
-    gradient_stride_2, of_lse_stride_0, of_lse_stride_1, of_lse_stride_2, heads, queries,
-    E: tl.constexpr, E0: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """:func:`delta_of` each row. ``delta`` is contiguous."""
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    found = delta_of(
-        out, gradient, of_lse, b, h, i, out_stride_0, out_stride_1, out_stride_2, gradient_stride_0, gradient_stride_1,
-        gradient_stride_2, of_lse_stride_0, of_lse_stride_1, of_lse_stride_2, queries, E, E0,
-    )  # fmt: skip
-    tl.store(delta + (b * heads + h).to(tl.int64) * queries + i, found, mask=i < queries)
+from opkit.attn.gpu.device.tile import logits, rows_of, seen, store_rows, tiles_of_keys, tiles_of_queries
+from opkit.attn.gpu.portable.device.backward_rows import apart_of, bases_of, exact_sums, folded_bases, is_large, loaded
+from opkit.attn.gpu.portable.device.forward import RUN_TIME
 
 
 @triton.jit
@@ -61,61 +22,6 @@ def _clean(x, PARTIAL: tl.constexpr):
     if PARTIAL:
         return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
     return x
-
-
-@triton.jit
-def loaded(x, i, queries, other, BOUNDED: tl.constexpr):
-    """Numbers of rows."""
-    if BOUNDED:
-        return tl.load(x + i, mask=i < queries, other=other)
-    return tl.load(x + i)
-
-
-@triton.jit
-def is_large(base, rest):
-    """Which rows were computed again; those that see nothing, or what is not finite, were not."""
-    return ((tl.abs(base) > LARGE) | (rest != 0.0)) & (tl.abs(base) < float("inf"))
-
-
-@triton.jit
-def bases_of(base, rest, FOLDED: tl.constexpr, LATE: tl.constexpr):
-    """What is taken from logits, in their units: infinite where probabilities are 0, as of a row that sees nothing.
-
-    ``LATE``: of the rows that were left out where logits are ``FOLDED``.
-    """
-    found = tl.where(base == float("-inf"), float("inf"), base)
-    if FOLDED:
-        return tl.where(is_large(base, rest), float("inf"), found * LOG2E)
-    if LATE:
-        return tl.where(is_large(base, rest), found, float("inf"))
-    return found
-
-
-@triton.jit
-def exact_sums(
-    lse, q0, q1, k, k_row, sinks, slots, numbers, b, h, i, start, stop, queries, limit, shift, lower, upper, scale, softcap,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr,
-    CAPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Of rows the log-sum-exp and 0, or, where it is large, the greatest logit and the logarithm, base 2, of the sum.
-
-    ``start`` to ``stop`` are the tiles of keys that any of the rows may see.
-    """
-    base, rest = lse, tl.zeros_like(lse)
-    large = (tl.abs(lse) > LARGE) & (tl.abs(lse) < float("inf"))
-    if tl.max(large.to(tl.int32), 0) > 0:
-        m, l = started(sinks, h, ROWS, False)
-        for n in tl.range(start, stop, num_stages=1):
-            j = n * KEYS + tl.arange(0, KEYS)
-            s = tl.dot(q0, columns_of(k, k_row, j, limit, 0, D0, D, True), input_precision=PRECISION)
-            if D1 > 0:
-                s = tl.dot(q1, columns_of(k, k_row, j, limit, D0, D1, D, True), s, input_precision=PRECISION)
-            m, l, _, _, _ = weights_of(
-                s, m, l, slots, numbers, b, h, i, j, queries, limit, shift, lower, upper, scale, softcap, MASK, BIAS, BANDED,
-                CAPPED, False, False, True,
-            )  # fmt: skip
-        base, rest = tl.where(large, m, base), tl.where(large, tl.log2(l), rest)
-    return base, rest
 
 
 @triton.jit
@@ -163,7 +69,7 @@ def _slopes(
 
 @triton.jit(do_not_specialize=(*RUN_TIME, "kv_heads"))
 def attention_of_keys(
-    q, k, v, gradient, base, rest, delta, of_k, of_v, seed, lengths, tiles, counts,
+    q, k, v, gradient, lse, apart, delta, of_k, of_v, seed, lengths, tiles, counts,
     q_stride_0, q_stride_1, q_stride_2, k_stride_0, k_stride_1, k_stride_2, v_stride_0, v_stride_1, v_stride_2,
     gradient_stride_0, gradient_stride_1, gradient_stride_2, of_k_stride_0, of_k_stride_1, of_k_stride_2,
     of_v_stride_0, of_v_stride_1, of_v_stride_2, lengths_stride_0,
@@ -179,7 +85,7 @@ def attention_of_keys(
 ):  # fmt: skip
     """Keys ``KEYS * program_id(0)`` and those after them, of key head ``program_id(1)``.
 
-    ``base`` and ``rest`` are what :func:`attention_of_queries` stored; they and ``delta`` are contiguous.
+    ``lse`` and ``delta`` are contiguous.
     """
     slots = (
         (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
@@ -217,22 +123,21 @@ def attention_of_keys(
         row = b * (kv_heads * group) + h
         q_at = q + b.to(tl.int64) * q_stride_0 + h.to(tl.int64) * q_stride_1
         gradient_at = gradient + b.to(tl.int64) * gradient_stride_0 + h.to(tl.int64) * gradient_stride_1
-        at_rows = row.to(tl.int64) * queries
+        at_rows, apart_at = row.to(tl.int64) * queries, apart_of(apart, row, queries)
         tiles_at = tiles
         if LISTED:
             tiles_at += b * tiles_stride_0 + h * tiles_stride_1 + tile * tiles_stride_2
             counts_at = counts + b * counts_stride_0 + h * counts_stride_1 + tile * counts_stride_2
             full, total = tl.load(counts_at), tl.load(counts_at + 1)
             last = tl.cdiv(queries, ROWS) - 1
-        large = tl.zeros([ROWS], tl.int32)
         for t in tl.range(0, full):
             if LISTED:
                 n = tl.load(tiles_at + t)
             else:
                 n = begin + t
-            dk0, dk1, dv, large = _keys_step(
-                n, dk0, dk1, dv, large, k0, k1, values, q_at, gradient_at, q_stride_2, gradient_stride_2, base + at_rows,
-                rest + at_rows, delta + at_rows, seed, slots, numbers, b, h, row, j, first, queries, limit, shift, lower, upper,
+            dk0, dk1, dv = _keys_step(
+                n, dk0, dk1, dv, k0, k1, values, q_at, gradient_at, q_stride_2, gradient_stride_2, lse + at_rows, apart_at,
+                delta + at_rows, seed, slots, numbers, b, h, row, j, first, queries, limit, shift, lower, upper,
                 scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, ROWS, KEYS,
                 PRECISION, False, False,
             )  # fmt: skip
@@ -241,22 +146,22 @@ def attention_of_keys(
                 n = tl.load(tiles_at + last - t)
             else:
                 n = tl.where(t < partial, start + t, end + t - partial)
-            dk0, dk1, dv, large = _keys_step(
-                n, dk0, dk1, dv, large, k0, k1, values, q_at, gradient_at, q_stride_2, gradient_stride_2, base + at_rows,
-                rest + at_rows, delta + at_rows, seed, slots, numbers, b, h, row, j, first, queries, limit, shift, lower, upper,
+            dk0, dk1, dv = _keys_step(
+                n, dk0, dk1, dv, k0, k1, values, q_at, gradient_at, q_stride_2, gradient_stride_2, lse + at_rows, apart_at,
+                delta + at_rows, seed, slots, numbers, b, h, row, j, first, queries, limit, shift, lower, upper,
                 scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, ROWS, KEYS,
                 PRECISION, True, False,
             )  # fmt: skip
         if FOLDED:  # noqa: SIM102 - the one is compiled, the other asked
-            if tl.max(large, 0) > 0:
+            if tl.load(apart_at + 2 * queries) != 0.0:
                 for t in tl.range(0, total, num_stages=1):
                     if LISTED:
                         n = tl.load(tiles_at + tl.where(t < full, t, last - t + full))
                     else:
                         n = start + t
-                    dk0, dk1, dv, large = _keys_step(
-                        n, dk0, dk1, dv, large, k0, k1, values, q_at, gradient_at, q_stride_2, gradient_stride_2, base + at_rows,
-                        rest + at_rows, delta + at_rows, seed, slots, numbers, b, h, row, j, first, queries, limit, shift, lower,
+                    dk0, dk1, dv = _keys_step(
+                        n, dk0, dk1, dv, k0, k1, values, q_at, gradient_at, q_stride_2, gradient_stride_2, lse + at_rows,
+                        apart_at, delta + at_rows, seed, slots, numbers, b, h, row, j, first, queries, limit, shift, lower,
                         upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, False, DROPPED,
                         ROWS, KEYS, PRECISION, True, True,
                     )  # fmt: skip
@@ -271,16 +176,16 @@ def attention_of_keys(
 
 @triton.jit
 def _keys_step(
-    n, dk0, dk1, dv, large, k0, k1, values, q, gradient, q_row, gradient_row, base, rest, delta, seed,
+    n, dk0, dk1, dv, k0, k1, values, q, gradient, q_row, gradient_row, lse, apart, delta, seed,
     slots, numbers, b, h, row, j, first, queries, limit, shift, lower, upper, scale, softcap, threshold, rescale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
     DROPPED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries: the gradients of keys and values so far, and in which places of a tile a row was large.
+    """One tile of queries: the gradients of keys and values so far. Tiles of logits are (keys, queries) here.
 
-    Tiles of logits are (keys, queries) here.
+    ``LATE``: of the rows alone that were left out where logits are ``FOLDED``.
     """
     i = n * ROWS + tl.arange(0, ROWS)
     q0 = rows_of(q, q_row, i, queries, 0, D0, D, PARTIAL)
@@ -291,14 +196,18 @@ def _keys_step(
         s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
     upstream = rows_of(gradient, gradient_row, i, queries, 0, E0, E, PARTIAL)
     products = tl.dot(values, tl.trans(upstream), input_precision=PRECISION)
-    bases, rests = (
-        loaded(base, i, queries, float("inf"), PARTIAL),
-        loaded(rest, i, queries, 0.0, PARTIAL),
-    )
     deltas = loaded(delta, i, queries, 0.0, PARTIAL)
     if FOLDED:
-        large |= is_large(bases, rests).to(tl.int32)
-    bases = bases_of(bases, rests, FOLDED, LATE)
+        bases = folded_bases(loaded(lse, i, queries, float("inf"), PARTIAL))
+        rests = bases
+    else:
+        bases, rests = (
+            bases_of(loaded(apart, i, queries, float("inf"), PARTIAL)),
+            loaded(apart + queries, i, queries, 0.0, PARTIAL),
+        )
+        if LATE:
+            large = is_large(loaded(lse, i, queries, float("inf"), PARTIAL))
+            bases, rests = tl.where(large, bases, float("inf")), tl.where(large, rests, 0.0)
     drawn = bases
     if DROPPED:
         drawn = tl.trans(kept(seed, threshold, row, i, first + 4 * tl.arange(0, KEYS // 4)))
@@ -311,12 +220,12 @@ def _keys_step(
     dk0 = tl.dot(slopes, _clean(q0, PARTIAL), dk0, input_precision=PRECISION)
     if D1 > 0:
         dk1 = tl.dot(slopes, _clean(q1, PARTIAL), dk1, input_precision=PRECISION)
-    return dk0, dk1, dv, large
+    return dk0, dk1, dv
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def attention_of_queries(
-    q, k, v, gradient, lse, delta, of_q, base, rest, sinks, seed, lengths, tiles, counts,
+    q, k, v, gradient, lse, delta, of_q, apart, sinks, seed, lengths, tiles, counts,
     q_stride_0, q_stride_1, q_stride_2, k_stride_0, k_stride_1, k_stride_2, v_stride_0, v_stride_1, v_stride_2,
     gradient_stride_0, gradient_stride_1, gradient_stride_2, of_q_stride_0, of_q_stride_1, of_q_stride_2, lengths_stride_0,
     tiles_stride_0, tiles_stride_1, tiles_stride_2, counts_stride_0, counts_stride_1, counts_stride_2,
@@ -376,21 +285,25 @@ def attention_of_queries(
     first_tile, end_tile = start, start + total
     if LISTED:
         first_tile, end_tile = begin, tl.cdiv(keys, KEYS)
-    bases, rests = exact_sums(
-        loaded(lse + at_rows, i, queries, float("inf"), True), q0, q1, k, k_stride_2, sinks, slots, numbers, b, h, i, first_tile,
-        end_tile, queries, limit, shift, lower, upper, scale, softcap, D, D0, D1, MASK, BIAS, BANDED, CAPPED, ROWS, KEYS,
-        PRECISION,
-    )  # fmt: skip
-    tl.store(base + at_rows + i, bases, mask=i < queries)
-    tl.store(rest + at_rows + i, rests, mask=i < queries)
-    taken = bases_of(bases, rests, FOLDED, False)
+    sums, apart_at = loaded(lse + at_rows, i, queries, float("inf"), True), apart_of(apart, row, queries)
+    if FOLDED:
+        bases = folded_bases(sums)
+        rests = bases
+    else:
+        bases, rests = exact_sums(
+            sums, q0, q1, k, k_stride_2, sinks, slots, numbers, b, h, i, first_tile, end_tile, queries, limit, shift, lower,
+            upper, scale, softcap, D, D0, D1, MASK, BIAS, BANDED, CAPPED, ROWS, KEYS, PRECISION,
+        )  # fmt: skip
+        tl.store(apart_at + i, bases, mask=i < queries)
+        tl.store(apart_at + queries + i, rests, mask=i < queries)
+        bases = bases_of(bases)
     for t in tl.range(0, full):
         if LISTED:
             n = tl.load(tiles + t)
         else:
             n = begin + t
         dq0, dq1 = _queries_step(
-            n, dq0, dq1, q0, q1, upstream, k, v, k_stride_2, v_stride_2, taken, rests, deltas, seed, slots, numbers, b, h, row,
+            n, dq0, dq1, q0, q1, upstream, k, v, k_stride_2, v_stride_2, bases, rests, deltas, seed, slots, numbers, b, h, row,
             i, queries, limit, shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED,
             CAPPED, FOLDED, DROPPED, KEYS, PRECISION, False,
         )  # fmt: skip
@@ -400,16 +313,24 @@ def attention_of_queries(
         else:
             n = tl.where(t < partial, start + t, end + t - partial)
         dq0, dq1 = _queries_step(
-            n, dq0, dq1, q0, q1, upstream, k, v, k_stride_2, v_stride_2, taken, rests, deltas, seed, slots, numbers, b, h, row,
+            n, dq0, dq1, q0, q1, upstream, k, v, k_stride_2, v_stride_2, bases, rests, deltas, seed, slots, numbers, b, h, row,
             i, queries, limit, shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED,
             CAPPED, FOLDED, DROPPED, KEYS, PRECISION, True,
         )  # fmt: skip
-    if FOLDED:  # noqa: SIM102
-        if tl.max(is_large(bases, rests).to(tl.int32), 0) > 0:
-            taken = bases_of(bases, rests, False, True)
+    if FOLDED:
+        sums = loaded(lse + at_rows, i, queries, float("inf"), True)  # not kept meanwhile
+        if tl.max(is_large(sums).to(tl.int32), 0) > 0:
+            bases, rests = exact_sums(
+                sums, q0, q1, k, k_stride_2, sinks, slots, numbers, b, h, i, first_tile, end_tile, queries, limit, shift, lower,
+                upper, scale, softcap, D, D0, D1, MASK, BIAS, BANDED, CAPPED, ROWS, KEYS, PRECISION,
+            )  # fmt: skip
+            tl.store(apart_at + i, bases, mask=i < queries)
+            tl.store(apart_at + queries + i, rests, mask=i < queries)
+            tl.store(apart_at + 2 * queries, 1.0)
+            bases = tl.where(is_large(sums), bases, float("inf"))
             for n in tl.range(first_tile, end_tile, num_stages=1):
                 dq0, dq1 = _queries_step(
-                    n, dq0, dq1, q0, q1, upstream, k, v, k_stride_2, v_stride_2, taken, rests, deltas, seed, slots, numbers, b,
+                    n, dq0, dq1, q0, q1, upstream, k, v, k_stride_2, v_stride_2, bases, rests, deltas, seed, slots, numbers, b,
                     h, row, i, queries, limit, shift, lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK,
                     BIAS, BANDED, CAPPED, False, DROPPED, KEYS, PRECISION, True,
                 )  # fmt: skip

@@ -14,7 +14,8 @@ import triton.language as tl
 
 from opkit.attn.gpu.device.programs import kept, kept_each
 from opkit.attn.gpu.device.tile import columns_of, rows_of, seen
-from opkit.attn.gpu.portable.device.backward import bases_of, exact_sums, loaded, slopes_of_logits
+from opkit.attn.gpu.portable.device.backward import slopes_of_logits
+from opkit.attn.gpu.portable.device.backward_rows import bases_of, exact_sums, loaded
 from opkit.attn.gpu.portable.device.forward import RUN_TIME
 
 
@@ -150,7 +151,7 @@ def _added(
         tl.cdiv(limit, KEYS), queries, limit, shift, lower, upper, scale, softcap, D, D0, D1, MASK, BIAS, BANDED, CAPPED, ROWS,
         KEYS, PRECISION,
     )  # fmt: skip
-    bases, deltas = bases_of(bases, rests, FOLDED, False), loaded(delta + at, i, queries, 0.0, True)
+    bases, deltas = bases_of(bases), loaded(delta + at, i, queries, 0.0, True)
     drawn = bases
     if DROPPED:
         if IMAGE:
