@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from opkit.attn import arguments, biases, float8, reference
+from opkit.attn import arguments, biases, float8, reference, torch_private
 from opkit.attn.lowering import Sizes
 from opkit.attn.lowering import lower as lower_mask
 from opkit.attn.masks import Mask, as_mask
 from opkit.attn.operator import attention_operator
+from opkit.op import torch_private as private
 from opkit.op.fastcall import undisturbed
 from opkit.op.operator import use_kernel
 from opkit.op.recent import Known, Recent, bind
@@ -21,6 +23,7 @@ from opkit.op.selection import REFERENCE, Selection
 _OPERATOR, _FLOAT8 = attention_operator(), float8.attention_float8_operator()
 _Known = Known[tuple[Any, ...]]
 _RECENT: Recent[tuple[Any, ...]] = Recent()  # of a mask, the operator's program and numbers
+_MODULES = sys.modules
 _DTYPES = arguments.DTYPES | float8.DTYPES
 Bias = Tensor | biases.Bias | list[Any] | tuple[Any, ...]
 
@@ -112,6 +115,7 @@ def attention(
 
     Raises:
         ShapeError, DtypeError, ArgumentTypeError, ArgumentError: an argument does not fit; the message says which.
+        ArgumentError: within context parallelism of torch.distributed, where each rank has a part of the keys.
         KernelError: there is no kernel of that name, or it does not take the call.
 
     >>> import opkit, torch
@@ -123,6 +127,8 @@ def attention(
     Sources: Vaswani et al., "Attention Is All You Need", 2017, https://arxiv.org/abs/1706.03762; sinks: OpenAI, "gpt-oss
     model card", 2025, https://arxiv.org/abs/2508.10925; softcap: Gemma 2, 2024, https://arxiv.org/abs/2408.00118.
     """
+    if _distributed():
+        arguments.refuse_context_parallel()
     known = go = flags = None
     plain = bias is None and sinks is None and dropout_p == 0 and kernel is None and descales is None
     if plain and not is_dynamo_compiling():
@@ -175,6 +181,14 @@ def select(
     return _OPERATOR.select(*call)
 
 
+def _distributed() -> bool:
+    """Whether torch's context parallelism is on; compiled code is compiled again when that changes."""
+    if is_dynamo_compiling():
+        return torch_private.context_parallel()
+    return torch_private.CONTEXT_PARALLEL in _MODULES and torch_private.context_parallel()
+
+
+@private.untraced  # with _note, called where compilers give up on a function of the user's
 def _known(q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...]) -> _Known | None:
     """What is known of calls like this one, which has no tensors beside q, k and v."""
     if flags[0] is None or isinstance(flags[0], Mask):
@@ -184,6 +198,7 @@ def _known(q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...]) -> _Known | 
     return None
 
 
+@private.untraced
 def _note(q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...], known: _Known | None, call: tuple[Any, ...]) -> None:
     """For the next call like this one: what the operator was given, and then what it ran."""
     mask, *numbers = flags[:3]
@@ -274,9 +289,10 @@ def _sizes(q: Any, k: Any, v: Any, layout: str) -> Sizes:
         batch_k, shared, keys, d_k = k.shape
         batch_v, shared_v, keys_v, _ = v.shape
         dtype, device = q.dtype, q.device
+        may = private.or_true  # of sizes that depend on data the kernel asks when the program runs
         fits = (
-            batch == batch_k and batch == batch_v and d == d_k and keys == keys_v and shared == shared_v
-            and d > 0 and shared > 0 and heads % shared == 0 and dtype is k.dtype and dtype is v.dtype
+            may(batch == batch_k) and may(batch == batch_v) and may(d == d_k) and may(keys == keys_v) and may(shared == shared_v)
+            and may(d > 0) and may(shared > 0) and may(heads % shared == 0) and dtype is k.dtype and dtype is v.dtype
             and dtype in _DTYPES and device == k.device and device == v.device
             and q.layout is k.layout is v.layout is torch.strided
         )  # fmt: skip

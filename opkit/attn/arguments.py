@@ -90,6 +90,15 @@ def check_strided(name: str, tensor: Tensor, function: str = "opkit.attention") 
         )
 
 
+def refuse_context_parallel() -> None:
+    """Raise: each rank has a part of the keys."""
+    raise ArgumentError(
+        "opkit.attention: torch.distributed's context parallelism is on, under which each rank holds a part of the sequence: the "
+        "result would be of this rank's keys alone. Call torch.nn.functional.scaled_dot_product_attention, which it distributes, "
+        "or opkit.attention outside of it."
+    )
+
+
 def check_layout(layout: Any) -> None:
     """Raise unless there is such a layout."""
     if layout not in LAYOUTS:

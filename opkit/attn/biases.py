@@ -10,6 +10,7 @@ from opkit.attn import program
 from opkit.attn.lowering import Sizes, check_device, dense, fits, numbered
 from opkit.attn.place import Place
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
+from opkit.op import torch_private as private
 
 
 class Bias:
@@ -66,7 +67,11 @@ class ALiBi(Bias):
         """``BIAS_ALIBI``."""
         _check_floating("ALiBi: slopes", self.slopes, sizes)
         slopes = self.slopes.unsqueeze(0) if self.slopes.dim() == 1 else self.slopes
-        if slopes.dim() != 2 or slopes.shape[1] != sizes.heads or not fits(slopes.shape[0], sizes.batch):
+        if (
+            slopes.dim() != 2
+            or not private.or_true(slopes.shape[1] == sizes.heads)
+            or not fits(slopes.shape[0], sizes.batch)
+        ):
             raise ShapeError(
                 f"opkit.attention: ALiBi: slopes of shape {tuple(self.slopes.shape)} must be (heads,) = ({sizes.heads},) or "
                 f"(batch, heads) = ({sizes.batch}, {sizes.heads})."
@@ -97,7 +102,7 @@ class RelativePosition(Bias):
         """``BIAS_REL``."""
         full = [self._part("rel_h", self.rel_h, sizes), self._part("rel_w", self.rel_w, sizes)]
         kh, kw = full[0].shape[-1], full[1].shape[-1]
-        if kh * kw != sizes.keys:
+        if not private.or_true(kh * kw == sizes.keys):
             raise ShapeError(
                 f"opkit.attention: RelativePosition: rel_h has {kh} rows and rel_w {kw} columns, that is {kh * kw} keys; there "
                 f"are {sizes.keys}."

@@ -12,6 +12,7 @@ from opkit.attn.biases import SizedBias
 from opkit.attn.block_masks import Blocks
 from opkit.attn.masks import Mask, SizedMask
 from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
+from opkit.op import torch_private as private
 
 _NAME = "opkit.nn.functional.flex_attention"
 
@@ -70,7 +71,9 @@ def flex_attention(
     sizes = (query.shape[-2], key.shape[-2])
     softcap, parts = score_mods.parsed(score_mod)
     biases = [_of_sizes(part, part.bias, sizes) if isinstance(part, SizedBias) else part for part in parts]
-    key, value = (x.expand(query.shape[0], *x.shape[1:]) if x.shape[0] == 1 else x for x in (key, value))
+    key, value = (
+        x.expand(query.shape[0], *x.shape[1:]) if private.or_false(x.shape[0] == 1) else x for x in (key, value)
+    )
     out, lse = attention(
         query, key, value, mask=_mask(block_mask, sizes), bias=biases or None, scale=scale, softcap=softcap, return_lse=True
     )  # fmt: skip
@@ -98,15 +101,19 @@ def _mask(given: Any, sizes: tuple[int, int]) -> Mask | None:
             f"{_NAME}: block_mask is a BlockMask of torch or a mask of opkit.masks, got {type(given).__name__}: {given!r}. Give "
             "what create_block_mask makes of a function."
         )
-    if tuple(given.seq_lengths) != sizes:
+    if not _may_be(tuple(given.seq_lengths), sizes):
         raise ShapeError(
             f"{_NAME}: block_mask is for (queries, keys) = {tuple(given.seq_lengths)}; there are {sizes}. Make one for these."
         )
     return Blocks(given)
 
 
+def _may_be(known: tuple[int, int], sizes: tuple[int, int]) -> bool:
+    return private.or_true(known[0] == sizes[0]) and private.or_true(known[1] == sizes[1])
+
+
 def _of_sizes(sized: SizedMask | SizedBias, inner: Any, sizes: tuple[int, int]) -> Any:
-    if (sized.queries, sized.keys) != sizes:
+    if not _may_be((sized.queries, sized.keys), sizes):
         raise ShapeError(
             f"{_NAME}: {type(inner).__name__} was made for (queries, keys) = {(sized.queries, sized.keys)}; there are {sizes}."
         )

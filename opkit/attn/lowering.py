@@ -15,6 +15,7 @@ from opkit.attn.arguments import check_strided
 from opkit.attn.kept import derived
 from opkit.attn.masks import Dense, Mask, VarLen, causal_bias_of, conjuncts
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
+from opkit.op import torch_private as private
 
 _MOST_PROGRAMS = 4096
 _OWN = "opkit.attention"
@@ -118,7 +119,7 @@ class Lowering:
         _check_integers(name, tensor, self.sizes.device)
         full = (self.sizes.batch, getattr(self.sizes, dims[1]))
         shape = (1, *tensor.shape) if tensor.dim() == 1 else tuple(tensor.shape)
-        if len(shape) != 2 or shape[1] != full[1] or not fits(shape[0], full[0]):
+        if len(shape) != 2 or not private.or_true(shape[1] == full[1]) or not fits(shape[0], full[0]):
             raise ShapeError(
                 f"{_OWN}: {name} of shape {tuple(tensor.shape)} must be ({', '.join(dims)}) = {full}, or {full[1:]}."
             )
@@ -137,12 +138,12 @@ class Lowering:
         sizes, starts = self.sizes, (mask.cu_seqlens_q, mask.of_keys)
         for name, tensor in zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True):
             _check_integers(f"VarLen: {name}", tensor, sizes.device)
-            if tensor.dim() != 1 or tensor.shape[0] < 2 or tensor.shape != starts[0].shape:
+            if tensor.dim() != 1 or not private.or_true(tensor.shape[0] >= 2) or not same_shape(tensor, starts[0]):
                 raise ShapeError(
                     f"{_OWN}: VarLen: {name} of shape {tuple(tensor.shape)} must be (documents + 1,), the same for queries and "
                     f"keys; cu_seqlens_q has shape {tuple(starts[0].shape)}."
                 )
-        if sizes.batch != 1:
+        if not private.or_true(sizes.batch == 1):
             raise ShapeError(
                 f'{_OWN}: VarLen packs documents into one sequence, but the batch is {sizes.batch}. Use layout="thd".'
             )
@@ -183,8 +184,15 @@ def _numbered(starts: Tensor, count: int, outside: int) -> Tensor:
 
 
 def fits(size: int, full: int) -> bool:
-    """Whether ``size`` broadcasts to ``full``. Of symbolic sizes this is decided, which ``in`` leaves out."""
-    return size == 1 or size == full
+    """Whether ``size`` broadcasts to ``full``; of sizes that depend on data, whether it may."""
+    return private.or_false(size == 1) or private.or_true(size == full)
+
+
+def same_shape(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may have the same shape."""
+    return one.dim() == other.dim() and all(
+        private.or_true(a == b) for a, b in zip(one.shape, other.shape, strict=True)
+    )
 
 
 def check_device(name: str, tensor: Any, device: torch.device) -> None:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from opkit.attn import program
+from opkit.attn import program, torch_private
 from opkit.attn.place import Place, after
 from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
-from opkit.op import torch_private as private
 
 if TYPE_CHECKING:
     from opkit.attn.lowering import Documents, Lowering
@@ -113,7 +112,7 @@ def causal_bias_of(value: object) -> Any:
     if type(value) is Tensor:
         return None
     module: Any = sys.modules.get("torch.nn.attention.bias")  # which takes seconds to import
-    original = None if module is None else private.faked(value)
+    original = None if module is None else torch_private.faked(value)
     return original if module is not None and isinstance(original, module.CausalBias) else None
 
 

@@ -12,9 +12,11 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from opkit.attn import gradients, reference
+from opkit.attn.calls import Call
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp
 from opkit.op.rules import vmap
@@ -39,11 +41,23 @@ def attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     (torch.Size([1, 2, 3, 4]), torch.Size([1, 2, 3]))
     """
     op = custom_op(NAME, mutates_args=())(reference.attention)
+    op.register_fake(_fake)
     op.register_vmap(_mapped)
     op.register_autograd(gradients.backward, setup_context=gradients.setup_context)
     for module in KERNELS:
         importlib.import_module(module).register(op)
     return op
+
+
+def _fake(*given: Any) -> tuple[Tensor, Tensor]:
+    """The results' sizes and strides; the reference's operations would ask sizes that depend on data whether they are 0."""
+    call = Call(*given)
+    (batch, heads, queries, _), columns = call.q.shape, call.v.shape[3]
+    if call.heads_inside:
+        out = call.q.new_empty((batch, queries, heads, columns)).transpose(1, 2)
+    else:
+        out = call.q.new_empty((batch, heads, queries, columns))
+    return out, call.q.new_empty((batch, heads, queries), dtype=torch.promote_types(call.q.dtype, torch.float32))
 
 
 def _mapped(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:

@@ -80,8 +80,8 @@ def paged_attention(
         lengths: ``(batch,)``, integers: keys of each sequence, those of its queries included.
         cu_seqlens_q: ``(batch + 1,)``, integers: where each sequence's queries begin, and the total.
         causal: whether a query sees no key after its own place.
-        window: how many keys a query sees, its own place's being the last; or, as in FlashAttention, how many it sees
-            before and after its own place, -1 for all of them.
+        window: how many keys a query sees, its own place's being the last whether ``causal`` or not; or, as in FlashAttention,
+            how many it sees before and after its own place, -1 for all of them.
         scale: of logits; ``d ** -0.5`` if left out.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         sinks: ``(heads,)``, one more logit for each query, without a value.
@@ -112,9 +112,8 @@ def paged_attention(
         raise ArgumentError(f"opkit.paged_attention: softcap is {softcap}; it must be positive, or None for no cap")
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     scales = [_scale_of(name, s, p) for name, s, p in (("k_scale", k_scale, k_pages), ("v_scale", v_scale, v_pages))]
-    op = paged_attention_operator()
     call = (rows, k_pages, v_pages, page_table, lengths, starts, lower, upper, scale, softcap or 0.0, sinks, *scales)
-    out, lse = op(*call) if kernel is None else _forced(op, kernel, call)
+    out, lse = _PAGED(*call) if kernel is None else _forced(_PAGED, kernel, call)
     if q.dim() == 4:
         out, lse = out.unflatten(0, q.shape[:-2]), lse.unflatten(0, q.shape[:-2])
     return (out, lse) if return_lse else out
@@ -168,7 +167,7 @@ def append_kv(
         _scale_of(name, scale, pages, "append_kv")
     rows, starts = _ragged(k, lengths_before, cu_seqlens)
     v_rows = v if v.dim() == 3 else v.flatten(0, 1)
-    append_kv_operator()(rows, v_rows, k_pages, v_pages, page_table, lengths_before, starts, k_scale, v_scale)
+    _APPEND(rows, v_rows, k_pages, v_pages, page_table, lengths_before, starts, k_scale, v_scale)
 
 
 def _fake(q: Tensor, k_pages: Tensor, v_pages: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -193,8 +192,8 @@ def _band(causal: bool, window: int | tuple[int, int] | None) -> tuple[int, int]
     left, right = window if isinstance(window, tuple) else (-1 if window is None else window - 1, -1)
     if isinstance(window, int) and window < 1:
         raise ArgumentError(f"opkit.paged_attention: window is {window}; a query sees at least 1 key, or pass None")
-    if not causal and isinstance(window, int):
-        right = window - 1
+    if isinstance(window, int):
+        right = 0
     lower = -paged_cpu.UNLIMITED if left < 0 else -left
     upper = paged_cpu.UNLIMITED if right < 0 else right
     return lower, min(upper, 0) if causal else upper
@@ -249,3 +248,6 @@ def _check(
     heads, kv_heads = x.shape[-2], k_pages.shape[2]
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(f"opkit.{function}: {heads} heads of {name} are no multiple of k_pages' {kv_heads}")
+
+
+_PAGED, _APPEND = paged_attention_operator(), append_kv_operator()  # here, since compilers warn of cached functions

@@ -379,7 +379,7 @@ def _numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
 
 def _guard(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return leaf.ndim, leaf.dtype, leaf.device.type, leaf.layout is torch.strided and leaf.is_contiguous()
+        return leaf.ndim, leaf.dtype, leaf.device.type, leaf.layout is torch.strided and private.contiguous(leaf)
     if isinstance(leaf, (bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return leaf
     return type(leaf)

@@ -21,7 +21,6 @@ from torch import _C
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch._library import custom_ops as custom_ops
 from torch._library import utils as library_utils
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch.autograd import forward_ad as forward_ad
@@ -104,6 +103,33 @@ def sizes_depend_on_data(tensor: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return bool(free_unbacked_symbols((*tensor.shape, *tensor.stride())))
+
+
+def or_false(condition: Any) -> bool:
+    """A comparison of sizes; False where it depends on data and the program that is traced cannot know."""
+    if condition is True or condition is False:
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
+def or_true(condition: Any) -> bool:
+    """A comparison of sizes; True where it depends on data and the program that is traced cannot know."""
+    if condition is True or condition is False:
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(condition)
+
+
+def contiguous(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is contiguous; False where that depends on data."""
+    if not sizes_depend_on_data(tensor):
+        return tensor.is_contiguous()
+    from torch._prims_common import is_contiguous_or_false
+
+    return is_contiguous_or_false(tensor)
 
 
 def functionalizing() -> bool:
@@ -320,17 +346,6 @@ def without_functional_wrapper(tensor: torch.Tensor) -> torch.Tensor:
 def fake_mode_of(args: Any, kwargs: Any) -> Any:
     """The fake mode of the fake tensors in a call, or the one in force."""
     return torch._guards.detect_fake_mode(torch.utils._pytree.tree_leaves((args, kwargs)))
-
-
-def faked(value: Any) -> Any:
-    """The tensor of which a fake tensor was made, while both live; anything else as it is."""
-    if not isinstance(value, FakeTensor):
-        return value
-    converter: Any = value.fake_mode.fake_tensor_converter.meta_converter
-    for original, number in converter.describer.lookup_tensor.items():
-        if converter.tensor_memo.get(number) is value:
-            return original
-    return value
 
 
 def hidden_operator(name: str) -> Any:

@@ -143,6 +143,7 @@ def test_sizes_of_pages(isa, kv_dtype, page_size):
 
 OPTIONS = [
     ({"window": 20}, {"left": 19}),
+    ({"window": 20, "causal": False}, {"left": 19}),
     ({"window": (100, 0)}, {"left": 100}),
     ({"window": (10, 2), "causal": False}, {"left": 10, "right": 2}),
     ({"causal": False}, {"right": None}),
@@ -157,6 +158,15 @@ OPTIONS = [
 def test_options(isa, kv_dtype, options, meaning):
     cache = Cache(RAGGED[0], dtype=kv_dtype)
     check(cache, cache.queries(11, 8, torch.float32), RAGGED[1], options, **meaning)
+
+
+@pytest.mark.parametrize("kernel", [None, "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_of_a_number_ends_at_the_own_place(causal, kernel):
+    pages, q = torch.arange(6.0).reshape(1, 6, 1, 1), torch.zeros(1, 3, 1, 1)
+    table, lengths = torch.tensor([[0]]), torch.tensor([6])
+    out = opkit.paged_attention(q, pages, pages, table, lengths, causal=causal, window=2, kernel=kernel)
+    torch.testing.assert_close(out.flatten(), torch.tensor([2.5, 3.5, 4.5]))
 
 
 @pytest.mark.parametrize("kv_dtype", KV, ids=str)

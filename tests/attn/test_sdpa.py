@@ -170,3 +170,115 @@ def test_the_context_after_code_was_compiled_under_the_switch():
     dynamo.get_overridable_functions.cache_clear()
     test_the_switch()
     test_compiled_within_the_context()
+
+
+BROADCAST = {
+    "one head of v": ((3, 4, 5, 8), (3, 4, 6, 8), (3, 1, 6, 8)),
+    "one head of q": ((3, 1, 5, 8), (3, 4, 6, 8), (3, 4, 6, 8)),
+    "one head of k": ((3, 4, 5, 8), (3, 1, 6, 8), (3, 4, 6, 8)),
+    "one batch of q": ((1, 4, 5, 8), (3, 1, 6, 8), (3, 1, 6, 8)),
+    "2-D q": ((5, 8), (3, 6, 8), (3, 6, 8)),
+    "2-D k, v": ((2, 3, 5, 8), (6, 8), (6, 3)),
+    "no heads": ((2, 0, 5, 8), (2, 0, 5, 8), (2, 0, 5, 8)),
+    "no batch": ((0, 2, 5, 8), (0, 2, 6, 8), (0, 2, 6, 8)),
+    "heads of five dimensions": ((2, 3, 1, 5, 8), (3, 4, 6, 8), (1, 1, 1, 6, 8)),
+}
+
+
+@pytest.mark.parametrize("shapes", BROADCAST.values(), ids=BROADCAST)
+def test_whatever_torch_broadcasts(shapes):
+    ours, torchs = ([r(*s).double().requires_grad_() for s in shapes] for _ in range(2))
+    for x, y in zip(ours, torchs, strict=True):
+        x.data.copy_(y.data)
+    want = TORCHS(*torchs)
+    with opkit.sdpa_override():
+        got = F.scaled_dot_product_attention(*ours)
+    torch.testing.assert_close(got, want)
+    for out in (got, want):
+        out.square().sum().backward()
+    for x, y in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_heads_of_keys_and_values_that_differ():
+    q, k, v = r(2, 4, 5, 8), r(2, 2, 6, 8), r(2, 1, 6, 8)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, enable_gqa=True), TORCHS(q, k, v, enable_gqa=True))
+    with pytest.raises(ShapeError, match=r"query has 4 heads, key 2 and value 1\. Give enable_gqa=True"):
+        scaled_dot_product_attention(q, k, v)
+
+
+def ran(call):
+    with opkit.sdpa_override(), torch.profiler.profile() as profile:
+        out = call()
+    return out, {event.key for event in profile.key_averages()}
+
+
+def layers():
+    x, pad = r(2, 6, 8), torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    causal = nn.Transformer.generate_square_subsequent_mask(6)
+    attend = nn.MultiheadAttention(8, 2, batch_first=True)
+    encoder, decoder = (
+        kind(8, 2, 16, dropout=0.0, batch_first=True)
+        for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    )
+    return [attend, encoder, decoder], {
+        "attention": lambda: attend(x, x, x, need_weights=False)[0],
+        "padding": lambda: attend(x, x, x, need_weights=False, key_padding_mask=pad, attn_mask=causal < 0)[0],
+        "causal": lambda: attend(x, x, x, need_weights=False, attn_mask=causal, is_causal=True)[0],
+        "unbatched": lambda: attend(x[0], x[0], x[0], need_weights=False)[0],
+        "encoder": lambda: encoder(x, src_key_padding_mask=pad),
+        "decoder": lambda: decoder(x, x, tgt_mask=causal, tgt_is_causal=True),
+    }
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_of_torch_run_opkits_kernel(training):
+    modules, calls = layers()
+    for module in modules:
+        module.train(training)
+    for name, call in calls.items():
+        for recorded in (True, False):
+            with torch.set_grad_enabled(recorded):
+                out, names = ran(call)
+                torch.testing.assert_close(out, call(), msg=lambda text, name=name: f"{name}: {text}")
+            assert "opkit::attention" in names, (name, recorded)
+            assert not any("scaled_dot_product" in each for each in names), (name, recorded)
+
+
+def test_layers_of_torch_give_its_gradients_and_weights():
+    (attend, *_), _ = layers()
+    x = r(2, 6, 8)
+    with opkit.sdpa_override():
+        attend(x, x, x, need_weights=False)[0].square().sum().backward()
+        out, weights = attend(x, x, x)
+    got = [parameter.grad.clone() for parameter in attend.parameters()]
+    attend.zero_grad()
+    attend(x, x, x, need_weights=False)[0].square().sum().backward()
+    torch.testing.assert_close(got, [parameter.grad for parameter in attend.parameters()])
+    torch.testing.assert_close((out, weights), attend(x, x, x))
+
+
+def test_layers_of_torch_compiled():
+    (attend, *_), _ = layers()
+    x = r(2, 6, 8)
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def call(x):
+        with opkit.sdpa_override():
+            return attend(x, x, x, need_weights=False)[0]
+
+    torch.testing.assert_close(call(x), attend(x, x, x, need_weights=False)[0])
+    assert "opkit.attention.default" in seen
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_left_to_torch():
+    x = torch.nested.nested_tensor([r(3, 2, 8), r(5, 2, 8)], layout=torch.jagged).transpose(1, 2)
+    with opkit.sdpa_override():
+        out = F.scaled_dot_product_attention(x, x, x)
+    torch.testing.assert_close(out.values(), TORCHS(x, x, x).values())
