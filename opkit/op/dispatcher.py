@@ -221,12 +221,14 @@ class Dispatcher:
             mode.allow_non_fake_inputs = True  # what the reference captured is a constant of the traced program
         if flops.counter_in_use():
             self._install_flops(args, kwargs)
-        if self._any_tangent(args, kwargs):
+        level = private.functorch_level()
+        # AOTAutograd enters the level of forward mode unknown to Python, within a transform
+        if (private.forward_ad._current_level >= 0 or level is not None) and self._any_tangent(args, kwargs):
             return self._forward_mode(keyset, args, kwargs)
-        unit = operator.given.autograd is not None and private.functorch_level() is not None
+        unit = operator.given.autograd is not None and level is not None
         if private.functionalizing() and private.compiling() and not unit and operator.inlinable(args, kwargs):
             return self._inlined(args, kwargs)
-        if private.functorch_level() is not None:
+        if level is not None:
             return self._transformed(keyset, args, kwargs)
         return self._unit(keyset, args, kwargs)
 

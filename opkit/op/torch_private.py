@@ -368,6 +368,15 @@ def forget_operator(namespace: str, name: str) -> None:
         known._dir.remove(name)  # else the name outlives the operator's removal, and listing the namespace fails
 
 
+def renew_packet(overload: Any) -> None:
+    """Have ``torch.ops`` name the operator by another object, which has the same overload."""
+    namespace, name = overload.namespace, overload._overloadpacket.__name__
+    forget_operator(namespace, name)
+    packet = getattr(getattr(torch.ops, namespace), name)
+    setattr(packet, overload._overloadname, overload)
+    overload._overloadpacket = packet
+
+
 def clear_overridable_functions() -> None:
     """Clear torch's caches of overridable functions, which hold what torch.nn.functional had when they were filled."""
     torch.overrides.get_testing_overrides.cache_clear()

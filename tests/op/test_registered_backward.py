@@ -88,7 +88,7 @@ def test_forward_mode_needs_a_registered_backward_that_can_be_differentiated() -
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks it of every tensor that it makes a fake of
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("given", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_compiled_autograd(given: bool) -> None:
     def product(xs: list[Tensor], y: Tensor) -> tuple[Tensor, Tensor]:
         return xs[0].sin() * y, xs[1] * y
