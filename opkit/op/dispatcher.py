@@ -31,7 +31,7 @@ from opkit.op.core import Operator
 from opkit.op.fastcall import FastCalls, GenericCall
 from opkit.op.identity import note_traced
 from opkit.op.planning import check_arguments, refuse_aliases, schema_mutates
-from opkit.op.rules import autocast, flops, vmap
+from opkit.op.rules import autocast, flops, forward, vmap
 from opkit.op.rules.autograd import Call, apply, restore
 from opkit.op.selection import REFERENCE
 
@@ -187,7 +187,7 @@ class Dispatcher:
         if private.dispatch_modes():
             return self._under_modes(keyset, args, kwargs)
         if private.forward_ad._current_level >= 0 and self._any_tangent(args, kwargs):
-            return self._forward_mode(args, kwargs)
+            return self._forward_mode(keyset, args, kwargs)
         if private.functorch_level() is not None:
             return self._transformed(keyset, args, kwargs)
         if (
@@ -221,11 +221,14 @@ class Dispatcher:
             mode.allow_non_fake_inputs = True  # what the reference captured is a constant of the traced program
         if flops.counter_in_use():
             self._install_flops(args, kwargs)
-        if private.forward_ad._current_level >= 0 and self._any_tangent(args, kwargs):
-            return self._forward_mode(args, kwargs)
-        if private.functionalizing() and private.compiling() and operator.inlinable(args, kwargs):
+        level = private.functorch_level()
+        # AOTAutograd enters the level of forward mode unknown to Python, within a transform
+        if (private.forward_ad._current_level >= 0 or level is not None) and self._any_tangent(args, kwargs):
+            return self._forward_mode(keyset, args, kwargs)
+        unit = operator.given.autograd is not None and level is not None
+        if private.functionalizing() and private.compiling() and not unit and operator.inlinable(args, kwargs):
             return self._inlined(args, kwargs)
-        if private.functorch_level() is not None:
+        if level is not None:
             return self._transformed(keyset, args, kwargs)
         return self._unit(keyset, args, kwargs)
 
@@ -250,8 +253,11 @@ class Dispatcher:
         refuse_aliases(self.operator, REFERENCE, *plain)
         return result
 
-    def _forward_mode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward_mode(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = self.operator
+        if operator.given.autograd is not None:
+            call = functools.partial(self._transformed, keyset)
+            return forward.from_backward(operator.name, lambda *args, **kwargs: call(args, kwargs), args, kwargs)
         if not operator.transparent(args, kwargs):
             error = RuleError(
                 f"{operator.name}: forward-mode derivatives come from the reference, and there is none in torch. "
@@ -337,7 +343,8 @@ class Dispatcher:
         transparent = operator.transparent(args, kwargs)
         served = operator.kernels.serves(operator.device(args, kwargs)) or not transparent
         refused = operator.folds.broken or vmap.fold_refusal(operator.signature, private.batch_dims(args))
-        if transparent and (refused or not served):
+        given = operator.given.autograd is not None and private.recorded_below(args, kwargs)
+        if transparent and not given and (refused or not served):
             return operator.run_reference(*args, **kwargs)
         rule = self._looped if refused else functools.partial(self._folded, transparent)
         return private.run_vmap_rule(rule, operator.overload, *args, **kwargs)

@@ -10,6 +10,7 @@ that tag. Operators that no compiled program uses never enter it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 from typing import Any
 
@@ -21,6 +22,7 @@ from opkit.op.core import Operator
 _MARK = "|opkit:"
 _lock = threading.Lock()
 _traced: dict[str, str] = {}
+_registrations = itertools.count()
 
 
 def note_traced(operator: Operator) -> None:
@@ -40,15 +42,15 @@ def note_traced(operator: Operator) -> None:
         config.cache_key_tag = f"{users}{_MARK}{digest}"
 
 
-def renew(operator: Operator) -> None:
-    """After a registration: programs compiled against the old operator must not be used again.
+def renew(operator: Operator) -> str:
+    """After a registration: programs compiled against the old operator must not be used again; returns a text of its own.
 
     Compiled code guards on the identity of ``torch.ops.namespace.name``; dropping torch's cached object makes the next
-    look-up return a new one, and so recompiles what used the old.
+    look-up return a new one, and so recompiles what used the old. The overload stays the one object that the dispatcher hands
+    to modes, and that is found in the graphs which they trace.
     """
     operator.changed()
-    if not operator.traced_hash:
-        return
-    operator.traced_hash = ""
-    private.forget_operator(operator.namespace, operator.opname.split(".")[0])
-    operator.overload = private.library_utils.lookup_op(operator.name)
+    if operator.traced_hash:
+        operator.traced_hash = ""
+        private.renew_packet(operator.overload)
+    return f"registration {next(_registrations)}"

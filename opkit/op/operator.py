@@ -50,13 +50,14 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         self._dispatcher = Dispatcher(operator, repr(self))
         self._flattened = operator.signature.flattened
         operator.bridged, operator.refreshed = Bridged(), self._refresh
+        self._registered = ""
         functools.update_wrapper(self, operator.function, updated=())
 
     # ---- calling ---------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the operator."""
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() and self._registered is not None:  # which compiled programs guard
             return self._dispatched(*args, **kwargs)
         try:
             return self._call(*args, **kwargs)
@@ -75,7 +76,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
     def _renew(self) -> None:
         """Forget every plan: a kernel or a rule was registered, enabled or forced."""
         with self._operator.lock:
-            identity.renew(self._operator)
+            self._registered = identity.renew(self._operator)
             self._refresh()
 
     def _refresh(self, renewed: bool = True) -> None:

@@ -157,8 +157,40 @@ def fake_mode_in_force() -> Any:
 
 
 def has_tangent(value: object) -> bool:
-    """Whether ``value`` is a tensor that carries a forward-mode tangent at the current level."""
-    return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
+    """Whether ``value`` is a tensor that carries a forward-mode tangent."""
+    return isinstance(value, torch.Tensor) and unpack_dual(value)[1] is not None
+
+
+def unpack_dual(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The primal and the tangent of a tensor at the one level of forward mode; AOTAutograd enters it unknown to Python."""
+    primal, tangent = forward_ad.unpack_dual(tensor, level=0)
+    return primal, tangent
+
+
+def make_dual(tensor: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    """The tensor with a tangent at the one level of forward mode."""
+    return forward_ad.make_dual(tensor, tangent, level=0)
+
+
+def requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor under another name, as a leaf that requires grad, within transforms too."""
+    from torch._functorch.eager_transforms import enable_inplace_requires_grad
+
+    with enable_inplace_requires_grad(True):
+        return tensor.view_as(tensor).requires_grad_()
+
+
+def known_zero(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds nothing but zeros; False where its values are not at hand, within modes and transforms."""
+    return not dispatch_modes() and functorch_level() is None and not bool(torch.any(tensor != 0))
+
+
+def recorded_below(args: Any, kwargs: Any) -> bool:
+    """Whether the transforms around the current vmap, or autograd, differentiate with respect to one of the arguments."""
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    functorch = _C._functorch
+    inner = [functorch.get_unwrapped(t) if functorch.is_batchedtensor(t) else t for t in tensors]
+    return any(t.requires_grad or functorch.is_functorch_wrapped_tensor(t) or has_tangent(t) for t in inner)
 
 
 @contextlib.contextmanager
@@ -361,6 +393,15 @@ def forget_operator(namespace: str, name: str) -> None:
     if name in vars(known):
         delattr(known, name)
         known._dir.remove(name)  # else the name outlives the operator's removal, and listing the namespace fails
+
+
+def renew_packet(overload: Any) -> None:
+    """Have ``torch.ops`` name the operator by another object, which has the same overload."""
+    namespace, name = overload.namespace, overload._overloadpacket.__name__
+    forget_operator(namespace, name)
+    packet = getattr(getattr(torch.ops, namespace), name)
+    setattr(packet, overload._overloadname, overload)
+    overload._overloadpacket = packet
 
 
 def clear_overridable_functions() -> None:

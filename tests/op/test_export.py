@@ -218,3 +218,23 @@ def test_aotinductor_fuses_and_gives_the_right_numbers(tmp_path):
     statements = [line.split("//")[0] for line in code.splitlines()]
     assert any("cpp_fused" in line for line in statements)
     assert [line for line in statements if "texport::" in line or "proxy_executor_call" in line] == []
+
+
+def test_exported_graphs_hold_the_overload_that_torch_ops_has_after_a_kernel_was_registered(name: str) -> None:
+    op = opkit.custom_op(name, lambda x: x + 1, schema="(Tensor x) -> Tensor")
+
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return op(x)
+
+    for kernel in (None, lambda x: x + 1):
+        if kernel is not None:
+            op.register_kernel("cpu", kernel)
+        (target,) = [
+            node.target
+            for node in torch.export.export(Module(), (torch.ones(3),)).graph.nodes
+            if node.op == "call_function"
+        ]
+        namespace, opname = name.split("::")
+        assert target is op._opoverload
+        assert target is getattr(getattr(torch.ops, namespace), opname).default
