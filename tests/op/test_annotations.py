@@ -267,6 +267,8 @@ def test_a_default_that_no_schema_spells_reaches_kernels_and_given_backwards() -
     for call in (clip, torch.ops.annotations.clip, torch.ops.annotations.clip.default):
         call(x).sum().backward()
     assert seen == [(INF, ["n"])] * 6
+    with pytest.raises(ArgumentTypeError, match="annotations::clip: the argument high: expected a float, got None"):
+        clip(x, None)  # type: ignore[arg-type]
 
 
 def test_positional_only_parameters() -> None:
@@ -294,7 +296,7 @@ class Plain:
 
 Untyped = collections.namedtuple("Untyped", "a b")
 BAD_TYPES: list[tuple[Any, str]] = [
-    ("Missing", r"NameError: name 'Missing' is not defined.*import them there"),
+    ("Missing", r"NameError: name 'Missing' is not defined.*have them there"),
     (object, "an? object; write the type"),
     (Any, "Any; write the type"),
     (dict, r"an? dict; write dict\[str, Tensor\]"),
@@ -341,6 +343,10 @@ def returns_text(x: Tensor) -> str:
     return ""
 
 
+async def later(x: Tensor) -> Tensor:
+    return x
+
+
 def variadic(*xs: Tensor) -> Tensor:
     return xs[0]
 
@@ -377,6 +383,7 @@ def tensor_default(x: Tensor, w: Tensor = T) -> Tensor:
             "parameter self of .*: an operator is not a method; define it of a function outside of the class",
         ),
         (Plain().method, "got the method Plain.method: define the operator of a function outside"),
+        (later, "later is async, or yields. An operator returns its results when called"),
         (staticmethod(no_return), "write the decorator below @staticmethod"),
         (functools.partial(no_return), "functools.partial: write a function"),
     ],
