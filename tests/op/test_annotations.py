@@ -176,15 +176,17 @@ def test_every_type_is_held_by_the_schema_and_reaches_the_reference_and_kernels(
         call = getattr(torch.ops.annotations, op.name.split("::")[1])
         with torch.set_grad_enabled(number % 8 == 0):
             outputs = [op(x, value), call(*flat, **named)]
-            op.register_kernel("cpu", op.reference, name="again")
-            outputs += [op(x, value), call(*flat, **named)]
+            if number % 4 == 0:
+                op.register_kernel("cpu", op.reference, name="again")
+                outputs += [op(x, value), call(*flat, **named)]
         for output in outputs:
             torch.testing.assert_close(output, x * 2 + len(tensors(value)))
             if output.requires_grad:
                 torch.testing.assert_close(torch.autograd.grad(output.sum(), x)[0], torch.full_like(x, 2.0))
 
 
-@pytest.mark.parametrize("step", [28, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("step", [28, 1])
 def test_types_in_compiled_and_exported_programs(step: int) -> None:
     x, model = torch.ones(2, requires_grad=True), Model(step)
     output = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
@@ -242,7 +244,7 @@ def test_defaults_hold_in_each_way_of_calling() -> None:
     with torch.no_grad():
         for op in ops:
             assert op(x).tolist() == [2.0, 2.0]
-    ops = [ops[13], ops[-3]]
+    ops = [ops[13], ops[-3], *[lambda x, op=op, value=value: op(x, value) for op, value in OPERATORS[38::9]]]
     output = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
     torch.testing.assert_close(torch.autograd.grad(output.sum(), x)[0], torch.full_like(x, 2.0 ** len(ops)))
 
