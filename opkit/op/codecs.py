@@ -18,6 +18,8 @@ any of them, or ``None``            the same, optional; if there are several, wi
 Fields, items and values may be of these types themselves.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import dataclasses

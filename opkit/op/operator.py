@@ -103,9 +103,8 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         self._dispatcher.register(library)
         for device in operator.device_types or (None,):
             self._backend_fns[device] = operator.function
-        index = device_argument(operator.schema, operator.device_types or (None,))
         self._opoverload = operator.overload
-        if index is not None:
+        if (index := device_argument(operator.schema, operator.device_types or (None,))) is not None:
             self._register_backend_select_dispatcher(index)
         self._is_inplace, self._is_out = operator.is_inplace, operator.is_out
         self._refresh()

@@ -52,7 +52,6 @@ def infer(signature: Signature, mutates_args: str | Iterable[str], tags: Sequenc
                 f"{signature.operator}: the parameter {parameter.name} of {signature.shown}: {parameter.problem}. A schema "
                 "may be given by hand, too, with schema=."
             )
-    arguments = [argument for parameter in signature.parameters for argument in parameter.arguments]
     mutates = mutates_args if isinstance(mutates_args, str) else _written(signature, mutates_args)
     options: dict[str, Any] = {"mutates_args": mutates}
     torch_infer: Any = getattr(torch.library, "infer_schema")  # noqa: B009  (its own annotations are incomplete)
@@ -65,14 +64,13 @@ def infer(signature: Signature, mutates_args: str | Iterable[str], tags: Sequenc
         found = str(error).removeprefix("infer_schema(func): ").split(" Got func with signature")[0]
         raise DefinitionError(f"{signature.operator}: {found}") from error
     parameters, returned = text[1:].split(") -> ", 1)
-    kinds = dict(reversed(each.split(" ")) for each in parameters.split(", ") if " " in each)
+    kinds = {name: kind for kind, _, name in (each.rpartition(" ") for each in parameters.split(", "))}
     keyword_only = [p for p in signature.parameters if p.keyword_only]
     positional = [a for p in signature.parameters if not p.keyword_only for a in p.arguments]
     last = max((i for i, a in enumerate(positional) if a.default is None), default=-1)  # no default may come before it
     written = [_spelled(a, kinds[a.name], i > last) for i, a in enumerate(positional)]
     written += ["*"] if keyword_only else []
     written += [_spelled(a, kinds[a.name], True) for p in keyword_only for a in p.arguments]
-    assert len(kinds) == len(arguments)
     return f"({', '.join(written)}) -> {returned}"
 
 
@@ -135,7 +133,7 @@ def _check_return(signature: Signature) -> None:
             "-> tuple[Tensor, Tensor], or -> None if it returns nothing."
         )
     try:
-        torch.library.infer_schema(prototype, mutates_args=())
+        getattr(torch.library, "infer_schema")(prototype, mutates_args=())  # noqa: B009
     except (ValueError, TypeError):
         shown = inspect.formatannotation(signature.python.return_annotation)
         raise DefinitionError(

@@ -119,6 +119,12 @@ class Signature:
             value = bound.arguments[parameter.name]
             try:
                 values = parameter.encode(value)
+                if any(
+                    v is None and a.stands_for is not EMPTY for v, a in zip(values, parameter.arguments, strict=True)
+                ):
+                    raise ArgumentTypeError(
+                        f"expected a {inspect.formatannotation(parameter.annotation)}, got {value!r}"
+                    )
             except ArgumentTypeError as error:
                 raise ArgumentTypeError(f"{self.operator}: the argument {parameter.name}: {error}") from None
             if parameter.keyword_only:
@@ -178,6 +184,10 @@ def read(function: Callable[..., Any], operator: str = "opkit.custom_op") -> Sig
     """
     if not isinstance(function, types.FunctionType):
         raise DefinitionError(f"{operator}: custom_op takes a Python function, got {_described(function)}")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise DefinitionError(
+            f"{operator}: {function.__name__} is async, or yields. An operator returns its results when called."
+        )
     python = inspect.signature(function)
     scope = {**function.__globals__, **_closure(function)}
     parameters = tuple(_parameter(item, scope) for item in python.parameters.values())
@@ -249,7 +259,7 @@ def _parameter(item: inspect.Parameter, scope: dict[str, Any]) -> Parameter:
         shown = item.annotation if isinstance(item.annotation, str) else inspect.formatannotation(item.annotation)
         problem = (
             f"its annotation {shown} cannot be read ({type(error).__name__}: {error}); names in annotations are looked up in the "
-            "function's module, so import them there, not under TYPE_CHECKING and not in another function"
+            "function's module, so have them there, not under TYPE_CHECKING and not in another function"
         )
         return dataclasses.replace(unread, problem=problem)
     read = dataclasses.replace(

@@ -155,3 +155,30 @@ def test_the_backend_that_is_not_there_yet(asked):
 @pytest.mark.gpu
 def test_cuda_graph(holds):
     holds("compile.cuda_graph", operator(double), device="cuda", **VECTOR)
+
+
+def test_a_fake_that_asks_for_an_unknown_size(fails, holds):
+    how = {"args": (tensor("b n"),), "reference": double, "max_examples": 1}
+    op = operator(double, lambda x: torch.empty_like(x) if x.shape[0] > 1 else x.new_empty(x.shape))
+    assert "asks whether a size is 0, 1 or larger" in fails("compile.unbacked", op, **how).message
+    holds("compile.unbacked", operator(double), **how)
+
+
+_scale = 2.0
+
+
+def set_scale(value: float) -> None:
+    global _scale
+    _scale = value
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * _scale
+
+
+def test_a_global_that_a_compiled_backward_does_not_read_again(fails):
+    op = operator(scaled)
+    op.register_autograd(lambda ctx, grad: grad * _scale)
+    message = fails("compile.aot_eager", op, max_examples=1, **VECTOR).message
+    assert "after _scale was changed" in message
+    assert "gradient of argument 0 differs" in message

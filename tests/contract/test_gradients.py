@@ -301,3 +301,31 @@ def test_noise_is_not_compared(asked):
     generator = torch.Generator()
     report = asked("gradients", lambda x: x * torch.rand(x.shape, generator=generator), args=(tensor("n"),))
     assert report.ok, str(report)
+
+
+def softmax_backward(probabilities):
+    def backward(ctx, grad):
+        p = probabilities(*ctx.saved_tensors)
+        return p * (grad - (grad * p).sum(-1, keepdim=True))
+
+    return autograd_op(lambda x: x.softmax(-1), backward)
+
+
+def test_probabilities_from_a_log_sum_exp_of_huge_equal_logits(fails, holds):
+    how = {"args": (tensor("b n", WIDE[::-1]),), "reference": lambda x: x.softmax(-1)}
+    wrong = softmax_backward(lambda x: (x - x.logsumexp(-1, keepdim=True)).exp())
+    assert "level" in fails("gradients.ties", wrong, **how).message
+    holds("gradients.reference", wrong, **how)
+    for right in (softmax_backward(lambda x: x.softmax(-1)), how["reference"]):
+        holds("gradients.ties", right, **how)
+
+
+def test_tensors_kept_outside_of_the_context(fails, holds):
+    kept = []
+
+    def save(ctx, inputs, output):
+        kept[:] = inputs
+
+    wrong = mul_op(lambda ctx, grad: (grad * kept[1], grad * kept[0]), save)
+    assert "another call came between" in fails("gradients.saved", wrong, args=(tensor("n", WIDE),) * 2).message
+    holds("gradients.pure", wrong, args=(tensor("n", WIDE),) * 2)

@@ -318,3 +318,12 @@ def test_numbers_on_a_gpu(fails, holds):
     holds("numbers.reference", norm, args=args, reference=plain, device="cuda")
     holds("numbers.extreme", lambda x: x.softmax(-1), args=args, reference=lambda x: x.softmax(-1), device="cuda")
     fails("numbers.reference", lambda x: norm(x) * 1.01, args=args, reference=plain, device="cuda")
+
+
+def test_probabilities_from_a_log_sum_exp_of_huge_equal_logits(fails, holds):
+    def wrong(x):
+        return (x - x.logsumexp(-1, keepdim=True)).exp()
+
+    how = {"args": (_ROWS,), "reference": lambda x: x.softmax(-1)}
+    assert "the result is 1.0 at [0, 0], and the reference's is 0.25" in fails("numbers.extreme", wrong, **how).message
+    holds("numbers.extreme", lambda x: (x - x.amax(-1, keepdim=True)).softmax(-1) if x.numel() else x.clone(), **how)

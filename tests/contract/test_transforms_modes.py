@@ -1,5 +1,7 @@
 """transforms: functionalization, autocast with a declared policy, maps within maps, and gradients of each sample."""
 
+import ctypes
+
 import pytest
 import torch
 
@@ -135,3 +137,34 @@ def test_maps_print_no_warnings(capfd, asked):
 
     assert asked("transforms", fallback, args=X, max_examples=6).ok
     assert "performance drop" not in capfd.readouterr().err
+
+
+def from_memory(x):
+    """What a C function that is given an address reads there."""
+    if not x.numel():
+        return torch.empty_like(x)
+    x = x.contiguous()
+    memory = (ctypes.c_char * (x.numel() * x.itemsize)).from_address(x.data_ptr())
+    return torch.frombuffer(memory, dtype=x.dtype).view(x.shape).clone()
+
+
+@pytest.mark.parametrize("read", [from_memory, lambda x: torch.Tensor._make_subclass(torch.Tensor, x)])
+def test_a_subclass_of_which_the_memory_is_read(read, fails):
+    assert "tensor subclass" in fails("transforms.subclasses", lambda x: read(x) * 2, args=X).message
+
+
+def test_subclasses_that_count_as_what_they_stand_for_or_are_refused(holds):
+    @opkit.custom_op("transforms_modes_test::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def refuses(x):
+        if type(x) is not torch.Tensor:
+            raise TypeError("plain tensors only")
+        return from_memory(x) * 2
+
+    for op in (doubled, refuses, lambda x: x):
+        holds("transforms.subclasses", op, args=X)
+    doubled.register_kernel("cpu", lambda x: from_memory(x) * 2)
+    holds("transforms.subclasses", doubled, args=X)
+    opkit.remove(doubled.name)

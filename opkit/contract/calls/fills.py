@@ -91,6 +91,12 @@ def _tiny(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return _normal(n, _WIDE, seed) * (torch.finfo(dtype).smallest_normal * 16)
 
 
+def _level(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Equal numbers to which the logarithm of a count adds nothing, or the largest that the dtype has."""
+    info = torch.finfo(dtype)
+    return torch.full((n,), (8 / info.eps, -8 / info.eps, info.min, info.max / 16)[seed % 4], dtype=_WIDE)
+
+
 def _ones(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.ones(n, dtype=_WIDE)
 
@@ -118,6 +124,7 @@ FILLS: dict[str, Callable[[int, torch.dtype, int], torch.Tensor]] = {
     "denormal": _denormal,
     "tiny": _tiny,
     "huge": _huge,
+    "level": _level,
     "edges": _normal,
 }
 """Names of fills, the simplest first. Each gives ``n`` float numbers for a seed, for tensors of floating dtypes."""
@@ -131,7 +138,7 @@ NUMERIC = ("normal", "positive", "integers", "halves", "constant", "distinct", "
 CONSTANT = ("ones", "constant", "zeros")
 """Fills whose elements are all equal: rounding errors of a sum do not cancel."""
 
-EXTREME = ("signed_zeros", "infinite", "nan", "special", "denormal", "tiny", "huge", "large")
+EXTREME = ("signed_zeros", "infinite", "nan", "special", "denormal", "tiny", "huge", "large", "level")
 """Fills that ask for what kernels forget."""
 
 

@@ -17,8 +17,10 @@ from hypothesis.strategies import SearchStrategy
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.calls.resizing import CHANGES, at_least_two, other_sizes, resized
 from opkit.contract.calls.specs import Drawing
+from opkit.contract.observed.module_state import state_of
 from opkit.contract.observed.outcome import leaves
 from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.properties import compiled_unbacked
 from opkit.contract.subject import Subject
 from opkit.contract.traced import fakes, graphs
 
@@ -88,6 +90,23 @@ def _same_as_eager(
         call = variant.make(subject.device)
         found = graphs.attempt(subject, lambda call=call: graphs.run(program, call, gradients), f"{how} and {where} it")
         graphs.compare(expected, found, f"{how} and {where}")
+    _after_state(subject, program, plain, case, gradients, how)
+
+
+def _after_state(
+    subject: Subject, program: graphs.Program, plain: graphs.Program, case: Case, gradients: bool, how: str
+) -> None:
+    """The compiled program once more, after the numbers were changed that a function of the operator's module assigns."""
+    for state in state_of(subject):
+        with state.changed():
+            try:
+                expected = graphs.eager(subject, plain, case, gradients)
+            except Refusal:
+                continue
+            where = f"{how} and called again after {state.name} was changed, which its functions read and its module assigns"
+            call = case.make(subject.device)
+            found = graphs.attempt(subject, lambda call=call: graphs.run(program, call, gradients), f"{where}, it")
+            graphs.compare(expected, found, where)
 
 
 def _with_gradients(subject: Subject, plain: graphs.Program, case: Case) -> tuple[Case, bool]:
@@ -265,7 +284,10 @@ def _no_opkit_backend(subject: Subject) -> str:
 
 
 _PLANS = ((False, True, False), (True, False, True))
-_RULE = "A program compiled by {} gives what eager mode gives, also at sizes, values and layouts that it was not compiled for."
+_RULE = (
+    "A program compiled by {} gives what eager mode gives, also at sizes, values, layouts and module state that it was not "
+    "compiled for."
+)
 
 PROPERTIES = (
     Property(
@@ -289,12 +311,13 @@ PROPERTIES = (
     Property(
         "compile.aot_eager",
         rule=_RULE.format("aot_eager"),
-        defect="an undeclared write is dropped or reordered; a backward pass that cannot be traced, or reads elements",
+        defect="an undeclared write is dropped or reordered; a backward that reads elements; a fake that reads a global",
         check=_compiles("aot_eager", _PLANS),
         cases=_cases,
         cost=1.5,
         share=0.02,
     ),
+    *compiled_unbacked.PROPERTIES,
     Property(
         "compile.export",
         rule="torch.export takes the operator; the program gives what eager mode gives, at other sizes and when loaded too.",

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ from opkit.contract.prop import NotApplicable, Property, Refusal, Violation
 from opkit.contract.properties import gradients_accepts as accepts
 from opkit.contract.properties import gradients_dtypes as dtypes
 from opkit.contract.properties import gradients_higher as higher
+from opkit.contract.properties import gradients_magnitude as magnitude
 from opkit.contract.properties import gradients_modes as modes
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
@@ -244,6 +246,7 @@ def _watched(graph: Graph, grads: Sequence[torch.Tensor]) -> list[tuple[str, tor
 @d.steady
 def _saved(subject: Subject, case: Case) -> None:
     graph, numbers, plain, grads = d.supported(subject, case)
+    _interleaved(subject, case, numbers, plain, grads)
     for name, position in _changeable(graph):
         changed = d.trace(subject, case, numbers)
         tensor = [t for _, t in _watched(changed, ())][position]
@@ -261,6 +264,19 @@ def _saved(subject: Subject, case: Case) -> None:
             raise Violation(
                 f"{violation}. Save tensors with ctx.save_for_backward: it raises in such a case."
             ) from None
+
+
+def _interleaved(
+    subject: Subject, case: Case, numbers: Sequence[int], plain: Gradients, grads: list[torch.Tensor]
+) -> None:
+    """Another call, of other numbers, between a forward and its backward."""
+    first = d.trace(subject, case, numbers)
+    try:
+        d.trace(subject, case.map(lambda _, tensor: dataclasses.replace(tensor, seed=tensor.seed + 1)), numbers)
+    except Refusal:
+        return
+    where = "where another call came between forward and backward"
+    _equal(subject, case, numbers, _told(first, grads, where), plain, grads, where, "a call that is alone")
 
 
 def _unless_found_out(graph: Graph, grads: Sequence[torch.Tensor], where: str) -> Gradients | None:
@@ -360,14 +376,15 @@ PROPERTIES: tuple[Property, ...] = (
     ),
     Property(
         "gradients.saved",
-        rule="Where a tensor is modified between forward and backward, the backward raises or is right all the same.",
-        defect="ctx.x = x, .data or numpy memory in place of save_for_backward: stale numbers are used silently",
+        rule="Where a tensor is modified, or another call comes, between forward and backward, the backward raises or is right.",
+        defect="ctx.x = x, .data or a global in place of save_for_backward: stale numbers, or another call's, are used silently",
         check=_saved,
         cases=d.smooth_cases(),
         share=0.3,
         cost=0.003,
         skip=d.no_candidates,
     ),
+    *magnitude.PROPERTIES,
     *dtypes.PROPERTIES,
     *modes.PROPERTIES,
     *accepts.PROPERTIES,

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.compare.rounding import observe
@@ -110,6 +112,60 @@ def _modes(subject: Subject, case: Case) -> None:
         _compare(found, plain, f"under {name}", "a plain call")
 
 
+# ---- subclasses --------------------------------------------------------------------------------------------------------
+
+
+class _Standing(torch.Tensor):
+    """A tensor that stands for another one: its memory holds other numbers, which nobody may read."""
+
+    meaning: torch.Tensor
+
+    @classmethod
+    def of(cls, meaning: torch.Tensor) -> torch.Tensor:
+        """One that stands for ``meaning``, if that has numbers to hide."""
+        if not meaning.is_floating_point() or meaning.is_neg():
+            return meaning
+        made = torch.Tensor._make_subclass(cls, meaning.detach().clone().mul_(-0.5).add_(0.25))
+        made.meaning = meaning
+        return made
+
+
+def _meant(func: Any, args: Any, kwargs: Any) -> Any:
+    args, kwargs = pytree.tree_map_only(_Standing, lambda each: each.meaning, (args, kwargs or {}))
+    return func(*args, **kwargs)
+
+
+class _Dispatched(_Standing):
+    """One whose meaning the dispatcher asks for."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _meant(func, args, kwargs)
+
+
+class _Overriding(_Standing):
+    """One whose meaning torch's functions ask for, as torch.nn.attention.bias.CausalBias is."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _meant(func, args, kwargs)
+
+
+def _subclasses(subject: Subject, case: Case) -> None:
+    plain = observe(subject, case)
+    for kind in (_Dispatched, _Overriding):
+        try:
+            found = observe(subject, case.make(subject.device).map(kind.of))
+        except Refusal:
+            continue  # it may say that it takes plain tensors alone
+        results = pytree.tree_map_only(_Standing, lambda each: each.meaning, found.results)
+        where = f"called with a tensor subclass that has {'__torch_dispatch__' if kind is _Dispatched else '__torch_function__'}"
+        _compare(
+            dataclasses.replace(found, results=results), plain, where, "a call with the tensors that it stands for"
+        )
+
+
 def _checkpoint(subject: Subject, case: Case) -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -152,6 +208,16 @@ PROPERTIES: tuple[Property, ...] = (
         cases=d.smooth_cases(),
         share=0.3,
         cost=0.002,
+    ),
+    Property(
+        "transforms.subclasses",
+        rule="A tensor subclass counts as what it stands for, or is refused: nobody reads its memory past it.",
+        defect="a Python function before the operator that takes data_ptr(), or makes a plain tensor of the subclass's storage",
+        check=d.steady(_subclasses),
+        cases=d.smooth_cases(elements=64),
+        share=0.2,
+        cost=0.002,
+        skip=d.no_candidates,
     ),
     Property(
         "transforms.checkpoint",
