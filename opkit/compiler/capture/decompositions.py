@@ -1,4 +1,4 @@
-"""Operators that AOTAutograd takes apart, as their fakes give other dtypes than their kernels do."""
+"""Operators that AOTAutograd takes apart, as their fakes give other dtypes or strides than their kernels do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,19 @@ def _group_norm_backward(
     return None if in_x is None else in_x.to(x.dtype), in_weight, in_bias
 
 
+def _roll(x: Tensor, shifts: Any, dims: Any = ()) -> Any:
+    """As its kernel does, which keeps channels last; its fake gives a row-major tensor (torch 2.11 to 2.14)."""
+    if x.is_contiguous() or not dims or not x.numel():
+        return NotImplemented
+    for shift, dim in zip(shifts, dims, strict=True):
+        extent = x.shape[dim]
+        begin = (extent - shift) % extent
+        x = torch.cat([x.narrow(dim, begin, extent - begin), x.narrow(dim, 0, begin)], dim)
+    return x
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.roll.default: _roll,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
 }
