@@ -25,7 +25,7 @@ from opkit.compiler.emit.flags import flags
 COUNT, ROUNDS = 1 << 16, 61
 FLAGS = (*flags(), "-march=native", "-shared", "-fPIC")
 OPS = ["exp", "expm1", "log", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"]
-OPS += ["asinh", "acosh", "atanh", "erf", "erfc", "sqrt", "round", "pow", "atan2"]
+OPS += ["exp2", "log2", "log10", "asinh", "acosh", "atanh", "erf", "erfc", "sqrt", "round", "pow", "atan2"]
 NEAR = ["sin_near", "cos_near", "tan_near"]  # what compiled graphs try first
 BINARY = {"pow", "atan2"}
 C = {"f32": "float", "f64": "double"}

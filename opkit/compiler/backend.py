@@ -23,6 +23,7 @@ from opkit.compiler import logs, warm
 from opkit.compiler.capture import conversion, reproduction, saving
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
+from opkit.compiler.capture.decompositions import DECOMPOSITIONS
 from opkit.compiler.compiled import Compiled, Stages
 from opkit.compiler.ir.graph import Node
 from opkit.compiler.ir.program import Strided
@@ -105,7 +106,7 @@ def _captured_anew(
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],
         partition_fn=saving.partition,
-        decompositions={},  # the compiler has rules for composite operators, and tracing fewer nodes takes less time
+        decompositions=DECOMPOSITIONS,  # few: there are rules for composite operators, and fewer nodes take less time
         keep_inference_input_mutations=True,
     )
     tokens = inlining.set(options.inline), knows_lowerings.set(options.inline is None)

@@ -103,7 +103,7 @@ class Scope:
 
     def fails(self, root: Expr) -> bool:
         """Whether computing it can stop the program."""
-        return any(node.op == "bound" for node in _missing(root, self.spelled))
+        return any(node.op in expr.CHECKS for node in _missing(root, self.spelled))
 
     def _spell(self, node: Expr, once: dict[Key, str], named: bool) -> None:
         self.reads[node] = frozenset(_own(node)).union(*(self.reads[child] for child in _children(node)))
@@ -114,7 +114,7 @@ class Scope:
         text = once[node] = _TEXTS.get(node.op, _scalar)(
             self, node, args, [self._index(at, once) for at in expr.indices(node)]
         )
-        if node.op == "bound" or named or self.uses.get(node, 0) > 1 or len(text) > _LONG:
+        if node.op in expr.CHECKS or named or self.uses.get(node, 0) > 1 or len(text) > _LONG:
             self._keep(node, once)
 
     def _keep(self, node: Expr, once: dict[Key, str]) -> None:
@@ -208,6 +208,13 @@ def _bound(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
     return f"({x} < 0 ? {x} + {n} : {x})"
 
 
+def _nonzero(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
+    x = scope.writer.name(C_TYPES[node.dtype], args[0])
+    scope.writer.fails = True
+    scope.writer.line(f"if ({x} == 0) {{ opkit_fail(runtime, 3, 0, 0); goto end; }}")
+    return x
+
+
 def _scalar(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
     if scope.writer.near and near.has(node):
         text, dtype = near.argument(node, args[0])
@@ -224,6 +231,7 @@ _TEXTS: dict[str, Callable[[Scope, Expr, list[str], list[str]], str]] = {
     "var": _var,
     "random": lambda scope, node, args, at: f"opk_random_{node.dtype}({args[0]}, {at[0]})",
     "bound": _bound,
+    "nonzero": _nonzero,
     "call": lambda scope, node, args, at: callees.text(node, scope.writer.callees[node.data], args),
     "cast": lambda scope, node, args, at: convert(args[0], node.args[0].dtype, node.dtype),
     "bitcast": lambda scope, node, args, at: reinterpret(args[0], node.args[0].dtype, node.dtype),

@@ -17,7 +17,7 @@ _FLAGS = (
     "-fno-trapping-math",
     "-fwrapv",
     "-fopenmp-simd",
-    "-ffp-contract=fast",
+    "-ffp-contract=off",
     "-fno-semantic-interposition",
 )
 _MACHINES = {"x86_64": ("-mprefer-vector-width=512",)}

@@ -76,5 +76,5 @@ def _repeats(statements: list[Statement], nodes: set[Expr]) -> bool:
         and not {s.buffer for s in stores} & (loaded - scratch)
         and not any(isinstance(s, Loop) and s.stop is not None for s in statements)
         and not any(isinstance(leaf, Value) for each in at for leaf in each.leaves())
-        and not any(node.op == "bound" for node in nodes)
+        and not any(node.op in expr.CHECKS for node in nodes)
     )

@@ -14,6 +14,7 @@ True
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -83,6 +84,9 @@ def _bits(data: Any) -> Any:
     return data.hex() if isinstance(data, float) else data
 
 
+CHECKS = frozenset(["bound", "nonzero"])  # ops that can stop the program
+
+
 # ---- making them -----------------------------------------------------------------------------------------------------
 
 
@@ -113,6 +117,12 @@ def bound(at: Expr, extent: IndexLike) -> Expr:
     return make("bound", at.dtype, (at,), index(extent))
 
 
+def nonzero(value: Expr) -> Expr:
+    """An integer that is not 0; the program stops where it is."""
+    known = value.op == "nonzero" or (value.op == "const" and value.data)
+    return value if known else make("nonzero", value.dtype, (value,))
+
+
 def random(seed: Expr, count: IndexLike, dtype: str = "f32") -> Expr:
     """A number in [0, 1) that the seed and the count decide."""
     return make("random", dtype, (seed,), index(count))
@@ -127,10 +137,8 @@ def cast(value: Expr, dtype: str, asked: bool = False) -> Expr:
     """The value as another type. ``asked``: the user wrote the conversion, so its rounding is kept."""
     if value.dtype == dtype:
         return value
-    if value.op == "const":
-        return (
-            const(_converted(value.data, dtype), dtype) if _safe(value, dtype) else make("cast", dtype, (value,), asked)
-        )
+    if value.op == "const" and _safe(value, dtype):
+        return const(_converted(value.data, dtype), dtype)
     return make("cast", dtype, (value,), asked)
 
 
@@ -147,7 +155,13 @@ def op(name: str, *args: Expr) -> Expr:
 
 
 def _safe(value: Expr, dtype: str) -> bool:
-    """Whether Python converts such a constant as C does, with no rounding to think of."""
+    """Whether Python converts such a constant as C does, with no rounding to think of.
+
+    A constant holds the number that was written, of which its type may have but the nearest.
+    """
+    source, target = DTYPES[value.dtype], DTYPES[dtype]
+    if source.kind == target.kind == "float" and source.bytes < target.bytes:
+        return value.data != value.data or value.data in (0, 1, math.inf, -math.inf)
     if DTYPES[dtype].kind == "int":
         limit = 2 ** (8 * DTYPES[dtype].bytes - 1)
         return value.data == value.data and abs(value.data) < limit and (value.data >= 0 or DTYPES[dtype].signed)

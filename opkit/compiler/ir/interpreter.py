@@ -272,6 +272,11 @@ class _Grid:
             raise IndexError(f"An index of {node} is outside a dimension of {extent}.")
         return np.where(args[0] < 0, args[0] + extent, args[0])
 
+    def nonzero(self, node: Expr, args: list[Any]) -> Any:
+        if np.any(args[0] == 0):
+            raise ZeroDivisionError(f"{node} is 0.")
+        return args[0]
+
     def callee(self, node: Expr, args: list[Any]) -> Any:
         function = self.machine.functions[node.data.name]
         return np.vectorize(function, otypes=[_NUMPY[node.dtype]])(*args)
@@ -292,6 +297,7 @@ _LEAVES: dict[str, Callable[[_Grid, Expr, list[Any]], Any]] = {
     "load": _Grid.load,
     "random": _Grid.random,
     "bound": _Grid.bound,
+    "nonzero": _Grid.nonzero,
     "call": _Grid.callee,
     "where": _Grid.where,
     "cast": _Grid.cast,

@@ -41,6 +41,7 @@ def run_kernel(
 
     Raises:
         IndexError: a ``bound`` failed; its ``args`` are the value and the extent.
+        ZeroDivisionError: a ``nonzero`` failed.
     """
     state = _State(dict(arrays), {a.buffer: a.dtype for a in kernel.arguments}, sizes, functions or {})
     with np.errstate(all="ignore"):
@@ -209,6 +210,12 @@ def _bound(node: Expr, args: list[Any], state: _State) -> Any:
     return _NUMPY[node.dtype].type(position + extent if position < 0 else position)
 
 
+def _nonzero(node: Expr, args: list[Any], state: _State) -> Any:
+    if args[0] == 0:
+        raise ZeroDivisionError
+    return args[0]
+
+
 def _bitcast(node: Expr, args: list[Any], state: _State) -> Any:
     source, target = node.args[0].dtype, node.dtype
     bits = np.uint16(args[0].view(np.uint32) >> 16) if source == "bf16" else args[0]
@@ -249,6 +256,7 @@ _LEAVES: dict[str, Callable[[Expr, list[Any], _State], Any]] = {
     "var": lambda node, args, state: state.variables[node.data],
     "random": _random,
     "bound": _bound,
+    "nonzero": _nonzero,
     "where": lambda node, args, state: args[1] if args[0] else args[2],
     "cast": lambda node, args, state: _converted(args[0], node.dtype),
     "bitcast": _bitcast,

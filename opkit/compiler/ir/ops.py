@@ -3,9 +3,9 @@
 An op of kind "scalar" makes one value from others; what it means is the numpy function beside it, applied to values of
 the type that ``result`` names: "same" as the arguments (which are all of one type), "b1", or "given" with the node.
 Integers wrap around. ``div`` of integers rounds towards zero, ``floordiv`` and ``rem`` follow Python; by zero, integers
-give 0 (what ATen raises for, an op before it checks). ``min`` and ``max`` give NaN if either is NaN.
+give 0 (where ATen raises, ``nonzero`` checks the divisor before). ``min`` and ``max`` give NaN if either is NaN.
 
-An op of kind "leaf" or "loop" is a part of a loop nest; see ``expr`` and ``kernel``.
+An op of kind "leaf" has a meaning in a loop nest alone; see ``expr`` and ``kernel``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-Kind = Literal["scalar", "leaf", "loop"]
+Kind = Literal["scalar", "leaf"]
 Result = Literal["same", "b1", "given"]
 
 
@@ -106,6 +106,7 @@ _ROWS = (
     Op(
         "bound", 1, "leaf", "same"
     ),  # an index that must be in [-n, n), made at least 0; data: n; else the program stops
+    Op("nonzero", 1, "leaf", "same"),  # an integer that must not be 0; else the program stops
     Op("call", None, "leaf", "given"),  # the value of a library's function; data: the Callee
     # choice and type
     Op("where", 3, "scalar", "given"),  # the condition is b1; the other two are of one type
@@ -143,8 +144,11 @@ _ROWS = (
     # functions
     Op("sqrt", 1, numpy=np.sqrt, takes="f"),
     Op("exp", 1, numpy=np.exp, takes="f"),
+    Op("exp2", 1, numpy=np.exp2, takes="f"),
     Op("expm1", 1, numpy=np.expm1, takes="f"),
     Op("log", 1, numpy=np.log, takes="f"),
+    Op("log2", 1, numpy=np.log2, takes="f"),
+    Op("log10", 1, numpy=np.log10, takes="f"),
     Op("log1p", 1, numpy=np.log1p, takes="f"),
     Op("sin", 1, numpy=np.sin, takes="f"),
     Op("cos", 1, numpy=np.cos, takes="f"),
@@ -161,12 +165,6 @@ _ROWS = (
     Op("atanh", 1, numpy=np.arctanh, takes="f"),
     Op("erf", 1, numpy=_erf, takes="f"),
     Op("erfc", 1, numpy=_erfc, takes="f"),
-    # loop nests; see kernel
-    Op("loop", None, "loop"),
-    Op("let", None, "loop"),
-    Op("store", None, "loop"),
-    Op("update", None, "loop"),
-    Op("scratch", None, "loop"),
 )
 
 OPS = {row.name: row for row in _ROWS}

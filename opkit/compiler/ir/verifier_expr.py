@@ -49,7 +49,7 @@ def verify_expr(root: Expr, known: Known) -> None:
     """
     for node in root.walk():
         row = OPS.get(node.op)
-        known.require(row is not None and row.kind != "loop", f"{node.op!r} is not an op of expressions")
+        known.require(row is not None, f"{node.op!r} is not an op of expressions")
         known.require(node.dtype in DTYPES, f"{node.dtype!r} is not a type")
         for at in indices(node):
             verify_index(at, known)
@@ -125,7 +125,7 @@ def _random(node: Expr, known: Known) -> None:
 
 def _bound(node: Expr, known: Known) -> None:
     types = [arg.dtype for arg in node.args]
-    known.require(types == [node.dtype] and is_int(node.dtype), f"bound takes and gives an integer, not {types}")
+    known.require(types == [node.dtype] and is_int(node.dtype), f"{node.op} takes and gives an integer, not {types}")
 
 
 def _call(node: Expr, known: Known) -> None:
@@ -156,6 +156,7 @@ _RULES: dict[str, Callable[[Expr, Known], None]] = {
     "var": _var,
     "random": _random,
     "bound": _bound,
+    "nonzero": _bound,
     "call": _call,
     "where": _where,
     "cast": _cast,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from opkit.compiler.ir.expr import Expr, cast, const, indices, load, moved, op, position, rewrite, where
+from opkit.compiler.ir.expr import CHECKS, Expr, cast, const, indices, load, moved, op, position, rewrite, where
 from opkit.compiler.ir.index import Axis, Index, Value, index, value
 from opkit.compiler.ir.program import Compute
 
@@ -43,7 +43,7 @@ def invertible(parts: Parts, masked: bool) -> bool:
 
 def _maskable(part: Compute) -> bool:
     """Whether nothing but loads depends on being at a right place."""
-    return all(node.op != "bound" and not _computed(node) for node in part.body.walk())
+    return all(node.op not in CHECKS and not _computed(node) for node in part.body.walk())
 
 
 def _computed(node: Expr) -> bool:

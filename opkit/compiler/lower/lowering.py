@@ -8,7 +8,7 @@ from typing import Any
 
 from opkit.compiler.ir.dtypes import is_complex
 from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeName
-from opkit.compiler.ir.index import Index
+from opkit.compiler.ir.index import Index, index
 from opkit.compiler.ir.program import Buffer, Program, Strided
 from opkit.compiler.lower.context import Builder, reads_buffer
 from opkit.compiler.lower.parts import viewed
@@ -16,7 +16,7 @@ from opkit.compiler.lower.passes import tidied
 from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
 from opkit.compiler.lower.rules import ALIASING, COMPLEX, EXTERNS, RULES
 from opkit.compiler.lower.target import PLAIN, Target
-from opkit.compiler.lower.tensors import Stored, Tensor, memories, whole
+from opkit.compiler.lower.tensors import Stored, Tensor, formal, is_dense, memories, whole
 
 
 def lower(graph: Graph, target: Target = PLAIN, tidy: bool = True, rules: Mapping[str, Rule] | None = None) -> Program:
@@ -194,15 +194,26 @@ def _shared(b: Builder) -> frozenset[str]:
 
 def _output(b: Builder, tensor: Tensor, fixed: bool, shared: frozenset[str]) -> Strided:
     """A result as the graph describes it: with its strides if they are fixed, in memory of its own where eager has that."""
-    kind = b.node.result
+    kind = b.node.result if fixed and isinstance(b.node.result, TensorType) else None
+    if kind is not None and not is_dense(kind.shape, kind.strides):
+        shared |= frozenset(memories(tensor))  # it is a part of memory: that all of it is there shows in its strides
     strided = tensor.strided()
     if strided is None and (found := viewed(b, tensor, shared)) is not None:
         strided = found.strided()
-    if strided is not None and not _is_copy(tensor) and (not fixed or kind is None or _same_layout(strided, kind)):
+    if strided is not None and not _is_copy(tensor) and (kind is None or _same_layout(strided, kind)):
         return strided
-    found = b.materialised(tensor, kind.strides if isinstance(kind, TensorType) else None).strided()
-    assert found is not None
-    return found
+    natural = b.node.result.strides if isinstance(b.node.result, TensorType) else None
+    found = b.materialised(tensor, natural) if kind is None else _laid_out(b, tensor, kind)
+    return b.strided(found)
+
+
+def _laid_out(b: Builder, tensor: Tensor, kind: TensorType) -> Tensor:
+    """The tensor in memory of its own, with these strides: dimensions of stride 0 hold one element."""
+    repeated = [s == 0 and n != 1 for n, s in zip(kind.shape, kind.strides, strict=True)]
+    if not any(repeated) or any(n == 0 for n in kind.shape):
+        return b.materialised(tensor, kind.strides)
+    shape = [index(1) if again else n for n, again in zip(kind.shape, repeated, strict=True)]
+    return b.materialised(tensor.mapped(shape, formal(shape)), kind.strides).expanded(kind.shape)
 
 
 def _same_layout(strided: Strided, kind: Any) -> bool:

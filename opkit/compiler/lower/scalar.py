@@ -149,5 +149,10 @@ def ceil(x: Scalar) -> Scalar:
     return -floor(-x)
 
 
+def nonzero(x: Scalar) -> Scalar:
+    """An integer that is not 0; the program stops where it is."""
+    return Scalar(expr.nonzero(x.expr))
+
+
 def is_nan(x: Scalar) -> Scalar:
     return unequal(x, x)

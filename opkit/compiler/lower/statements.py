@@ -14,7 +14,7 @@ from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import Expr, cast, load, rewrite, var
 from opkit.compiler.ir.index import Index, Value, axis, contiguous, flat, product, value
 from opkit.compiler.ir.kernel import Accumulator, Let, Scratch, Statement, Store, Update
-from opkit.compiler.ir.program import Buffer
+from opkit.compiler.ir.program import Buffer, Compute
 from opkit.compiler.lower.group import Group, Member
 from opkit.compiler.lower.inline import cost, lossless, with_values
 
@@ -104,7 +104,7 @@ class _Writer:
         if step.reduction.startswith("scan:"):
             return self._scan(phase, name, member)
         at = self._position(member) if step.reduction.startswith("arg") else None
-        value = self._body(member, member.phase)
+        value = cast(self._body(member, member.phase), _accumulated(step))
         phase.accumulators.append(Accumulator(held, value.dtype, step.reduction))
         phase.points.append(Update(held, step.reduction, value, at))
         if name in self.stored:
@@ -113,7 +113,7 @@ class _Writer:
 
     def _scan(self, phase: Phase, name: str, member: Member) -> None:
         held, reduction = self.names[name], str(member.step.reduction).removeprefix("scan:")
-        value = self._body(member, member.phase)
+        value = cast(self._body(member, member.phase), _accumulated(member.step))
         phase.accumulators.append(Accumulator(held, value.dtype, reduction))
         phase.points += [Update(held, reduction, value), self._store(name, member, var(held, value.dtype))]
 
@@ -154,7 +154,7 @@ class _Writer:
         if member.step.reduction is not None:
             position = member.step.reduction.startswith("arg")
             held = self.names[name]
-            return cast(var(f"{held}_at", "i64") if position else var(held, member.step.body.dtype), dtype)
+            return cast(var(f"{held}_at", "i64") if position else var(held, _accumulated(member.step)), dtype)
         if member.rows:
             return cast(var(self.names[name], _wide(self._body(member, member.phase)).dtype), dtype)
         if (name, phase) not in self.done:
@@ -204,6 +204,15 @@ class _Writer:
         """Whether a step reads a buffer that the group overwrites later: it sees what was there."""
         names = list(self.group.members)
         return names.index(buffer) > names.index(member.step.buffer)
+
+
+def _accumulated(step: Compute) -> str:
+    """The type in which a reduction holds what it has so far: float64 for sums and products of float32.
+
+    It is no slower: additions that wait for one another take as long for vectors of either type.
+    """
+    adds = str(step.reduction).removeprefix("scan:") in ("sum", "prod")
+    return "f64" if adds and step.body.dtype == "f32" else step.body.dtype
 
 
 def _wide(value: Expr) -> Expr:

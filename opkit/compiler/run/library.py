@@ -14,11 +14,11 @@ from pathlib import Path
 from opkit.compiler.run import driver, openmp
 from opkit.kernels.compilation import Request, Unit, build
 
-_WHAT = {
-    1: "index {} is out of range for a dimension of size {}",
-    2: "there is no memory for {} bytes of scratch",
+_ERRORS: dict[int, tuple[type[Exception], str]] = {
+    1: (IndexError, "index {} is out of range for a dimension of size {}"),
+    2: (MemoryError, "there is no memory for {} bytes of scratch"),
+    3: (RuntimeError, "ZeroDivisionError: an integer was divided by {}"),  # as eager names it
 }
-_NO_MEMORY = 2
 
 
 class Runtime(ctypes.Structure):
@@ -95,11 +95,11 @@ def raise_error(state: Runtime, origins: Sequence[str], graph: str) -> None:
 
     Raises:
         IndexError: an index that was read from memory is out of range.
+        RuntimeError: an integer was divided by 0.
         MemoryError: a kernel had no memory for its scratch.
     """
     code, *numbers = state.error
     state.error[:] = (0, 0, 0)
     where = "; ".join(dict.fromkeys(filter(None, origins)))
-    what = _WHAT.get(code, "error {}, {}").format(*numbers)
-    kind = MemoryError if code == _NO_MEMORY else IndexError
-    raise kind(f"{what} (in {graph}{', at one of: ' + where if where else ''})")
+    kind, what = _ERRORS[code]
+    raise kind(f"{what.format(*numbers)} (in {graph}{', at one of: ' + where if where else ''})")

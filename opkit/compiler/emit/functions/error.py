@@ -68,10 +68,10 @@ OPK_INLINE double opk_erfc_far_f64(double x) {
     const double u = q * $far, p = 0x1.3ba5916e9fd7fp+0 + u, p_low = (0x1.3ba5916e9fd7fp+0 - p) + u;
     const double d = 2.0 * a + 1.0, t = p / d, again = t * d;
     const double d_low = opk_sum_error(1.0, 2.0 * a, d);
-    const double t_low = (((p - again) - opk_product_error(t, d, again)) + (p_low - t * d_low)) / d;
-    const double e = opk_exp_times_f64(-square, 100), rest = t_low - t * lost;
+    const double t_low = (((p - again) - opk_product_error(t, d, again)) + opk_fma_f64(-t, d_low, p_low)) / d;
+    const double e = opk_exp_times_f64(-square, 100), rest = opk_fma_f64(-t, lost, t_low);
     const double r = e * t;
-    return (r + (opk_product_error(e, t, r) + e * rest)) * 0x1p-100;
+    return (r + opk_fma_f64(e, rest, opk_product_error(e, t, r))) * 0x1p-100;
 }
 """
 
@@ -92,7 +92,7 @@ OPK_INLINE double opk_erf_f64(double x) {
 _ERFC_F64 = """
 OPK_INLINE double opk_erfc_f64(double x) {
     const double a = __builtin_fabs(x), s = x * x, s2 = s * s, s4 = s2 * s2, s8 = s4 * s4;
-    const double near = (1.0 - x) - x * $near, far = opk_erfc_far_f64(a);
+    const double near = opk_fma_f64(-x, $near, 1.0 - x), far = opk_erfc_far_f64(a);
     const double left = x < 0.0 ? 2.0 - far : far;
     return a >= 0.45 ? left : near;
 }

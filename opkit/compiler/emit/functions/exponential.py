@@ -1,4 +1,4 @@
-"""exp and expm1.
+"""exp, exp2 and expm1.
 
 Method: Cody and Waite's reduction, x = n ln 2 + r with |r| <= ln 2 / 2 and ln 2 in two parts, the first so short that
 n times it is exact; exp(r) = 1 + r + r**2 q(r) with q a minimax polynomial; no table. 2**n is multiplied on in two
@@ -38,18 +38,63 @@ OPK_INLINE float opk_exp_f32(float x) {
 }
 """
 
-# exp(x) 2**k for -2 <= k <= 200, or exp of a sum; of |x| < 712 alone if it is to be finite.
-_EXP_WITH_F64 = """
-OPK_INLINE double opk_$name(double x, $more) {
+# 2**x = 2**n exp((x - n) ln 2), where x - n is exact.
+_EXP2_F32 = """
+OPK_INLINE float opk_exp2_f32(float x) {
+    const float shifted = x + 0x1.8001fcp+23f, d = x - (shifted - 0x1.8001fcp+23f);
+    const float r = opk_fma_f32(d, 0x1.62e430p-1f, d * -0x1.05c610p-29f), r2 = r * r, r4 = r2 * r2;
+    const float e = opk_fma_f32($q, r2, r);
+    const unsigned whole = opk_bits_f32(shifted), half = whole >> 1;
+    const float scale = opk_from_bits_f32(half << 23);
+    const float finite = opk_fma_f32(scale, e, scale) * opk_from_bits_f32((whole - half) << 23);
+    const float positive = x >= 128.0f ? __builtin_inff() : finite;
+    return x < -150.0f ? 0.0f : positive;
+}
+"""
+
+_EXP2_F64 = """
+OPK_INLINE double opk_exp2_f64(double x) {
+    const double shifted = x + 0x1.8p+52, d = x - (shifted - 0x1.8p+52);
+    const double r = d * 0x1.62e42fefa39efp-1, lost = opk_product_error(d, 0x1.62e42fefa39efp-1, r);
+    const double low = opk_fma_f64(d, 0x1.abc9e3b39803fp-56, lost);
+    const double r2 = r * r, r4 = r2 * r2, r8 = r4 * r4;
+    const double e = opk_fma_f64($q, r2, low) + r;
+    const unsigned long long whole = opk_bits_f64(shifted) - 0x4338000000000000ull + 2046, half = whole >> 1;
+    const double scale = opk_from_bits_f64(half << 52);
+    const double finite = opk_fma_f64(scale, e, scale) * opk_from_bits_f64((whole - half) << 52);
+    const double positive = x >= 1024.0 ? __builtin_inf() : finite;
+    return x < -1075.0 ? 0.0 : positive;
+}
+"""
+
+# exp(x) 2**k for -2 <= k <= 200, of |x| < 712 if it is to be finite.
+_EXP_TIMES_F64 = """
+OPK_INLINE double opk_exp_times_f64(double x, long long k) {
     const double shifted = opk_fma_f64(x, 0x1.71547652b82fep+0, 0x1.8p+52);
     const double n = shifted - 0x1.8p+52;
-    const double r = opk_fma_f64(n, -0x1.a39ef35793c76p-33, opk_fma_f64(n, -0x1.62e42feep-1, x))$low;
+    const double r = opk_fma_f64(n, -0x1.a39ef35793c76p-33, opk_fma_f64(n, -0x1.62e42feep-1, x));
     const double r2 = r * r, r4 = r2 * r2, r8 = r4 * r4;
     const double e = opk_fma_f64($q, r2, r);
-    const unsigned long long whole = opk_bits_f64(shifted) - 0x4338000000000000ull + 2046$k;
+    const unsigned long long whole = opk_bits_f64(shifted) - 0x4338000000000000ull + 2046 + (unsigned long long)k;
     const unsigned long long half = whole >> 1;
     const double scale = opk_from_bits_f64(half << 52);
     const double finite = opk_fma_f64(scale, e, scale) * opk_from_bits_f64((whole - half) << 52);
+    const double positive = x > 712.0 ? __builtin_inf() : finite;
+    return x < -748.0 ? 0.0 : positive;
+}
+"""
+
+# exp(x + low), rounded but once, or nearly: what 1 + r and r were rounded by is kept.
+_EXP_SUM_F64 = """
+OPK_INLINE double opk_exp_sum_f64(double x, double low) {
+    const double shifted = opk_fma_f64(x, 0x1.71547652b82fep+0, 0x1.8p+52);
+    const double n = shifted - 0x1.8p+52, near = opk_fma_f64(n, -0x1.62e42feep-1, x);
+    const double r = opk_fma_f64(n, -0x1.a39ef35793c76p-33, near) + low;
+    const double rest = opk_fma_f64(n, -0x1.a39ef35793c76p-33, near - r) + low;
+    const double r2 = r * r, r4 = r2 * r2, r8 = r4 * r4, high = 1.0 + r;
+    const double value = high + opk_fma_f64($q, r2, opk_fma_f64(rest, high, (1.0 - high) + r));
+    const unsigned long long whole = opk_bits_f64(shifted) - 0x4338000000000000ull + 2046, half = whole >> 1;
+    const double finite = opk_from_bits_f64(half << 52) * value * opk_from_bits_f64((whole - half) << 52);
     const double positive = x > 712.0 ? __builtin_inf() : finite;
     return x < -748.0 ? 0.0 : positive;
 }
@@ -98,10 +143,10 @@ OPK_INLINE double opk_exp2_wide(double x) {
 TEXT = {
     "exp2_wide": fill(_EXP2_WIDE, "f64", p=estrin("f64", "r", EXP2)),
     "exp_f32": fill(_EXP_F32, "f32", **_Q),
-    "exp_times_f64": fill(
-        _EXP_WITH_F64, "f64", name="exp_times_f64", more="long long k", low="", k=" + (unsigned long long)k", **_P
-    ),
-    "exp_sum_f64": fill(_EXP_WITH_F64, "f64", name="exp_sum_f64", more="double low", low=" + low", k="", **_P),
+    "exp2_f32": fill(_EXP2_F32, "f32", **_Q),
+    "exp2_f64": fill(_EXP2_F64, "f64", **_P),
+    "exp_times_f64": fill(_EXP_TIMES_F64, "f64", **_P),
+    "exp_sum_f64": fill(_EXP_SUM_F64, "f64", **_P),
     "exp_f64": fill(_EXP_F64, "f64"),
     "expm1_f32": fill(_EXPM1_F32, "f32", **_Q),
     "expm1_f64": fill(_EXPM1_F64, "f64", **_P),

@@ -149,7 +149,7 @@ _ATANH_F64 = """
 OPK_INLINE double opk_atanh_f64(double x) {
     const double a = __builtin_fabs(x), d = 1.0 - a, d_rest = (1.0 - d) - a;
     const double q = (a + a) / d, p = q * d;
-    const double q_rest = (((a + a) - p) - opk_product_error(q, d, p) - q * d_rest) / d;
+    const double q_rest = (((a + a) - p) - opk_fma_f64(q, d_rest, opk_product_error(q, d, p))) / d;
     const double sum = 1.0 + q, rest = opk_sum_error(1.0, q, sum) + q_rest;
     const double inside = a > 0x1p-30 ? 0.5 * opk_log_sum_f64(sum, rest, 0.0) : a;
     const double outside = a > 1.0 ? __builtin_nan("") : a == 1.0 ? __builtin_inf() : a;

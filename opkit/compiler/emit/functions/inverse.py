@@ -62,10 +62,11 @@ OPK_INLINE double opk_atan2_f64(double y, double x) {
 _ASIN_F64 = """
 OPK_INLINE double opk_asin_f64(double x) {
     const double a = __builtin_fabs(x);
-    const double s = a > 0.5 ? 0.5 - 0.5 * a : a * a, s2 = s * s, s4 = s2 * s2, s8 = s4 * s4;
+    const double s = a > 0.5 ? opk_fma_f64(-0.5, a, 0.5) : a * a, s2 = s * s, s4 = s2 * s2, s8 = s4 * s4;
     const double root = a > 0.5 ? __builtin_sqrt(s) : a;
     const double rest = root * s * $p;
-    const double far = (0x1.921fb54442d18p+0 - 2.0 * root) + (0x1.1a62633145c07p-54 - 2.0 * rest);
+    const double far =
+        opk_fma_f64(-2.0, root, 0x1.921fb54442d18p+0) + opk_fma_f64(-2.0, rest, 0x1.1a62633145c07p-54);
     return __builtin_copysign(a > 0.5 ? far : a + rest, x);
 }
 """
@@ -73,11 +74,12 @@ OPK_INLINE double opk_asin_f64(double x) {
 _ACOS_F64 = """
 OPK_INLINE double opk_acos_f64(double x) {
     const double a = __builtin_fabs(x);
-    const double s = a > 0.5 ? 0.5 - 0.5 * a : a * a, s2 = s * s, s4 = s2 * s2, s8 = s4 * s4;
+    const double s = a > 0.5 ? opk_fma_f64(-0.5, a, 0.5) : a * a, s2 = s * s, s4 = s2 * s2, s8 = s4 * s4;
     const double root = a > 0.5 ? __builtin_sqrt(s) : x;
     const double rest = root * s * $p;
     const double near = 0x1.921fb54442d18p+0 - (root - (0x1.1a62633145c07p-54 - rest));
-    const double left = 0x1.921fb54442d18p+1 - (2.0 * root - (0x1.1a62633145c07p-53 - 2.0 * rest));
+    const double low = opk_fma_f64(-2.0, rest, 0x1.1a62633145c07p-53);
+    const double left = 0x1.921fb54442d18p+1 - opk_fma_f64(2.0, root, -low);
     const double far = x < 0.0 ? left : 2.0 * (root + rest);
     return a > 0.5 ? far : near;
 }

@@ -95,7 +95,7 @@ OPK_INLINE double opk_log_sum_f64(double high, double low, double k0) {
     const double k = opk_from_bits_f64(0x4330000000000000ull + k2048) - (0x1p+52 + 2048.0);
     const double m = opk_from_bits_f64(bits - (k2048 << 52) + 0x8000000000000000ull);
     const double scale = opk_from_bits_f64(0xbff0000000000000ull - (k2048 << 52));
-    return opk_log_reduced_f64((m - 1.0) + low * scale, k + k0);
+    return opk_log_reduced_f64(opk_fma_f64(low, scale, m - 1.0), k + k0);
 }
 """
 

@@ -1,4 +1,4 @@
-"""pow.
+"""pow, and logarithms to the bases 2 and 10, which are exact where the result is a whole number.
 
 Method: exp(y log |x|), the sign after from whether y is odd. In f32 in f64, with logarithms to base 2: log2(1 + f) is f p(f)
 with p minimax, to 2**-38, for 1 + f in [sqrt(1/2), sqrt(2)]. In f64 log |x| and the product are sums of two doubles: log as
@@ -30,18 +30,18 @@ OPK_INLINE double opk_log_pair_f64(double a, double *low) {
     const double f = opk_from_bits_f64(bits - (k2048 << 52) + 0x8000000000000000ull) - 1.0;
     const double d = 2.0 + f, d_low = (2.0 - d) + f, s = f / d, p = s * d;
     const double s_low = (((f - p) - opk_product_error(s, d, p)) - s * d_low) / d;
-    const double z = s * s, z_low = opk_product_error(s, s, z) + 2.0 * s * s_low, z2 = z * z, z4 = z2 * z2;
+    const double z = s * s, z_low = opk_fma_f64(2.0 * s, s_low, opk_product_error(s, s, z)), z2 = z * z, z4 = z2 * z2;
     const double tail = z * $tail;
     const double v = 0x1.999999999999ap-2 + tail;
     const double v_low = ((0x1.999999999999ap-2 - v) + tail) - 0x1.999999999999ap-56;
-    const double w = z * v, w_low = opk_product_error(z, v, w) + (z * v_low + z_low * v);
+    const double w = z * v, w_low = opk_fma_f64(z_low, v, opk_fma_f64(z, v_low, opk_product_error(z, v, w)));
     const double r = 0x1.5555555555555p-1 + w;
     const double r_low = ((0x1.5555555555555p-1 - r) + w) + (w_low + 0x1.5555555555555p-55);
-    const double q = z * r, q_low = opk_product_error(z, r, q) + (z * r_low + z_low * r);
-    const double t = s * q, t_low = opk_product_error(s, q, t) + (s * q_low + s_low * q);
-    const double m = 2.0 * s + t, m_low = opk_sum_error(2.0 * s, t, m) + (2.0 * s_low + t_low);
+    const double q = z * r, q_low = opk_fma_f64(z_low, r, opk_fma_f64(z, r_low, opk_product_error(z, r, q)));
+    const double t = s * q, t_low = opk_fma_f64(s_low, q, opk_fma_f64(s, q_low, opk_product_error(s, q, t)));
+    const double m = 2.0 * s + t, m_low = opk_sum_error(2.0 * s, t, m) + opk_fma_f64(2.0, s_low, t_low);
     const double whole = k * 0x1.62e42feep-1, sum = whole + m;
-    const double rest = opk_sum_error(whole, m, sum) + (m_low + k * 0x1.a39ef35793c76p-33);
+    const double rest = opk_sum_error(whole, m, sum) + opk_fma_f64(k, 0x1.a39ef35793c76p-33, m_low);
     const double high = sum + rest;
     *low = (sum - high) + rest;
     return high;
@@ -56,7 +56,7 @@ OPK_INLINE double opk_pow_f64(double x, double y) {
     const double log = opk_log_pair_f64(a, &log_low);
     const double edge = a == 0.0 ? -__builtin_inf() : a < __builtin_inf() ? log : a;
     const double product = y * edge;
-    const double rest = opk_product_error(y, edge, product) + y * log_low;
+    const double rest = opk_fma_f64(y, log_low, opk_product_error(y, edge, product));
     const double one = y != y ? y : 0.0, power = a == 1.0 ? one : product;
     const double size = opk_exp_sum_f64(power, (__builtin_fabs(product) < 1000.0) & (a != 1.0) ? rest : 0.0);
     const double whole = opk_trunc_f64(y), half = 0.5 * whole;
@@ -69,15 +69,42 @@ OPK_INLINE double opk_pow_f64(double x, double y) {
 }
 """
 
-# An x of f32 is normal in f64. A y that is clamped makes any other power than one of 1 infinite or 0 as before.
-_POW_F32 = """
-OPK_INLINE float opk_pow_f32(float x, float y) {
-    const double a = __builtin_fabsf(x);
+# log2(a) of a positive normal a, for what is rounded to f32.
+_LOG2_WIDE = """
+OPK_INLINE double opk_log2_wide(double a) {
     const unsigned long long bits = opk_bits_f64(a);
     const unsigned long long k2048 = (bits - 0x3fe6a09e667f3bcdull + 0x8000000000000000ull) >> 52;
     const double k = opk_from_bits_f64(0x4330000000000000ull + k2048) - (0x1p+52 + 2048.0);
     const double f = opk_from_bits_f64(bits - (k2048 << 52) + 0x8000000000000000ull) - 1.0;
-    const double f2 = f * f, f4 = f2 * f2, f8 = f4 * f4, finite = opk_fma_f64(f, $log, k);
+    const double f2 = f * f, f4 = f2 * f2, f8 = f4 * f4;
+    return opk_fma_f64(f, $log, k);
+}
+"""
+
+# An x of f32 is normal in f64.
+_LOG_TO_BASE_F32 = """
+OPK_INLINE float opk_$name(float x) {
+    const float finite = (float)(opk_log2_wide(x)$times), known = x < __builtin_inff() ? finite : x;
+    const float positive = x == 0.0f ? -__builtin_inff() : known;
+    return x < 0.0f ? __builtin_nanf("") : positive;
+}
+"""
+
+# log(x) as a sum of two doubles, times 1 / log(base) as another.
+_LOG_TO_BASE_F64 = """
+OPK_INLINE double opk_$name(double x) {
+    double low;
+    const double high = opk_log_pair_f64(x, &low), y = high * $factor;
+    const double finite = y + opk_fma_f64(low, $factor, opk_fma_f64(high, $rest, opk_product_error(high, $factor, y)));
+    const double edge = x == 0.0 ? -__builtin_inf() : x < 0.0 ? __builtin_nan("") : x;
+    return (x > 0.0) & (x < __builtin_inf()) ? finite : edge;
+}
+"""
+
+# A y that is clamped makes any other power than one of 1 infinite or 0 as before.
+_POW_F32 = """
+OPK_INLINE float opk_pow_f32(float x, float y) {
+    const double a = __builtin_fabsf(x), finite = opk_log2_wide(a);
     const double known = a < __builtin_inf() ? finite : a, log = a == 0.0 ? -__builtin_inf() : known;
     const float most = y > 0x1p+40f ? 0x1p+40f : y, power = most < -0x1p+40f ? -0x1p+40f : most;
     const double product = power * log, below = product > 200.0 ? 200.0 : product;
@@ -93,5 +120,14 @@ OPK_INLINE float opk_pow_f32(float x, float y) {
 TEXT = {
     "log_pair_f64": fill(_LOG_PAIR, "f64", tail=estrin("f64", "z", _TAIL)),
     "pow_f64": fill(_POW, "f64"),
-    "pow_f32": fill(_POW_F32, "f32", log=estrin("f64", "f", _LOG2)),
+    "log2_wide": fill(_LOG2_WIDE, "f64", log=estrin("f64", "f", _LOG2)),
+    "pow_f32": fill(_POW_F32, "f32"),
+    "log2_f32": fill(_LOG_TO_BASE_F32, "f32", name="log2_f32", times=""),
+    "log10_f32": fill(_LOG_TO_BASE_F32, "f32", name="log10_f32", times=" * 0x1.34413509f79ffp-2"),
+    "log2_f64": fill(
+        _LOG_TO_BASE_F64, "f64", name="log2_f64", factor="0x1.71547652b82fep+0", rest="0x1.777d0ffda0d24p-56"
+    ),
+    "log10_f64": fill(
+        _LOG_TO_BASE_F64, "f64", name="log10_f64", factor="0x1.bcb7b1526e50ep-2", rest="0x1.95355baaafad3p-57"
+    ),
 }

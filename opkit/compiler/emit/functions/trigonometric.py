@@ -160,7 +160,7 @@ OPK_INLINE double opk_reduced_f64(double x, double *low, unsigned long long *qua
     const double tail = opk_sum_error(t, c, high) + ((v3 + rest) + e3);
     const double r = high * 0x1.921fb54442d18p+2;
     const double error = opk_product_error(high, 0x1.921fb54442d18p+2, r);
-    *low = opk_fma_f64(high, 0x1.1a62633145c07p-52, error) + tail * 0x1.921fb54442d18p+2;
+    *low = opk_fma_f64(tail, 0x1.921fb54442d18p+2, opk_fma_f64(high, 0x1.1a62633145c07p-52, error));
     *quarter = opk_bits_f64(shifted);
     return r;
 }
@@ -212,7 +212,7 @@ OPK_INLINE double opk_tangent_f64(double x, unsigned long long quarter, double r
     const double up = quarter & 1 ? -cosine : sine, down = quarter & 1 ? sine : cosine;
     const double up_rest = quarter & 1 ? -cosine_rest : sine_rest, down_rest = quarter & 1 ? sine_rest : cosine_rest;
     const double q = up / down, p = q * down;
-    const double left = ((up - p) - opk_product_error(q, down, p)) + (up_rest - q * down_rest);
+    const double left = ((up - p) - opk_product_error(q, down, p)) + opk_fma_f64(-q, down_rest, up_rest);
     return __builtin_fabs(x) < 0x1p-30 ? x : q + left / down;
 }
 """

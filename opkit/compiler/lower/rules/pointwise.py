@@ -110,7 +110,7 @@ def multiplied(x: Scalar, y: Scalar) -> Scalar:
 def remainder(x: Scalar, y: Scalar) -> Scalar:
     """With the sign of the divisor, as in Python; of floats, a zero keeps the dividend's."""
     if not _is_float(x):
-        return f.apply("rem", x, y)
+        return f.apply("rem", x, f.nonzero(y))
     left = f.fmod(x, y)
     return f.where(f.unequal(left, 0) & ((y < 0) ^ (left < 0)), left + y, left)
 
@@ -118,7 +118,7 @@ def remainder(x: Scalar, y: Scalar) -> Scalar:
 def floor_divided(x: Scalar, y: Scalar) -> Scalar:
     """Python's ``//``: exact where the rounded quotient would not be."""
     if not _is_float(x):
-        return f.apply("floordiv", x, y)
+        return f.apply("floordiv", x, f.nonzero(y))
     left = f.fmod(x, y)
     exact = (x - left) / y
     lowered = f.where(f.unequal(left, 0) & ((y < 0) ^ (left < 0)), exact - 1, exact)
@@ -129,7 +129,12 @@ def floor_divided(x: Scalar, y: Scalar) -> Scalar:
 
 
 def truncated(x: Scalar, y: Scalar) -> Scalar:
-    return f.trunc(x / y) if _is_float(x) else x / y
+    return f.trunc(x / y) if _is_float(x) else x / f.nonzero(y)
+
+
+def c_remainder(x: Scalar, y: Scalar) -> Scalar:
+    """With the sign of the dividend, as in C."""
+    return f.fmod(x, y if _is_float(x) else f.nonzero(y))
 
 
 def clamped_below(x: Scalar, low: Scalar) -> Scalar:
@@ -140,17 +145,9 @@ def clamped_above(x: Scalar, high: Scalar) -> Scalar:
     return f.where(high < x, high, x)
 
 
-def _log2(x: Scalar) -> Scalar:
-    return f.log(x) * (1 / math.log(2))
-
-
 def _rounded(rounding: Formula) -> Formula:
     """A rounding, which integers pass through."""
     return lambda x: rounding(x) if _is_float(x) else x
-
-
-def _exp2(x: Scalar) -> Scalar:
-    return f.power(f.number(2, x), x)
 
 
 def _ignoring_nan(choose: Formula) -> Formula:
@@ -191,7 +188,25 @@ def copysign(x: Scalar, y: Scalar) -> Scalar:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 _FUNCTIONS = (
-    *("exp", "expm1", "log", "log1p", "sqrt", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
+    *(
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "sqrt",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+    ),
     *("asinh", "acosh", "atanh", "erf", "erfc"),
 )
 
@@ -210,9 +225,6 @@ _UNARY: dict[str, Formula] = {
     "sgn": sign,
     "angle": angle,
     "square": lambda x: x * x,
-    "log2": _log2,
-    "log10": lambda x: f.log(x) * (1 / math.log(10)),
-    "exp2": _exp2,
     "frac": lambda x: x - f.trunc(x),
     "positive": lambda x: x,
     "bitwise_not": lambda x: ~x,
@@ -239,7 +251,7 @@ _ALL = ("Tensor", "Scalar", "Scalar_Tensor")
 _BINARY: dict[str, tuple[tuple[str, ...], Formula]] = {
     "mul": (TENSOR_OR_NUMBER, multiplied),
     "remainder": (_ALL, remainder),
-    "fmod": (TENSOR_OR_NUMBER, f.fmod),
+    "fmod": (TENSOR_OR_NUMBER, c_remainder),
     "floor_divide": (("default", "Scalar"), floor_divided),
     "atan2": (_DEFAULT, f.function("atan2")),
     "maximum": (_DEFAULT, f.maximum),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from opkit.compiler.ir.index import ZERO, Index, contiguous, flat, index, is_nonnegative, product
+from opkit.compiler.ir.graph import TensorType
+from opkit.compiler.ir.index import ZERO, Index, flat, index, is_nonnegative, product
 from opkit.compiler.lower.context import Builder
 from opkit.compiler.lower.registry import NoRule, Table, overloads
-from opkit.compiler.lower.tensors import Stored, Tensor, formal
+from opkit.compiler.lower.tensors import Tensor, formal, is_dense
 
 TABLE = Table()
 Sizes = Sequence[Index | int]
@@ -154,22 +155,23 @@ def diagonal(b: Builder, x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 
 
 @_view(*overloads("as_strided"))
 def as_strided(b: Builder, x: Tensor, shape: Sizes, strides: Sizes, offset: Any = None) -> Tensor:
-    """Over a row-major buffer, of which each element has one place."""
-    if not isinstance(x.source, Stored) or not _is_row_major(x.source) or x.source.buffer.role != "made":
-        raise NoRule("as_strided of what is not a whole row-major buffer that the graph made")
-    base = x.source.buffer
-    own = x.strided()
-    if own is None:
-        raise NoRule("as_strided of what is not strided")
-    place = flat(formal(shape), strides) + index(own.offset if offset is None else offset)
-    steps = contiguous(base.shape)
-    there = [ZERO if n == 1 else place // s % n for n, s in zip(base.shape, steps, strict=True)]
-    return Tensor(x.dtype, b.result().shape, Stored(base, tuple(there), x.source.copied))
-
-
-def _is_row_major(source: Stored) -> bool:
-    shape, strides = source.buffer.shape, source.buffer.strides
-    return all(n == 1 or s == c for n, s, c in zip(shape, strides, contiguous(shape), strict=True))
+    """Over the memory that eager has, in which each element of what is viewed has one place."""
+    nodes = {node.name: node for node in b.graph.nodes}
+    own = base = nodes[b.node.args[0].name]
+    while base.target in _VIEWS or (base.target == "getitem" and nodes[base.args[0].name].target in _VIEWS):
+        base = nodes[base.args[0].name]
+    kind, value, viewed = base.result, b.values[base.name], own.result
+    if base.target in ("input", "constant") or not isinstance(kind, TensorType) or not isinstance(value, Tensor):
+        raise NoRule("as_strided of what the graph is given")
+    if not is_dense(kind.shape, kind.strides) or kind.dtype != x.dtype:
+        raise NoRule("as_strided of memory with gaps, or of another type")
+    assert isinstance(viewed, TensorType)
+    place = flat(formal(shape), strides) + index(viewed.offset if offset is None else offset)
+    there = [ZERO if n == 1 else place // s % n for n, s in zip(kind.shape, kind.strides, strict=True)]
+    laid = value.strided()
+    if laid is None or any(n != 1 and s != t for n, s, t in zip(kind.shape, laid.strides, kind.strides, strict=True)):
+        value = b.materialised(value, kind.strides)
+    return value.mapped(b.result().shape, there)
 
 
 def _along(x: Tensor, dim: int, length: Index, move: Any) -> Tensor:
