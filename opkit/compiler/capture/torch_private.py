@@ -17,12 +17,15 @@ from torch import fx
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo import config as _dynamo_config
 from torch._dynamo import eval_frame as _eval_frame
+from torch._dynamo.aot_compile_types import SerializableCallable as SerializableCallable
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._dynamo.utils import counters as _dynamo_counters
 from torch._functorch import config as _functorch_config
 from torch._functorch import partitioners as _partitioners
+from torch._library.fake_class_registry import FakeScriptObject as _FakeScriptObject
 from torch._logging._internal import log_state as _log_state
 from torch._prims import rng_prims as _rng_prims
+from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
 from torch.compiler import config as _compiler_config
 from torch.utils import _python_dispatch
 from torch.utils._sympy import functions as _sympy_functions
@@ -78,6 +81,25 @@ def donate_nothing() -> None:
 def fake_mode() -> Any:
     """Return the mode in which AOTAutograd traced the graph that is being compiled."""
     return torch._guards.detect_fake_mode()
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return where the memory of a tensor begins; 0 for one without elements, and for a fake tensor another number."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if isinstance(tensor, _FakeTensor) else storage.data_ptr()
+
+
+_WHILE_SAVING = ("bundled_autograd_cache", "force_autograd_cache", "strict_autograd_cache")
+
+
+def is_saving() -> bool:
+    """Return whether Dynamo wants a function that can be saved: ``torch.compile(...).aot_compile(...)`` was called."""
+    return bool(getattr(_functorch_config, "bundled_autograd_cache", False))
+
+
+def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
+    """Keep AOTAutograd from making its own pickle of what it is given, and have it compile backwards at once."""
+    return _functorch_config.patch(**dict.fromkeys(_WHILE_SAVING, False), force_non_lazy_backward_lowering=True)
 
 
 def expression(number: Any) -> Any:
@@ -165,6 +187,19 @@ def output_of(graph: fx.Graph) -> tuple[Any, ...]:
 def is_overload(target: Any) -> bool:
     """Whether the target of an FX node is one overload of an operator."""
     return isinstance(target, torch._ops.OpOverload)
+
+
+def is_higher_order(target: Any) -> bool:
+    """Return whether the target of an FX node is an operator that calls graphs."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def is_script_object(value: Any) -> bool:
+    """Return whether a value is one of those that operators take without torch's compilers looking into them.
+
+    Device meshes, process groups and objects of ``torch.library.register_custom_class`` are such values.
+    """
+    return isinstance(value, torch.ScriptObject | _FakeScriptObject)
 
 
 def overload_named(name: str) -> Any:
