@@ -89,6 +89,12 @@ def opkit_backend(
         raise ArgumentError(f"backend='opkit' has no modes, got mode={mode!r}. Leave it out.")
     logs.set_up()
     chosen = _options(options)
+    if private.is_saving():
+        from opkit.compiler.saved import SavedFunction  # no other call needs it
+
+        recording = warm.Recording(None, example_inputs, is_saving=True)
+        with private.without_autograd_cache():
+            return SavedFunction(_captured_anew(module, example_inputs, chosen, recording), recording)
     entry = warm.key(module, example_inputs, f"{chosen} {_target()} {sorted(isa.cpu_features())}")
     found = None if entry is None or _is_watched() else warm.find(entry)
     return found or _captured_anew(module, example_inputs, chosen, warm.Recording(entry, example_inputs))
