@@ -117,8 +117,7 @@ def _captured_anew(
     )
     tokens = inlining.set(options.inline), knows_lowerings.set(options.inline is None)
     try:
-        with private.no_donated_buffers():
-            return recording.shortened(make(module, example_inputs))
+        return recording.shortened(make(module, example_inputs))
     finally:
         inlining.reset(tokens[0])
         knows_lowerings.reset(tokens[1])

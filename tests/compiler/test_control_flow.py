@@ -104,26 +104,3 @@ def test_sizes_that_are_turned_around_for_an_operator_of_torchs():
     x = torch.rand(6, 8)
     compiled = torch.compile(lambda x: x.flip(0).sort(0)[0], backend="opkit", dynamic=True, options=STRICT)
     torch.testing.assert_close(compiled(x), x.sort(0)[0])
-
-
-def test_device_meshes_and_collectives():
-    """A tensor-parallel model's graphs are given device meshes, and hand them on."""
-    dist = pytest.importorskip("torch.distributed")
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.GELU(), torch.nn.Linear(6, 4))
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        x = torch.rand(2, 4, requires_grad=True)
-        found = [trained(each, model, x) for each in (model, torch.compile(model, backend="opkit", options=STRICT))]
-        torch.testing.assert_close(found[1], found[0])
-    finally:
-        dist.destroy_process_group()
-
-
-def trained(function, model, x):
-    gradients = torch.autograd.grad(function(x).square().sum(), [x, *model.parameters()])
-    return [each.to_local() if hasattr(each, "to_local") else each for each in gradients]

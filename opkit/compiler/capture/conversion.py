@@ -131,7 +131,8 @@ class _Conversion:
             and isinstance(value, torch.Tensor)
         ):
             value = self.given[number]
-        result = Opaque(f"input {node.name}") if private.is_script_object(value) else self._result(value, node)
+        is_object = private.is_script_object(value) or private.is_ragged_size(value)
+        result = Opaque(f"input {node.name}") if is_object else self._result(value, node)
         tangent = node.name.startswith("tangents") and not node.name.startswith("tangents_token")  # which may be None
         if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg() or tangent or self.is_body):
             self.resolved.add(number)  # what autograd hands to a backward may be so, however it was traced
@@ -168,6 +169,8 @@ class _Conversion:
             raise Unsupported(f"{node.name} ({node.target}): nothing is known of its result")
         if isinstance(value, torch.SymInt) or (type(value) is int and _is_arithmetic(node.target)):
             self._refuse_data_dependent(node)
+            if private.is_ragged_size(value):
+                raise Unsupported(f"{node.name} computes with the size of a nested tensor's rows ({node.target})")
             self.replaced[node] = self.sizes.index(value)
             return []
         if isinstance(value, torch.SymBool | bool) and _is_arithmetic(node.target):

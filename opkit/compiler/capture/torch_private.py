@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
@@ -27,11 +27,14 @@ from torch._logging._internal import log_state as _log_state
 from torch._prims import rng_prims as _rng_prims
 from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
 from torch.compiler import config as _compiler_config
+from torch.fx.node import has_side_effect as _has_side_effect
 from torch.utils import _python_dispatch
 from torch.utils._sympy import functions as _sympy_functions
 from torch.utils._sympy.printers import PythonPrinter as _PythonPrinter
+from torch.utils._sympy.singleton_int import SingletonInt as _SingletonInt
 
 sympy_functions = _sympy_functions
+has_side_effect = _has_side_effect
 min_cut_partition = _partitioners.min_cut_rematerialization_partition
 run_and_save_rng_state = _rng_prims.run_and_save_rng_state
 run_with_rng_state = _rng_prims.run_with_rng_state
@@ -64,18 +67,15 @@ def report_strides(strides: Iterable[tuple[int, ...] | None]) -> None:
         context.output_strides.extend([*strides][tokens:])
 
 
-@contextlib.contextmanager
-def no_donated_buffers() -> Iterator[None]:
-    """Keep AOTAutograd from refusing ``retain_graph=True``: no backward here writes into what was saved for it."""
-    with _functorch_config.patch(donated_buffer=False):
-        yield
-
-
 def donate_nothing() -> None:
-    """Tell AOTAutograd the same of the forward graph that is being compiled, for the calls of its backward."""
+    """Keep AOTAutograd from refusing ``retain_graph=True``: no backward here writes into what was saved for it.
+
+    The list is that of the forward graph that is being compiled. Where there are tensors of subclasses, AOTAutograd has other
+    metadata for the calls of the backward, with the same list.
+    """
     context = torch._guards.TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
+    if context is not None and context.fw_metadata is not None and context.fw_metadata.bw_donated_idxs is not None:
+        context.fw_metadata.bw_donated_idxs.clear()
 
 
 def fake_mode() -> Any:
@@ -128,6 +128,16 @@ def example(symbol: Any, number: Any) -> int | None:
     known = getattr(environment, "backed_var_to_val", None)  # torch 2.12 and newer
     value = (environment.var_to_val if known is None else known).get(symbol)
     return None if value is None else int(value)
+
+
+def is_ragged_size(number: Any) -> bool:
+    """Return whether a SymInt stands for the sizes of a nested tensor's rows, which is no number."""
+    if not isinstance(number, torch.SymInt) or not number.node.is_symbolic():
+        return isinstance(number, torch.SymInt) and number.node.is_nested_int()
+    environment = number.node.shape_env
+    known = getattr(environment, "backed_var_to_val", None)  # torch 2.12 and newer
+    values = environment.var_to_val if known is None else known
+    return any(isinstance(values.get(symbol), _SingletonInt) for symbol in number.node.expr.free_symbols)
 
 
 def example_of(number: Any) -> int:
@@ -187,6 +197,11 @@ def output_of(graph: fx.Graph) -> tuple[Any, ...]:
 def is_overload(target: Any) -> bool:
     """Whether the target of an FX node is one overload of an operator."""
     return isinstance(target, torch._ops.OpOverload)
+
+
+def tags(overload: Any) -> list[torch.Tag]:
+    """Return the tags of an OpOverload."""
+    return overload.tags
 
 
 def is_higher_order(target: Any) -> bool:
