@@ -177,7 +177,8 @@ class _Conversion:
             return []  # a guard; where anything else uses it, that is refused
         target = self._target(node)
         arguments = self._argument(node.args)
-        named = {key: self._argument(each) for key, each in node.kwargs.items()}
+        kwargs = {} if _is_control_flow(node) else node.kwargs  # the one there may be says that no input is written to
+        named = {key: self._argument(each) for key, each in kwargs.items()}
         return [Node(node.name, target, tuple(arguments), named, self._result(value, node), origin(node))]
 
     def _refuse_data_dependent(self, node: fx.Node) -> None:

@@ -1,4 +1,4 @@
-"""torch's control flow operators over compiled bodies: ``cond``, ``while_loop``, ``map``, ``scan`` and ``invoke_subgraph``.
+"""torch's control flow operators over compiled bodies: conditions, loops, scans, and regions that are called several times.
 
 They take and return flat lists, as in AOTAutograd's graphs. A body takes a list of its inputs, which it empties.
 """
@@ -18,6 +18,11 @@ Body = Callable[[list[Any]], Any]
 def cond(predicate: Any, when_true: Body, when_false: Body, operands: Sequence[Any] = ()) -> tuple[Any, ...]:
     """Return the results of one of two bodies."""
     return spread((when_true if predicate else when_false)([*operands]))
+
+
+def switch(index: Any, branches: Sequence[Body], operands: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """Return the results of one of several bodies, of the nearest one for a number beyond them: torch 2.14's ``switch``."""
+    return spread(branches[min(max(int(index), 0), len(branches) - 1)]([*operands]))
 
 
 def while_loop(condition: Body, body: Body, carried: Sequence[Any], additional: Sequence[Any] = ()) -> Sequence[Any]:
@@ -77,6 +82,6 @@ def invoke_subgraph(body: Body, name: str | None, *operands: Any) -> tuple[Any, 
 
 
 CONTROL_FLOW: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (cond, while_loop, while_loop_stack_output, map_impl, scan, invoke_subgraph)
+    each.__name__: each for each in (cond, switch, while_loop, while_loop_stack_output, map_impl, scan, invoke_subgraph)
 }
 """By the name of the higher-order operator."""
