@@ -1,6 +1,6 @@
 """``torch.compile(model, backend="opkit")``: Dynamo and AOTAutograd capture, and each graph is compiled to C.
 
-A graph that the compiler fails on runs in eager mode, with a warning in the log, so that a training never dies of it.
+A graph that is not compiled runs in eager mode, with a warning in the log, so that a training never dies of it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Options:
     """What ``torch.compile(..., options={...})`` takes.
 
     Attributes:
-        strict: raise where the compiler fails, rather than running the graph in eager mode.
+        strict: raise where a graph, or the body of a control flow operator, is not compiled, rather than running it in eager
+            mode.
         inline: True: see through opkit operators, also where they have a kernel; False: call them; None: each as defined, and
             by the rule of ``register_lowering`` where it has one.
     """
@@ -89,6 +90,12 @@ def opkit_backend(
         raise ArgumentError(f"backend='opkit' has no modes, got mode={mode!r}. Leave it out.")
     logs.set_up()
     chosen = _options(options)
+    if private.is_saving():
+        from opkit.compiler.saved import SavedFunction  # no other call needs it
+
+        recording = warm.Recording(None, example_inputs, is_saving=True)
+        with private.without_autograd_cache():
+            return SavedFunction(_captured_anew(module, example_inputs, chosen, recording), recording)
     entry = warm.key(module, example_inputs, f"{chosen} {_target()} {sorted(isa.cpu_features())}")
     found = None if entry is None or _is_watched() else warm.find(entry)
     return found or _captured_anew(module, example_inputs, chosen, warm.Recording(entry, example_inputs))
@@ -111,8 +118,7 @@ def _captured_anew(
     )
     tokens = inlining.set(options.inline), knows_lowerings.set(options.inline is None)
     try:
-        with private.no_donated_buffers():
-            return recording.shortened(make(module, example_inputs))
+        return recording.shortened(make(module, example_inputs))
     finally:
         inlining.reset(tokens[0])
         knows_lowerings.reset(tokens[1])
@@ -160,7 +166,7 @@ class _Graph:
     """A graph on its way through the stages. gcc works while AOTAutograd goes on: the last stages wait for the first call."""
 
     def __init__(self, module: fx.GraphModule, kind: str, options: Options) -> None:
-        self.module, self.name, self.options = module, warm.numbered(kind), options
+        self.module, self.kind, self.name, self.options = module, kind, warm.numbered(kind), options
         self.spare = kind != "inference"  # memory: what a forward keeps meets the backward's peak
         self.stages = Stages()
 
@@ -174,6 +180,8 @@ class _Graph:
             return make()
         except Unsupported as error:
             reason = str(error)
+            if self.options.strict:
+                raise CompileError(f"torch.compile(backend='opkit') cannot compile {self.name}: {reason}.") from error
             logs.compiler.warning("%s runs in eager mode: %s.", self.name, reason)
         except ToolchainError as error:
             if self.options.strict:
@@ -181,17 +189,21 @@ class _Graph:
             reason = str(error)
             _warn_no_compiler(reason)
         except Exception as error:
+            if self.stages.now == "bodies":  # one of them was reported
+                raise
             reason = f"{type(error).__name__}: {error}"
             _report(self.module, self.name, self.stages.now, error, self.options.strict)
         _tell(Compiled(self.name, reason))
         return eager(self.module)
 
-    def begun(self, inputs: Sequence[Any], note: Callable[[str, Plan, Surroundings], None]) -> Boxed:
+    def begun(self, inputs: Sequence[Any], note: Callable[[str, Plan, Sequence[str], Surroundings], None]) -> Boxed:
         """A function that finishes the graph when it is called."""
         from opkit.compiler import given, making  # a process that finds all its graphs on the disk lowers nothing
 
-        run, of_user = self.stages.run, private.results_of_the_user()
-        captured = run("capture", conversion.capture, self.module, self.name, inputs, of_user)
+        run, is_body = self.stages.run, self.kind == "body"
+        of_user = None if is_body else private.results_of_the_user()
+        captured = run("capture", conversion.capture, self.module, self.name, inputs, of_user, is_body)
+        self._note_left(captured)
         lowered = given.operators(captured.targets) if self.options.inline is None else {}
         target = _target()
         identity = run("look-up", stored.key, f"{target} {self.spare} {captured.key} {given.identity(lowered)}")
@@ -199,12 +211,31 @@ class _Graph:
         planned, texts = found or _told(
             making.made(captured, target, self.stages, lowered, self.options.strict, self.spare)
         )
-        surroundings = _surroundings(captured)
+        surroundings = run("bodies", self._surroundings, captured)
         build = run("build", warm.build, planned, texts, self.name)
-        private.report_strides(map(_strides, planned.outputs))
-        note(identity, planned, surroundings)
+        if not is_body:
+            private.report_strides(map(_strides, planned.outputs))
+        note(identity, planned, texts, surroundings)
         keep = functools.partial(stored.store, identity, planned, texts) if found is None else None
         return _Awaited(lambda: self.attempt(lambda: self.finished(build, surroundings, keep)))
+
+    def _note_left(self, captured: Captured) -> None:
+        """Log which parts of the graph torch runs.
+
+        Raises:
+            Unsupported: there are some, and ``options.strict`` holds.
+        """
+        if captured.left and self.options.strict:
+            raise Unsupported("; ".join(captured.left))
+        for reason in captured.left:
+            logs.compiler.warning("%s: %s. torch runs it.", self.name, reason)
+
+    def _surroundings(self, captured: Captured) -> Surroundings:
+        """What the graph uses of torch, and its bodies, which are compiled."""
+        bodies = {text: compile_graph(body, (), "body", self.options) for text, body in captured.bodies.items()}
+        return Surroundings(
+            captured.constants, captured.targets, {**captured.opaques, **bodies}, captured.computed, captured.resolved
+        )
 
     def finished(self, build: warm.Build, surroundings: Surroundings, keep: Callable[[], None] | None) -> Boxed:
         """The function of a plan whose C is being compiled; ``keep`` is called once it is."""
@@ -247,10 +278,6 @@ def _strides(output: Any) -> tuple[int, ...] | None:
     """The strides of a result, where they are numbers."""
     found = [s.constant for s in output.strides] if isinstance(output, Strided) else [None]
     return None if None in found else tuple(s for s in found if s is not None)
-
-
-def _surroundings(captured: Captured) -> Surroundings:
-    return Surroundings(captured.constants, captured.targets, captured.opaques, captured.computed, captured.resolved)
 
 
 def _checked(runner: Runner, module: fx.GraphModule) -> Boxed:

@@ -28,7 +28,7 @@ from opkit.compiler.run.plan import Plan
 from opkit.compiler.run.surroundings import described, restored
 
 _GRAPHS = {1: ("inference",), 2: ("forward", "backward")}
-_numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference")}
+_numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference", "body")}
 
 
 def numbered(kind: str) -> str:
@@ -64,7 +64,7 @@ def find(entry: str) -> Callable[..., Any] | None:
         return None
     try:
         with _no_collection():
-            return _function(content)
+            return function(content)
     except Exception as error:
         logs.compiler.debug("The entry of Dynamo's graph %s is not used.", entry, exc_info=error)
         return None
@@ -83,18 +83,37 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _function(content: Mapping[str, Any]) -> Callable[..., Any]:
+def function(content: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the function of an entry's content, or of what ``Recording.saved`` is.
+
+    Raises:
+        LookupError: one of its plans is not there.
+    """
     graphs, found = content["graphs"], stored.decoded(content["wiring"])
     runners = [_runner(each, kind) for each, kind in zip(graphs, _GRAPHS[len(graphs)], strict=True)]
     made = autograd.inference(found, *runners) if len(runners) == 1 else autograd.training(found, *runners)
     return torch.compiler.disable(made)
 
 
-def _runner(content: Mapping[str, Any], kind: str) -> Runner:
-    planned, texts = stored.find(content["plan"]) or (None, ())
+def _runner(content: Mapping[str, Any], kind: str) -> Callable[[list[Any]], list[Any]]:
+    planned, texts = stored.opened(content.get("content")) or stored.find(content["plan"]) or (None, ())
     if planned is None:
         raise LookupError(f"there is no plan {content['plan']}")
-    return build(planned, texts, numbered(kind)).loaded(restored(content["surroundings"]))
+    runner = build(planned, texts, numbered(kind)).loaded(restored(content["surroundings"]))
+    return _without_negatives(runner) if planned.sizes else runner
+
+
+def _without_negatives(runner: Runner) -> Callable[[list[Any]], list[Any]]:
+    """Return a graph that refuses integers which stand for no size: it was saved without the graph that takes them."""
+
+    def run(inputs: list[Any]) -> list[Any]:
+        if min(runner.sizes(inputs)) < 0:
+            raise ValueError(
+                f"A saved function takes no negative integers, got {runner.sizes(inputs)} in {runner.plan.name}."
+            )
+        return runner(inputs)
+
+    return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +147,20 @@ def build(planned: Plan, texts: Sequence[str], name: str) -> Build:
 
 
 class Recording:
-    """What becomes of one graph of Dynamo's, until all is known that its entry needs."""
+    """What becomes of one graph of Dynamo's, until all is known that its entry needs.
 
-    def __init__(self, entry: str | None, inputs: Sequence[Any]) -> None:
-        self.entry = entry
+    Attributes:
+        entry: the key; None if there is to be no entry.
+        saved: what a function that is saved consists of, in terms of JSON; None until all of it is known.
+        refusal: why it cannot be saved.
+    """
+
+    def __init__(self, entry: str | None, inputs: Sequence[Any], is_saving: bool = False) -> None:
+        self.entry, self.is_saving = entry, is_saving
+        self.saved: dict[str, Any] | None = None
+        self.refusal = ""
         self._inputs = len(inputs)
-        self._shared = entry is not None and bool(identity.shared(inputs))
+        self._shared = (entry is not None or is_saving) and bool(identity.shared(inputs))
         self._autocast = private.autocasts()
         self._wiring: Wiring | None = None
         self._graphs: dict[str, dict[str, Any]] = {}
@@ -165,28 +192,33 @@ class Recording:
         assert self._wiring is not None
         return autograd.training(self._wiring, self._made["forward"], self._made["backward"])
 
-    def note(self, kind: str, plan_key: str, planned: Plan, surroundings: Surroundings) -> None:
+    def note(self, kind: str, plan_key: str, planned: Plan, texts: Sequence[str], surroundings: Surroundings) -> None:
         """A graph of AOTAutograd's was compiled. The entry appears with the last of them, which may be long after."""
-        if self.entry is None:
+        if self.refusal or (self.entry is None and not self.is_saving):
             return
         try:
-            self._note(kind, plan_key, planned, surroundings)
+            self._note(kind, plan_key, planned, texts, surroundings)
         except Exception as why:
             logs.compiler.debug("Dynamo's graph of %s is not kept: %s.", planned.name, why)
-            self.entry = None
+            self.entry, self.refusal = None, str(why)
 
-    def _note(self, kind: str, plan_key: str, planned: Plan, surroundings: Surroundings) -> None:
-        if planned.sizes or kind in self._graphs:
+    def _note(self, kind: str, plan_key: str, planned: Plan, texts: Sequence[str], surroundings: Surroundings) -> None:
+        if (planned.sizes and not self.is_saving) or kind in self._graphs:
             raise Unnamed("its sizes may change")
         self._graphs[kind] = {"plan": plan_key, "surroundings": described(surroundings)}
+        if self.is_saving:
+            self._graphs[kind]["content"] = stored.described(planned, texts)
         if kind != "backward":
             metadata = private.forward_metadata()
-            self._wiring = wiring.wiring(metadata, self._inputs, self._shared, self._autocast)
+            self._wiring = wiring.wiring(metadata, self._inputs, self._shared, self._autocast, self.is_saving)
         elif self._wiring is not None:
             self._wiring = wiring.connected(self._wiring, planned.outputs)
         if tuple(self._graphs) in _GRAPHS.values() and self._wiring is not None:
             self._write(self._wiring)
 
     def _write(self, found: Wiring) -> None:
-        assert self.entry is not None
-        stored.write(self.entry, {"wiring": stored.encoded(found), "graphs": [*self._graphs.values()]})
+        content = {"wiring": stored.encoded(found), "graphs": [*self._graphs.values()]}
+        if self.is_saving:
+            self.saved = content
+        elif self.entry is not None:
+            stored.write(self.entry, content)

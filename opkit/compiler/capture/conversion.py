@@ -21,6 +21,7 @@ from opkit.compiler.capture.sizes import Sizes
 from opkit.compiler.ir.dtypes import OF_TORCH
 from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import Index, Size
+from opkit.compiler.run.control_flow import CONTROL_FLOW
 from opkit.op import operator as operators
 
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in .*\n\s*(.*)')
@@ -42,7 +43,9 @@ class Captured:
         targets: what its operators are called by, by a node's target.
         opaques: the values of its :class:`Opaque` arguments, by their text.
         computed: sizes that the runtime computes from others: Python's text, by name.
-        resolved: the numbers of the inputs whose values are conjugated or negated only when they are read.
+        resolved: the numbers of the inputs that may come with other strides, conjugated or negated.
+        bodies: the graphs that its control flow operators call, to be compiled, by the text of their Opaque.
+        left: why torch runs parts of it that are graphs themselves.
     """
 
     graph: Graph
@@ -51,6 +54,8 @@ class Captured:
     opaques: dict[str, Any]
     computed: dict[str, str]
     resolved: frozenset[int]
+    bodies: dict[str, fx.GraphModule] = dataclasses.field(default_factory=dict[str, fx.GraphModule])
+    left: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -62,7 +67,9 @@ class Captured:
         return repr((unnamed, sizes, sorted(self.computed.items()), resolved, sorted(self.opaques)))
 
 
-def capture(module: fx.GraphModule, name: str, given: Sequence[Any] = (), fixed: int | None = None) -> Captured:
+def capture(
+    module: fx.GraphModule, name: str, given: Sequence[Any] = (), fixed: int | None = None, is_body: bool = False
+) -> Captured:
     """Convert a graph.
 
     Args:
@@ -70,25 +77,29 @@ def capture(module: fx.GraphModule, name: str, given: Sequence[Any] = (), fixed:
         name: for people.
         given: the inputs as they will be, where they are laid out in another way than when the graph was traced.
         fixed: as in ``Graph``.
+        is_body: whether a control flow operator calls it, with inputs that may be laid out in any way.
 
     Raises:
         Unsupported: it has what only torch can run: other devices, sparse tensors, symbolic floats, unknown dtypes.
     """
-    return _Conversion(module, given).run(name, fixed)
+    return _Conversion(module, given, is_body).run(name, fixed)
 
 
 class _Conversion:
     """The state of one conversion."""
 
-    def __init__(self, module: fx.GraphModule, given: Sequence[Any]) -> None:
+    def __init__(self, module: fx.GraphModule, given: Sequence[Any], is_body: bool) -> None:
         self.module = module
         self.given = given
+        self.is_body = is_body
         self.sizes = Sizes()
         self.constants: dict[str, torch.Tensor] = {}
         self.targets: dict[str, Callable[..., Any]] = {}
         self.opaques: dict[str, Any] = {}
         self.replaced: dict[fx.Node, Any] = {}  # nodes that are no nodes of the graph: what stands for each
         self.resolved: set[int] = set()
+        self.bodies: dict[str, fx.GraphModule] = {}
+        self.left: list[str] = []
         self._types: dict[Any, TensorType] = {}
 
     def run(self, name: str, fixed: int | None) -> Captured:
@@ -100,7 +111,10 @@ class _Conversion:
         outputs = tuple(self._argument(each) for each in private.output_of(self.module.graph))
         graph = Graph(name, (*inputs, *held, *calls), outputs, self.sizes.values, fixed)
         computed = dict(self.sizes.computed)
-        return Captured(graph, self.constants, self.targets, self.opaques, computed, frozenset(self.resolved))
+        return Captured(
+            graph, self.constants, self.targets, self.opaques, computed, frozenset(self.resolved), self.bodies,
+            tuple(self.left),
+        )  # fmt: skip
 
     def _refuse_others(self, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
@@ -117,39 +131,54 @@ class _Conversion:
             and isinstance(value, torch.Tensor)
         ):
             value = self.given[number]
-        result = self._result(value, node)
+        is_object = private.is_script_object(value) or private.is_ragged_size(value)
+        result = Opaque(f"input {node.name}") if is_object else self._result(value, node)
         tangent = node.name.startswith("tangents") and not node.name.startswith("tangents_token")  # which may be None
-        if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg() or tangent):
+        if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg() or tangent or self.is_body):
             self.resolved.add(number)  # what autograd hands to a backward may be so, however it was traced
             self._refuse_writes(node)
-        if isinstance(result, Index):
+        if isinstance(result, Index | Opaque):
             self.replaced[node] = result
         return Node(node.name, "input", (), {}, result)
 
     def _refuse_writes(self, node: fx.Node) -> None:
         if any(user.target is torch.ops.aten.copy_.default and user.args[0] is node for user in node.users):
-            raise Unsupported(f"{node.name} is written to, and conjugated or negated only when it is read")
+            raise Unsupported(f"{node.name} is written to, and may have to be copied before it is read")
 
     def _held(self, node: fx.Node) -> list[Node]:
-        """A constant tensor; a module (a branch of a condition, say) is an argument that only torch understands."""
+        """A constant tensor; a module (a branch of a condition, say) is an argument of a higher-order operator."""
         value = functools.reduce(getattr, str(node.target).split("."), self.module)
+        if isinstance(value, fx.GraphModule):
+            self._note_body(node, f"module {node.target}", value)
         if not isinstance(value, torch.Tensor):
             self.replaced[node] = self._opaque(f"module {node.target}", value)
             return []
         self.constants[node.name] = value
         return [Node(node.name, "constant", (), {}, self._tensor(value, node))]
 
+    def _note_body(self, node: fx.Node, text: str, value: fx.GraphModule) -> None:
+        """A graph that others call: the compiler's, where all that call it are control flow operators."""
+        callers = [user for user in node.users if not _is_control_flow(user)]
+        self.left += [f"{user.name} calls the graph {node.target}, and is not compiled" for user in callers]
+        if not callers:
+            self.bodies[text] = value
+
     def _call(self, node: fx.Node) -> list[Node]:
         value = node.meta.get("val")
+        if "val" not in node.meta and node.users:
+            raise Unsupported(f"{node.name} ({node.target}): nothing is known of its result")
         if isinstance(value, torch.SymInt) or (type(value) is int and _is_arithmetic(node.target)):
             self._refuse_data_dependent(node)
+            if private.is_ragged_size(value):
+                raise Unsupported(f"{node.name} computes with the size of a nested tensor's rows ({node.target})")
             self.replaced[node] = self.sizes.index(value)
             return []
         if isinstance(value, torch.SymBool | bool) and _is_arithmetic(node.target):
             return []  # a guard; where anything else uses it, that is refused
         target = self._target(node)
         arguments = self._argument(node.args)
-        named = {key: self._argument(each) for key, each in node.kwargs.items()}
+        kwargs = {} if _is_control_flow(node) else node.kwargs  # the one there may be says that no input is written to
+        named = {key: self._argument(each) for key, each in kwargs.items()}
         return [Node(node.name, target, tuple(arguments), named, self._result(value, node), origin(node))]
 
     def _refuse_data_dependent(self, node: fx.Node) -> None:
@@ -160,7 +189,8 @@ class _Conversion:
         if node.target is operator.getitem:
             return "getitem"
         text = str(node.target) if private.is_overload(node.target) else f"opaque.{_name_of(node.target)}"
-        self.targets[text] = node.target  # pyright: ignore[reportArgumentType]
+        control = CONTROL_FLOW[str(node.target)] if _is_control_flow(node) else node.target
+        self.targets[text] = control  # pyright: ignore[reportArgumentType]
         return text
 
     # ---- types -------------------------------------------------------------------------------------------------------
@@ -251,6 +281,12 @@ def _bare(dtype: torch.dtype) -> str:
 def _is_arithmetic(target: Any) -> bool:
     """Whether a node computes with sizes and not with tensors."""
     return not private.is_overload(target) or (target.namespace == "aten" and target._opname.startswith("sym_"))
+
+
+def _is_control_flow(node: fx.Node) -> bool:
+    """Return whether a node is a control flow operator whose bodies write to none of their inputs."""
+    is_known = private.is_higher_order(node.target) and str(node.target) in CONTROL_FLOW
+    return is_known and not node.kwargs.get("mutated_arg_indices")
 
 
 def _name_of(value: Any) -> str:

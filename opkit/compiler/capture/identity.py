@@ -140,7 +140,8 @@ def shared(inputs: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     """The numbers of tensors that lie in one storage, for each storage in which several do."""
     found: dict[int, list[int]] = {}
     for number, value in enumerate(inputs):
-        found.setdefault(value.untyped_storage().data_ptr(), []).append(number)
+        if isinstance(value, torch.Tensor):
+            found.setdefault(private.storage_address(value), []).append(number)
     found.pop(0, None)  # tensors without elements
     return tuple(tuple(numbers) for numbers in found.values() if len(numbers) > 1)
 

@@ -27,7 +27,7 @@ def random_state() -> torch.Tensor:
     return torch.get_rng_state()
 
 
-@fx.node.has_side_effect
+@private.has_side_effect
 def random_set_state(state: torch.Tensor) -> None:
     """Set the state of torch's default generator."""
     torch.set_rng_state(state)
@@ -63,7 +63,7 @@ def _is_random(node: fx.Node) -> bool:
     """Return whether a node draws from the CPU's generator."""
     if not private.is_overload(node.target) or not _is_on_cpu(node):
         return False
-    tagged = torch.Tag.nondeterministic_seeded in node.target.tags  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+    tagged = torch.Tag.nondeterministic_seeded in private.tags(node.target)
     return tagged or str(node.target).rsplit(".", 1)[0] in _UNTAGGED
 
 
@@ -111,7 +111,7 @@ def _saved(forward: fx.Graph, backward: fx.Graph, state: fx.Node, results: int) 
     output = forward.output_node()
     returned = list(private.output_of(forward))
     place = next((k for k, each in enumerate(returned[results:], results) if not _is_tensor(each)), len(returned))
-    output.args = (type(output.args[0])([*returned[:place], state, *returned[place:]]),)  # pyright: ignore[reportCallIssue]
+    output.args = ((*returned[:place], state, *returned[place:]), *output.args[1:])
     inputs = backward.find_nodes(op="placeholder")
     first = next(k for k, each in enumerate(inputs) if _is_tensor(each) or each.name.startswith("tangents"))
     after = next(each for each in inputs[first:] if each.name.startswith("tangents") or not _is_tensor(each))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
@@ -17,18 +17,24 @@ from torch import fx
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo import config as _dynamo_config
 from torch._dynamo import eval_frame as _eval_frame
+from torch._dynamo.aot_compile_types import SerializableCallable as SerializableCallable
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._dynamo.utils import counters as _dynamo_counters
 from torch._functorch import config as _functorch_config
 from torch._functorch import partitioners as _partitioners
+from torch._library.fake_class_registry import FakeScriptObject as _FakeScriptObject
 from torch._logging._internal import log_state as _log_state
 from torch._prims import rng_prims as _rng_prims
+from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
 from torch.compiler import config as _compiler_config
+from torch.fx.node import has_side_effect as _has_side_effect
 from torch.utils import _python_dispatch
 from torch.utils._sympy import functions as _sympy_functions
 from torch.utils._sympy.printers import PythonPrinter as _PythonPrinter
+from torch.utils._sympy.singleton_int import SingletonInt as _SingletonInt
 
 sympy_functions = _sympy_functions
+has_side_effect = _has_side_effect
 min_cut_partition = _partitioners.min_cut_rematerialization_partition
 run_and_save_rng_state = _rng_prims.run_and_save_rng_state
 run_with_rng_state = _rng_prims.run_with_rng_state
@@ -61,23 +67,39 @@ def report_strides(strides: Iterable[tuple[int, ...] | None]) -> None:
         context.output_strides.extend([*strides][tokens:])
 
 
-@contextlib.contextmanager
-def no_donated_buffers() -> Iterator[None]:
-    """Keep AOTAutograd from refusing ``retain_graph=True``: no backward here writes into what was saved for it."""
-    with _functorch_config.patch(donated_buffer=False):
-        yield
-
-
 def donate_nothing() -> None:
-    """Tell AOTAutograd the same of the forward graph that is being compiled, for the calls of its backward."""
+    """Keep AOTAutograd from refusing ``retain_graph=True``: no backward here writes into what was saved for it.
+
+    The list is that of the forward graph that is being compiled. Where there are tensors of subclasses, AOTAutograd has other
+    metadata for the calls of the backward, with the same list.
+    """
     context = torch._guards.TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
+    if context is not None and context.fw_metadata is not None and context.fw_metadata.bw_donated_idxs is not None:
+        context.fw_metadata.bw_donated_idxs.clear()
 
 
 def fake_mode() -> Any:
     """Return the mode in which AOTAutograd traced the graph that is being compiled."""
     return torch._guards.detect_fake_mode()
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return where the memory of a tensor begins; 0 for one without elements, and for a fake tensor another number."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if isinstance(tensor, _FakeTensor) else storage.data_ptr()
+
+
+_WHILE_SAVING = ("bundled_autograd_cache", "force_autograd_cache", "strict_autograd_cache")
+
+
+def is_saving() -> bool:
+    """Return whether Dynamo wants a function that can be saved: ``torch.compile(...).aot_compile(...)`` was called."""
+    return bool(getattr(_functorch_config, "bundled_autograd_cache", False))
+
+
+def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
+    """Keep AOTAutograd from making its own pickle of what it is given, and have it compile backwards at once."""
+    return _functorch_config.patch(**dict.fromkeys(_WHILE_SAVING, False), force_non_lazy_backward_lowering=True)
 
 
 def expression(number: Any) -> Any:
@@ -106,6 +128,16 @@ def example(symbol: Any, number: Any) -> int | None:
     known = getattr(environment, "backed_var_to_val", None)  # torch 2.12 and newer
     value = (environment.var_to_val if known is None else known).get(symbol)
     return None if value is None else int(value)
+
+
+def is_ragged_size(number: Any) -> bool:
+    """Return whether a SymInt stands for the sizes of a nested tensor's rows, which is no number."""
+    if not isinstance(number, torch.SymInt) or not number.node.is_symbolic():
+        return isinstance(number, torch.SymInt) and number.node.is_nested_int()
+    environment = number.node.shape_env
+    known = getattr(environment, "backed_var_to_val", None)  # torch 2.12 and newer
+    values = environment.var_to_val if known is None else known
+    return any(isinstance(values.get(symbol), _SingletonInt) for symbol in number.node.expr.free_symbols)
 
 
 def example_of(number: Any) -> int:
@@ -165,6 +197,24 @@ def output_of(graph: fx.Graph) -> tuple[Any, ...]:
 def is_overload(target: Any) -> bool:
     """Whether the target of an FX node is one overload of an operator."""
     return isinstance(target, torch._ops.OpOverload)
+
+
+def tags(overload: Any) -> list[torch.Tag]:
+    """Return the tags of an OpOverload."""
+    return overload.tags
+
+
+def is_higher_order(target: Any) -> bool:
+    """Return whether the target of an FX node is an operator that calls graphs."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def is_script_object(value: Any) -> bool:
+    """Return whether a value is one of those that operators take without torch's compilers looking into them.
+
+    Device meshes, process groups and objects of ``torch.library.register_custom_class`` are such values.
+    """
+    return isinstance(value, torch.ScriptObject | _FakeScriptObject)
 
 
 def overload_named(name: str) -> Any:

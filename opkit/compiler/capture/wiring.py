@@ -31,7 +31,7 @@ _INPUT_REFUSED = ("mutates_metadata", "mutates_storage_metadata", "mutation_indu
 _KINDS = ("non_alias", "unsafe_view_alias", "is_input")
 
 
-def wiring(metadata: Any, inputs: int, several_in_one: bool, autocast: bool) -> Wiring:
+def wiring(metadata: Any, inputs: int, several_in_one: bool, autocast: bool, is_guarded: bool = False) -> Wiring:
     """How the graph that is being compiled is called.
 
     Args:
@@ -39,11 +39,12 @@ def wiring(metadata: Any, inputs: int, several_in_one: bool, autocast: bool) -> 
         inputs: how many Dynamo's graph has.
         several_in_one: whether some of them lie in one storage.
         autocast: whether autocast was on when Dynamo's graph came: while AOTAutograd's are compiled it is off.
+        is_guarded: whether guards on its sizes are kept with it, so that they may change.
 
     Raises:
         Unnamed: it is none of the plain cases.
     """
-    for reason in _reasons(metadata, inputs):
+    for reason in _reasons(metadata, inputs, is_guarded):
         raise Unnamed(reason)
     if several_in_one and metadata.mutated_graph_handled_indices:
         raise Unnamed("inputs share memory, and one is written to")
@@ -68,11 +69,12 @@ def connected(found: Wiring, gradients: tuple[Any, ...]) -> Wiring:
     return dataclasses.replace(found, detached=tuple(n for n in found.detached if gradients[n] is None))
 
 
-def _reasons(metadata: Any, inputs: int) -> Iterator[str]:
+def _reasons(metadata: Any, inputs: int, is_guarded: bool) -> Iterator[str]:
     if metadata is None:
         yield "nothing is known of it"
         return
-    yield from (reason for name, reason in _REFUSED.items() if getattr(metadata, name, None))
+    refused = {name: reason for name, reason in _REFUSED.items() if not (is_guarded and name == "dynamic_outputs")}
+    yield from (reason for name, reason in refused.items() if getattr(metadata, name, None))
     if metadata.grad_enabled_mutation is not None:
         yield "it changes the grad mode"
     if len(metadata.input_info) != inputs:

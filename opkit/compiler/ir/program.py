@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.graph import Opaque
 from opkit.compiler.ir.index import ZERO, Axis, Index, Value, flat
 
 
@@ -137,7 +138,7 @@ class Program:
 
     Attributes:
         name: the graph's.
-        inputs: the graph's inputs in order: the names of buffers, or of sizes (an Index).
+        inputs: the graph's inputs in order: the names of buffers, sizes (an Index), or objects (an Opaque).
         buffers: all of them, by name.
         steps: in an order in which they can run.
         outputs: the graph's results in order: Strided, Index, or a constant (None among them).
@@ -145,7 +146,7 @@ class Program:
     """
 
     name: str
-    inputs: tuple[str | Index, ...]
+    inputs: tuple[str | Index | Opaque, ...]
     buffers: dict[str, Buffer]
     steps: tuple[Step, ...]
     outputs: tuple[Any, ...]

@@ -240,7 +240,7 @@ class Builder:
 
     # ---- the program -------------------------------------------------------------------------------------------------
 
-    def program(self, inputs: Sequence[str | Index], outputs: Sequence[Any]) -> Program:
+    def program(self, inputs: Sequence[str | Index | Opaque], outputs: Sequence[Any]) -> Program:
         return Program(
             self.graph.name, tuple(inputs), self.buffers, tuple(self.steps), tuple(outputs), self.graph.sizes
         )

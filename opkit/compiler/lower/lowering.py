@@ -30,7 +30,7 @@ def lower(graph: Graph, target: Target = PLAIN, tidy: bool = True, rules: Mappin
     """
     known = {**RULES, **rules} if rules else RULES
     builder = Builder(graph, graph.nodes[0] if graph.nodes else Node("nothing", "", (), {}, None), target)
-    inputs: list[str | Index] = []
+    inputs: list[str | Index | Opaque] = []
     for node in graph.nodes:
         builder.node = node
         value = _input(builder, node) if node.target in ("input", "constant") else _lowered(builder, node, known)

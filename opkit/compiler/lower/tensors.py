@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from opkit.compiler.ir.dtypes import PARTS
 from opkit.compiler.ir.expr import Expr, const, load, op, position, where
-from opkit.compiler.ir.index import ZERO, Axis, Index, IndexLike, axis, contiguous, flat, index, product
+from opkit.compiler.ir.index import ZERO, Axis, Index, IndexLike, axis, contiguous, flat, index, is_nonnegative, product
 from opkit.compiler.ir.program import Buffer, Strided
 from opkit.compiler.lower.registry import NoRule
 
@@ -169,7 +169,7 @@ class Tensor:
         strides: list[Index] = []
         for k, stride in enumerate(contiguous(self.shape)):
             step = stride if self.shape[k] == 1 else rest.coefficient(Axis(k, self.shape[k]))
-            if step is None or step.axes() or (step.constant or 0) < 0:
+            if step is None or step.axes() or not is_nonnegative(step):
                 return None
             strides.append(step)
             rest = rest - step * axis(k, self.shape[k])

@@ -142,7 +142,7 @@ class Runner:
         return {
             **{row.torch: getattr(torch, row.torch) for row in DTYPES.values()},
             **functions,
-            **{name: given.opaques[text] for name, text in names.opaques.items()},
+            **{name: given.opaques[text] for name, text in names.opaques.items() if text in given.opaques},
             "fit": calling.fit,
             "spread": calling.spread,
         }

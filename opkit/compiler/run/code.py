@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from opkit.compiler.ir.dtypes import DTYPES, is_float
+from opkit.compiler.ir.graph import Opaque
 from opkit.compiler.ir.index import index
 from opkit.compiler.ir.program import Buffer, Extern, Strided
 from opkit.compiler.run.expressions import Names
@@ -48,8 +49,8 @@ class Code:
         taken: of each input, its slot; -1 for one that is no tensor, or that nothing needs.
         names: what its Python knows by name: views, numbers, operators.
         functions: of Python's: each is a name in ``python``, or the target of a product in a tuple.
-        python: the text of those functions; of ``prepare``, which is given the inputs first, if some must be fitted; and of
-            ``finish``, which makes the results of those that are tensors, if some are not.
+        python: the text of those functions; of ``prepare``, which is given the inputs first, if some must be fitted or are
+            objects; and of ``finish``, which makes the results of those that are tensors, if some are not.
         text: for people.
     """
 
@@ -184,12 +185,20 @@ class _Writer:
         held = {name for step in plan.steps for name in mentioned(step)} | {s.buffer for s in tensors(plan.outputs)}
         needed = [isinstance(each, str) and each in held for each in plan.inputs]
         self.code.taken = [self._buffer(str(e)) if needed[n] else -1 for n, e in enumerate(plan.inputs)]
-        fitted = [self._fitted(n) for n in sorted(self.resolved) if needed[n]]
+        fitted = [
+            line for n, each in enumerate(plan.inputs) if isinstance(each, Opaque) for line in self._object(n, each)
+        ]
+        fitted += [self._fitted(n) for n in sorted(self.resolved) if needed[n]]
         if fitted:
             self.code.python += _function("prepare", fitted, "inputs")
             self.lines.append("prepare(inputs)")
         for name in self.slots:
             self._point(name)
+
+    def _object(self, number: int, given: Opaque) -> list[str]:
+        """The lines that make an input which is no tensor known to the functions of the frame."""
+        name = self._argument(given, {})
+        return [f"global {name}", f"{name} = inputs[{number}]"]
 
     def _fitted(self, number: int) -> str:
         buffer = self.plan.buffers[str(self.plan.inputs[number])]

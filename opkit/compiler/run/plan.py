@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from opkit.compiler.ir.callee import Callee
+from opkit.compiler.ir.graph import Opaque
 from opkit.compiler.ir.index import Index, Size
 from opkit.compiler.ir.program import Buffer, Extern, Item, Strided
 from opkit.compiler.ir.schedule import Launch, Schedule, called
@@ -43,7 +44,7 @@ class Plan:
     """
 
     name: str
-    inputs: tuple[str | Index, ...]
+    inputs: tuple[str | Index | Opaque, ...]
     buffers: dict[str, Buffer]
     steps: tuple[Segment | Extern, ...]
     outputs: tuple[Any, ...]

@@ -50,6 +50,7 @@ def _sources(plan: Plan) -> dict[str, str]:
     for number, given in enumerate(plan.inputs):
         if isinstance(given, Index):
             _note(found, given, f"inputs[{number}]")
+        if not isinstance(given, str):
             continue
         buffer = plan.buffers[given]
         for d, (extent, stride) in enumerate(zip(buffer.shape, buffer.strides, strict=True)):

@@ -105,7 +105,7 @@ def decoded(value: Any) -> Any:
 
 
 @functools.cache
-def _versions() -> str:
+def versions() -> str:
     """What decides how a graph is compiled, apart from the graph: torch, and the compiler's own sources."""
     digest = hashlib.sha256(f"{torch.__version__} {_own_version()}".encode())
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
@@ -122,7 +122,7 @@ def _own_version() -> str:
 
 def key(graph: str) -> str:
     """What a graph's plan is kept under; ``graph`` holds all that decides it."""
-    return hashlib.sha256(f"{_versions()}\n{graph}".encode()).hexdigest()
+    return hashlib.sha256(f"{versions()}\n{graph}".encode()).hexdigest()
 
 
 def _path(identity: str) -> Path:
@@ -155,7 +155,11 @@ def write(identity: str, content: Any) -> None:
 
 def find(identity: str) -> tuple[Plan, tuple[str, ...]] | None:
     """The plan of a graph and its C; None where there is none that can be trusted."""
-    entry = read(identity)
+    return opened(read(identity))
+
+
+def opened(entry: Any) -> tuple[Plan, tuple[str, ...]] | None:
+    """Return the plan and the C that :func:`described` was given; None where it is nothing of the kind."""
     try:
         plan, texts = decoded(entry["plan"]), tuple(entry["texts"])
     except (ValueError, KeyError, TypeError):
@@ -166,4 +170,13 @@ def find(identity: str) -> tuple[Plan, tuple[str, ...]] | None:
 def store(identity: str, plan: Plan, texts: Sequence[str]) -> None:
     """Keep a plan; one that has no form is left out."""
     with contextlib.suppress(TypeError):
-        write(identity, {"plan": encoded(plan), "texts": list(texts)})
+        write(identity, described(plan, texts))
+
+
+def described(plan: Plan, texts: Sequence[str]) -> dict[str, Any]:
+    """Return a plan and its C in terms of JSON.
+
+    Raises:
+        TypeError: the plan has no form.
+    """
+    return {"plan": encoded(plan), "texts": list(texts)}

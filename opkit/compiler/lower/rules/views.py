@@ -8,7 +8,7 @@ from typing import Any
 from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import ZERO, Index, flat, index, is_nonnegative, product
 from opkit.compiler.lower.context import Builder
-from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.registry import NoRule, Rule, Table, overloads
 from opkit.compiler.lower.tensors import Tensor, formal, is_dense
 
 TABLE = Table()
@@ -241,5 +241,32 @@ def repeat(b: Builder, x: Tensor, repeats: Sizes) -> Tensor:
         return x.mapped(shape, [ZERO] * len(x.shape), copied=True)
     return x.mapped(shape, [ZERO if n == 1 else a % n for a, n in zip(axes, x.shape, strict=True)], copied=True)
 
+
+# ---- views in memory of their own, as the bodies of control flow operators have them ---------------------------------
+
+_COPIED = (
+    *("_reshape_alias", "alias", "detach", "diagonal", "expand", "permute", "select", "slice", "split"),
+    *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
+)
+
+
+def _copying(view: Rule) -> Rule:
+    """Return the rule of the operator that copies what a view shows."""
+
+    def rule(b: Builder, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        found = view(b, x, *args, **kwargs)
+        return tuple(map(_copied, found)) if isinstance(found, tuple) else _copied(found)
+
+    return rule
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.mapped(x.shape, formal(x.shape), copied=True)
+
+
+for _name in _VIEWS:
+    _, _operator, _overload = _name.split(".")
+    if _operator in _COPIED:
+        TABLE.rule(f"aten.{_operator}_copy.{_overload}")(_copying(TABLE[_name]))
 
 ALIASING = frozenset(_VIEWS)

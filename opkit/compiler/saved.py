@@ -1,0 +1,64 @@
+"""Functions that ``torch.compile(..., backend="opkit").aot_compile(...)`` saves: JSON, from which another process calls them.
+
+torch's container is a pickle of Dynamo's part: guards and bytecode. opkit's part within it is the JSON of this module: how
+the graphs are called, their plans, and their C, whose binary comes from the build cache or from the C compiler.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from opkit.compiler import warm
+from opkit.compiler.capture import torch_private as private
+from opkit.compiler.run import stored
+from opkit.errors import CompileError
+
+
+class SavedFunction(private.SerializableCallable):
+    """A compiled graph of Dynamo's that can be saved.
+
+    Args:
+        call: what runs it.
+        recording: what is known of it, of which the function that was loaded has nothing.
+    """
+
+    def __init__(self, call: Callable[..., Any], recording: warm.Recording | None = None) -> None:
+        self.call, self.recording = call, recording
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: SavedFunction) -> bytes:
+        """Return the function as JSON.
+
+        Raises:
+            CompileError: it is none of the plain cases that can be saved; the message says why.
+        """
+        recording = fn.recording
+        if recording is None or recording.saved is None:
+            why = "it was loaded itself" if recording is None else recording.refusal or "it is not compiled"
+            raise CompileError(
+                f"torch.compile(backend='opkit') cannot save this function: {why}. The limits are in docs/compiler.md, "
+                "'Saved functions'; what was compiled runs in this process."
+            )
+        return json.dumps({"versions": stored.versions(), "torch": torch.__version__, **recording.saved}).encode()
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> SavedFunction:
+        """Return the function that was saved.
+
+        Raises:
+            CompileError: another version of torch or of opkit saved it.
+        """
+        content = json.loads(data)
+        if content["versions"] != stored.versions():
+            raise CompileError(
+                f"This function was saved by torch {content['torch']} and another version of opkit than this one, or by "
+                f"another torch than {torch.__version__}. Compile and save it again."
+            )
+        return cls(warm.function(content))
