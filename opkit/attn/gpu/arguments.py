@@ -23,6 +23,7 @@ from opkit.op.triton.launch import PreparedLaunch
 
 Run = Callable[..., Any]
 Constants = tuple[tuple[str, Any], ...]
+MIN_SCALE = 2.0**-64  #: of kernels that compare products: a sink divided by the scale is to be finite
 _SHORT = 512  # queries; tiles for fewer are searched for apart
 _NO_TENSORS: list[Tensor | None] = [None] * len(plans.TENSORS)
 
@@ -117,7 +118,7 @@ def constants_of(call: AnyCall, shape: Shape, size: Blocks) -> Constants:
     found = {
         "D": head, "D0": d0, "D1": d1, "E": columns, "E0": blocks.parts(columns)[0], "MASK": shape.mask, "BIAS": shape.bias,
         "BANDED": shape.banded, "LISTED": listed(call, shape, size), "CAPPED": call.softcap > 0,
-        "FOLDED": call.softcap == 0 and not shape.bias and call.scale > 0, "DROPPED": call.dropout_p > 0,
+        "FOLDED": call.softcap == 0 and not shape.bias and call.scale > MIN_SCALE, "DROPPED": call.dropout_p > 0,
         "ROWS": size.rows, "KEYS": size.keys,
         "num_warps": size.warps, "num_stages": size.stages,
     }  # fmt: skip

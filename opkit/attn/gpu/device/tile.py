@@ -83,7 +83,13 @@ def capped(x, softcap):
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E / softcap))
     t = (1.0 - e) / (1.0 + e)
     t = tl.where(x < 0, -t, t)
-    return softcap * t, t
+    return times(t, softcap), t
+
+
+@triton.jit
+def times(x, factor):
+    """Products that are rounded, whatever is added to them: fused, a large logit would differ from itself as the maximum."""
+    return tl.fma(x, tl.zeros_like(x) + factor, tl.zeros_like(x))
 
 
 @triton.jit
@@ -91,7 +97,7 @@ def logits(
     s, scale, softcap, slots, numbers, b, h, i, j, queries, limit, shift, BIAS: tl.constexpr, CAPPED: tl.constexpr
 ):
     """From products to logits, before a mask; and the tanh of the cap."""
-    s = s * scale
+    s = times(s, scale)
     t = s
     if CAPPED:
         s, t = capped(s, softcap)

@@ -111,7 +111,7 @@ def _launch(call: PagedCall) -> Callable[..., Any]:
     d0, d1 = blocks.parts(d)
     constants = {
         "D": d, "D0": d0, "D1": d1, "E": e, "E0": blocks.parts(e)[0], "PAGE": page, "CAPPED": call.softcap > 0,
-        "FOLDED": call.softcap == 0 and call.scale > 0, "FP8": call.k_pages.dtype == torch.float8_e4m3fn,
+        "FOLDED": call.softcap == 0 and call.scale > arguments.MIN_SCALE, "FP8": call.k_pages.dtype == torch.float8_e4m3fn,
         "COMPUTE": compute, "ROWS": size.rows, "KEYS": size.keys, "num_warps": size.warps, "num_stages": size.stages,
     }  # fmt: skip
     numbers = {

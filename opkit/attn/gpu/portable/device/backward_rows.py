@@ -100,7 +100,7 @@ def exact_sums(
     base, rest = lse, tl.zeros_like(lse)
     large = is_large(lse)
     if tl.max(large.to(tl.int32), 0) > 0:
-        m, l = started(sinks, h, ROWS, False)
+        m, l = started(sinks, h, scale, ROWS, False)
         for n in tl.range(start, stop, num_stages=1):
             j = n * KEYS + tl.arange(0, KEYS)
             s = tl.dot(q0, columns_of(k, k_row, j, limit, 0, D0, D, True), input_precision=PRECISION)

@@ -2,9 +2,10 @@
 
 A program has one tile of queries of one head and goes over the tiles of keys that it sees, first over those that it sees wholly,
 for which no mask is evaluated, then over the others (Dao, "FlashAttention-2", 2023, https://arxiv.org/abs/2307.08691). The
-softmax is online, a query that sees nothing gives zeros. ``FOLDED``: logits are products times ``scale``, and in base 2; else
-they are as they are defined, so that they are finite wherever they are in float32. ``ORDERED``: it goes over tiles in order and
-treats all of them alike, so that what a query gives does not depend, to the last bit, on the other queries of its tile.
+softmax is online, a query that sees nothing gives zeros. ``FOLDED``: logits are products times ``scale``, and products are what
+is compared. Differences are taken before they are multiplied: of large logits a product's rounding would not be that of the
+maximum's. ``ORDERED``: it goes over tiles in order and treats all of them alike, so that what a query gives does not depend, to
+the last bit, on the other queries of its tile.
 
 FLOPs: ``2 * (d + d_v)`` for each pair of a query and a key of a live tile; bytes: the queries and results once, keys and values
 once for each tile of queries, from L2 where those of one head fit there.
@@ -19,9 +20,6 @@ from opkit.attn.gpu.device.programs import LOG2E, kept
 from opkit.attn.gpu.device.tile import columns_of, logits, rows_of, seen, store_rows, tiles_of_keys, widened
 
 LN2 = tl.constexpr(0.6931471805599453)
-FAR = tl.constexpr(2.0**23)
-"""A greatest logit beyond it is rounded, as a product, by more than a quarter, and far beyond by so much that the power of what
-is rounded away overflows: then the other logits are to be rounded too."""
 RUN_TIME = (
     *("programs", "heads", "group", "queries", "keys", "lower", "upper", "threshold"),
     *("lse_stride_0", "lse_stride_1", "lengths_stride_0"),
@@ -101,11 +99,10 @@ def attention_forward(
         total, last = stop - start, start
         whole, taken = full, full
 
-    m, l = started(sinks, h, ROWS, FOLDED)
+    m, l = started(sinks, h, scale, ROWS, FOLDED)
     acc = tl.zeros([ROWS, E0], tl.float32)
     row = b * heads + h
     shift = keys - queries
-    every, wholly = total, full
     if ORDERED and not LISTED:
         for t in tl.range(0, partial):
             m, l, acc = _step(
@@ -137,46 +134,28 @@ def attention_forward(
             ORDERED, KEYS, PRECISION, FP8, True,
         )  # fmt: skip
 
-    if FOLDED and not ORDERED:  # noqa: SIM102 - the one is compiled, the other asked
-        if tl.max(tl.where(tl.abs(m) < float("inf"), tl.abs(m), 0.0), 0) > FAR:
-            m, l = started(sinks, h, ROWS, False)
-            acc = tl.zeros([ROWS, E0], tl.float32)
-            for t in tl.range(0, every, num_stages=1):
-                if LISTED:
-                    n = tl.load(tiles + tl.where(t < wholly, t, last - t + wholly))
-                else:
-                    n = start + t
-                m, l, acc = _step(
-                    n, m, l, acc, q0, q1, k, v, k_stride_2, v_stride_2, seed, slots, numbers, b, h, row, i, queries, limit, shift,
-                    lower, upper, scale, softcap, threshold, rescale, D, D0, D1, E, E0, MASK, BIAS, BANDED, CAPPED, False,
-                    DROPPED, ORDERED, KEYS, PRECISION, FP8, True,
-                )  # fmt: skip
-            m *= LOG2E
-
     factor = 1.0 / tl.where(l == 0, 1.0, l)
     if v_by is not None:
         factor *= tl.load(v_by + of_head)
     out += b.to(tl.int64) * out_stride_0 + h.to(tl.int64) * out_stride_1
     store_rows(out, out_stride_2, i, queries, acc * factor[:, None], 0, E0, E)
     lse += b.to(tl.int64) * lse_stride_0 + h * lse_stride_1
-    tl.store(lse + i, sum_of(m, l, FOLDED), mask=i < queries)
+    tl.store(lse + i, sum_of(m, l, scale, FOLDED), mask=i < queries)
 
 
 @triton.jit
-def started(sinks, h, ROWS: tl.constexpr, FOLDED: tl.constexpr):
+def started(sinks, h, scale, ROWS: tl.constexpr, FOLDED: tl.constexpr):
     """The greatest logit and the sum of a row that has seen nothing but its head's sink."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     if sinks is not None:
-        m = tl.zeros([ROWS], tl.float32) + tl.load(sinks + h).to(tl.float32) * (LOG2E if FOLDED else 1.0)
+        m = tl.zeros([ROWS], tl.float32) + tl.load(sinks + h).to(tl.float32) / (scale if FOLDED else 1.0)
     return m, tl.where(m == float("-inf"), 0.0, 1.0)
 
 
 @triton.jit
-def sum_of(m, l, FOLDED: tl.constexpr):
+def sum_of(m, l, scale, FOLDED: tl.constexpr):
     """The log-sum-exp of rows, of their greatest logits and their sums."""
-    if FOLDED:
-        return (m + tl.log2(l)) * LN2
-    return m + tl.log2(l) * LN2
+    return m * (scale if FOLDED else 1.0) + tl.log2(l) * LN2
 
 
 @triton.jit
@@ -227,22 +206,15 @@ def weights_of(
     if PARTIAL:
         shown = seen(slots, numbers, b, h, i[:, None], j[None, :], queries, limit, lower, upper, MASK, BANDED)
         s = tl.where(shown, s, float("-inf"))
-    fold = scale * LOG2E if FOLDED else 1.0
-    top = tl.maximum(m, tl.max(s, 1) * fold)
+    top = tl.maximum(m, tl.max(s, 1))
     base = top
     if PARTIAL or len(BIAS) > 0:
         base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
-    unit = 1.0 if FOLDED else LOG2E
+    unit = scale * LOG2E if FOLDED else LOG2E
     decay = tl.exp2((m - base) * unit)
+    p = tl.exp2((s - base[:, None]) * unit)
     if ORDERED:  # a compiler that fuses here and not there, or sums a row in another order, must not change a bit
-        if FOLDED:
-            s = tl.fma(s, tl.zeros_like(s) + fold, tl.zeros_like(s))
-        p = tl.exp2((s - base[:, None]) * unit)
         return top, tl.fma(l, decay, _sum(p)), decay, p, shown
-    if FOLDED:
-        p = tl.exp2(s * fold - base[:, None])
-    else:
-        p = tl.exp2((s - base[:, None]) * unit)
     return top, l * decay + tl.sum(p, 1), decay, p, shown
 
 

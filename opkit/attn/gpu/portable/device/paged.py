@@ -54,7 +54,7 @@ def attention_forward_paged(
         begin, end = start, start
     if first >= queries:
         begin, end, stop = start, start, start
-    m, l = started(sinks, h, ROWS, FOLDED)
+    m, l = started(sinks, h, scale, ROWS, FOLDED)
     acc = tl.zeros([ROWS, E0], tl.float32)
     for n in tl.range(start, begin):
         m, l, acc = _paged_step(
@@ -82,7 +82,7 @@ def attention_forward_paged(
     out += before * out_stride_0 + h.to(tl.int64) * out_stride_1
     store_rows(out, out_stride_0, i, queries, acc * factor[:, None], 0, E0, E)
     lse += before * lse_stride_0 + h.to(tl.int64) * lse_stride_1
-    tl.store(lse + i * lse_stride_0, sum_of(m, l, FOLDED), mask=i < queries)
+    tl.store(lse + i * lse_stride_0, sum_of(m, l, scale, FOLDED), mask=i < queries)
 
 
 @triton.jit
