@@ -50,14 +50,14 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         self._dispatcher = Dispatcher(operator, repr(self))
         self._flattened = operator.signature.flattened
         operator.bridged, operator.refreshed = Bridged(), self._refresh
-        self._registered = ""
+        self._registered = identity.renew(operator)
         functools.update_wrapper(self, operator.function, updated=())
 
     # ---- calling ---------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the operator."""
-        if is_dynamo_compiling() and self._registered is not None:  # which compiled programs guard
+        if is_dynamo_compiling() and self._registered:  # which compiled programs guard
             return self._dispatched(*args, **kwargs)
         try:
             return self._call(*args, **kwargs)
