@@ -96,7 +96,9 @@ def test_compiled(backend):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", sorted(PROGRAMS.keys() - {"modules"})
+)  # strict export wants modules to be of the program
 def test_exported_by_dynamo(name):
     x = randn(5, 4, 3, 8)
     exported = torch.export.export(Program(PROGRAMS[name]), (x, torch.tensor(CHOSEN[0]).bool()), strict=True)
