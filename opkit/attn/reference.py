@@ -62,7 +62,8 @@ def attention(
     seen = program.visible(mask, mask_tensors, grid)
     logits = _logits(q.to(dtype), keys, seen, scale, softcap)
     logits = program.biased(logits, bias, bias_tensors, grid)
-    weights, lse = softmax(logits, seen, sinks)
+    weights, alive, dead = softmax(logits, seen, sinks)
+    lse = torch.where(dead.squeeze(-1), -math.inf, alive.logsumexp(-1))
     weights = _dropped(weights, seed, dropout_p, grid)
     out = product(weights, values, finite(values), contact(values, seen)).to(q.dtype)
     return laid_out(out, heads_inside), lse
@@ -97,8 +98,8 @@ def _logits(q: Tensor, keys: Tensor, seen: Tensor | None, scale: float, softcap:
     return softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
 
 
-def softmax(logits: Tensor, seen: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The probabilities of what each row sees, without the sink's, and the rows' log-sum-exp."""
+def softmax(logits: Tensor, seen: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The probabilities of what each row sees, without the sink's; all logits of a row, 0 in rows that see nothing; these rows."""
     if seen is not None:
         logits = torch.where(seen, logits, -math.inf)
     if sinks is not None:
@@ -108,8 +109,7 @@ def softmax(logits: Tensor, seen: Tensor | None, sinks: Tensor | None) -> tuple[
     alive = torch.where(dead, 0.0, logits)  # a softmax of nothing but minus infinity is NaN, and so are its derivatives
     weights = torch.where(dead, 0.0, alive.softmax(-1))
     weights = weights if sinks is None else weights[..., :-1]
-    lse = torch.where(dead.squeeze(-1), -math.inf, alive.logsumexp(-1))
-    return weights if seen is None else torch.where(seen, weights, 0.0), lse
+    return weights if seen is None else torch.where(seen, weights, 0.0), alive, dead
 
 
 def _dropped(weights: Tensor, seed: Tensor | None, dropout_p: float, grid: Grid) -> Tensor:

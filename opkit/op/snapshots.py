@@ -22,7 +22,7 @@ import torch
 _MAX_OBJECTS = 2000
 _CONSTANT = frozenset(sys.stdlib_module_names) | {
     Path(torch.__file__).parent.name, "numpy", "scipy", "triton", "jaxtyping", "einops", "opt_einsum", "typing_extensions",
-    "opkit",
+    "opkit", "_pytest",
 }  # fmt: skip
 ATOMS = (str, bytes, int, bool, type(None), type(...), torch.dtype, torch.device, torch.Size, range, slice)
 _HELD = (types.SimpleNamespace, argparse.Namespace, threading.local, torch.nn.Module)

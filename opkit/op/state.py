@@ -12,6 +12,7 @@ from typing import Any
 from opkit.op import torch_private as private
 from opkit.op.reads import Reads
 from opkit.op.snapshots import TooLargeError
+from opkit.op.torch_guards import add_guard, add_test
 
 _MAX_CHANGES, _MAX_OWN = 4, 64
 
@@ -71,7 +72,7 @@ class State:
         if values:
             self.changes += self._guarded is not None and values != self._guarded
             self._guarded = values
-            private.add_guard(self._unchanged)
+            add_guard(self._unchanged)
 
     @functools.cached_property
     def _unchanged(self) -> Callable[[Any, Any], None]:
@@ -80,6 +81,6 @@ class State:
         def create(builder: Any, guard: Any) -> None:
             expected = self.current(versions=True)
             text = f"the reference of {self.name} reads what it read when it was compiled"
-            private.add_test(builder, guard, lambda: self.current(versions=True) == expected, text)
+            add_test(builder, guard, lambda: self.current(versions=True) == expected, text)
 
         return create

@@ -268,24 +268,6 @@ def in_guarded_compilation() -> bool:
     return in_compilation() and not (ahead_of_time() or torch.compiler.is_exporting())
 
 
-def add_guard(create: Callable[[Any, Any], None]) -> None:
-    """Have ``create(builder, guard)`` add a test (:func:`add_test`) to the program that torch.compile is tracing."""
-    from torch._dynamo.source import GlobalStateSource
-
-    context = torch._guards.TracingContext.get()
-    context.guards_context.dynamo_guards.add(torch._guards.Guard(GlobalStateSource(), create))
-
-
-def add_test(builder: Any, guard: Any, test: Callable[[], bool], text: str) -> None:
-    """Have a compiled program used only while ``test`` is true; ``text`` says so to a person."""
-    guard.set_export_info(guard.inner_create_fn().__name__, None, [text], None)
-
-    def check(_: object) -> bool:
-        return test()
-
-    builder.guard_manager.root.add_lambda_guard(check, [text], guard.user_stack)
-
-
 def register_ordered_effect(name: str, library: Any) -> None:
     """Declare that an operator has side effects, so that it is neither dropped nor reordered."""
     from torch._higher_order_ops import effects

@@ -351,15 +351,18 @@ class DerivedRule:
 
 def _pull_back(function: Callable[..., Any], inputs: list[Any], grads: list[Any]) -> Sequence[Any]:
     """``grads`` pulled back through ``function``, differentiable again where a graph is being built."""
-    if torch.is_grad_enabled() or private.functorch_level() is not None:
+    again = torch.is_grad_enabled()
+    forward_mode = private.forward_ad._current_level >= 0  # in which functorch begins no level of its own
+    if (again or private.functorch_level() is not None) and not forward_mode:
         outputs, pull, *_ = torch.func.vjp(function, *inputs)
         return pull(tuple(g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)))
     with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in inputs]
+        leaves = [t.view_as(t) if again and t.requires_grad else t.detach().requires_grad_() for t in inputs]
         pairs = [(o, g) for o, g in zip(function(*leaves), grads, strict=True) if o.requires_grad]
     if not pairs:
         return [None] * len(inputs)
-    return torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+    outputs, seeds = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, leaves, seeds, create_graph=again, allow_unused=True)
 
 
 def _leaves(value: Any) -> list[Any]:
