@@ -99,7 +99,7 @@ def _logits(q: Tensor, keys: Tensor, seen: Tensor | None, scale: float, softcap:
 
 
 def softmax(logits: Tensor, seen: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The probabilities of what each row sees, without the sink's; all logits of a row, 0 in rows that see nothing; these rows."""
+    """The probabilities of what each row sees, without the sink's; all logits of a row, 0 where it sees nothing; such rows."""
     if seen is not None:
         logits = torch.where(seen, logits, -math.inf)
     if sinks is not None:

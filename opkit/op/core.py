@@ -29,6 +29,7 @@ from opkit.op.rules.vmap import FoldRecord
 from opkit.op.selection import KernelTable, call_device, leaves
 from opkit.op.signature import Signature
 from opkit.op.state import State
+from opkit.op.torch_guards import in_guarded_compilation
 
 inlining: contextvars.ContextVar[bool | None] = contextvars.ContextVar("opkit_inlining", default=None)
 """While a compiler traces: whether it is to see through all operators, or none; None: each as it was defined."""
@@ -191,7 +192,7 @@ class Operator:
         Raises:
             RuleError: the reference reads what cannot be guarded, and torch.compile would keep what it is now.
         """
-        if private.in_guarded_compilation():
+        if in_guarded_compilation():
             if self.state.unknown:
                 raise self.state_error("compiled program")
             self.state.guard()

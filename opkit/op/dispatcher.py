@@ -34,6 +34,7 @@ from opkit.op.planning import check_arguments, refuse_aliases, schema_mutates
 from opkit.op.rules import autocast, flops, forward, vmap
 from opkit.op.rules.autograd import Call, apply, restore
 from opkit.op.selection import REFERENCE
+from opkit.op.torch_guards import in_guarded_compilation
 
 _HANDLED_BELOW = tuple(
     getattr(private.DispatchKey, name) for name in ("Python", "Conjugate", "Negative", "ZeroTensor", "Functionalize")
@@ -234,7 +235,7 @@ class Dispatcher:
 
     def _reads_matter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the reference, or a backward derived from it, becomes part of the program that torch.compile traces."""
-        if not private.in_guarded_compilation():
+        if not in_guarded_compilation():
             return False
         derived = self.operator.given.autograd is None and self._needs_gradient(args, kwargs)
         return derived or self.operator.inlinable(args, kwargs)

@@ -9,10 +9,9 @@ import functools
 from collections.abc import Callable, Generator, Hashable
 from typing import Any
 
-from opkit.op import torch_private as private
 from opkit.op.reads import Reads
 from opkit.op.snapshots import TooLargeError
-from opkit.op.torch_guards import add_guard, add_test
+from opkit.op.torch_guards import add_guard, add_test, in_guarded_compilation
 
 _MAX_CHANGES, _MAX_OWN = 4, 64
 
@@ -66,7 +65,7 @@ class State:
 
     def guard(self) -> None:
         """Have the program that torch.compile is making used only while the values are as they are."""
-        if not private.in_guarded_compilation():
+        if not in_guarded_compilation():
             return
         values = self.current(versions=True)
         if values:

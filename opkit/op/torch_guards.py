@@ -1,6 +1,7 @@
 """Guards of opkit's own in what torch.compile traces. The private torch names are those of torch 2.13, and in 2.11 and 2.14."""
 
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -8,6 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from opkit.op import torch_private as private
+
+
+def in_guarded_compilation() -> bool:
+    """Whether torch.compile is tracing a program that it guards; what is exported or compiled ahead of time is not."""
+    return private.in_compilation() and not (private.ahead_of_time() or torch.compiler.is_exporting())
 
 
 def add_guard(create: Callable[[Any, Any], None]) -> None:

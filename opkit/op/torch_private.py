@@ -263,11 +263,6 @@ def in_compilation() -> bool:
     return torch._guards.TracingContext.try_get() is not None or ahead_of_time()
 
 
-def in_guarded_compilation() -> bool:
-    """Whether torch.compile is tracing a program that it guards; what is exported or compiled ahead of time is not."""
-    return in_compilation() and not (ahead_of_time() or torch.compiler.is_exporting())
-
-
 def register_ordered_effect(name: str, library: Any) -> None:
     """Declare that an operator has side effects, so that it is neither dropped nor reordered."""
     from torch._higher_order_ops import effects

@@ -185,7 +185,7 @@ class Builder:
             return self.strided(value)
         return [self.argument(v) for v in value] if isinstance(value, list) else value
 
-    def _extern_outputs(self) -> list[Buffer | Index | None]:
+    def _extern_outputs(self) -> list[Any]:
         result = self.node.result
         kinds = result if isinstance(result, tuple) else (result,)
         return [self.allocated(kind) if isinstance(kind, TensorType) else kind for kind in kinds]

@@ -352,7 +352,7 @@ class DerivedRule:
 def _pull_back(function: Callable[..., Any], inputs: list[Any], grads: list[Any]) -> Sequence[Any]:
     """``grads`` pulled back through ``function``, differentiable again where a graph is being built."""
     again = torch.is_grad_enabled()
-    forward_mode = private.forward_ad._current_level >= 0  # in which functorch begins no level of its own
+    forward_mode = private.forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]  # functorch nests no level in it
     if (again or private.functorch_level() is not None) and not forward_mode:
         outputs, pull, *_ = torch.func.vjp(function, *inputs)
         return pull(tuple(g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)))
