@@ -208,7 +208,7 @@ def test_heads_of_keys_and_values_that_differ():
 
 
 def ran(call):
-    with opkit.sdpa_override(), torch.profiler.profile() as profile:
+    with opkit.sdpa_override(), torch.profiler.profile(acc_events=True) as profile:
         out = call()
     return out, {event.key for event in profile.key_averages()}
 

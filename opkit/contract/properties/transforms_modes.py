@@ -29,7 +29,8 @@ def _policy(subject: Subject, device: str) -> tuple[str | None, torch.dtype | No
     if subject.operator is not None:
         return subject.operator._operator.autocast, subject.operator._operator.given.autocast.get(device)
     if isinstance(subject.target, private.CustomOpDef):
-        given = subject.target._autocast_dtype.get(device)
+        known = getattr(subject.target, "_autocast_dtype", None)  # torch 2.11 has an attribute for each device
+        given = getattr(subject.target, f"_autocast_{device}_dtype", None) if known is None else known.get(device)
         return None if given is None else (None, given)
     return None
 

@@ -251,7 +251,7 @@ def test_a_search_on_a_gpu(monkeypatch, tmp_path):
         torch.testing.assert_close(out.double(), exact, rtol=0, atol=4e-3)
         assert all(each.isfinite().all() for each in (*found, token))
         assert [(each.identity.kernel, each.source) for each in choices] == [
-            (name, source) for name in ("attention_forward", "attention_of_keys", "attention_of_queries", "decode")
+            (name, source) for name in ("attention_forward", "attention_of_queries", "attention_of_keys", "decode")
         ]
         assert all(each.ms is not None and each.ms > 0 for each in choices)
         tuning.forget()

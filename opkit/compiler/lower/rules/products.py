@@ -128,8 +128,7 @@ def _convolution_backward(
 ) -> tuple[Tensor | None, ...]:
     *rest, transposed, output_padding, groups, mask = settings
     _check_images(b, x, None, transposed)
-    kinds = b.node.result
-    assert isinstance(kinds, tuple)
+    kinds: Any = b.node.result
     outs = [
         b.allocated(_in_type(b, kind, strides)) if isinstance(kind, TensorType) else None
         for kind, strides in zip(kinds[:2], (channels_last(x.shape), channels_last(weight.shape)), strict=True)
