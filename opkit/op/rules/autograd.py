@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from opkit.errors import RuleError
 from opkit.op import body as bodies
 from opkit.op import torch_private as private
-from opkit.op.rules import vjp
+from opkit.op.rules import forward, vjp
 from opkit.op.rules.listed import Counts, counts_of, flattened, grouped, grouped_needs, leaves_of, spreads
 
 _MAX_STATES = 16
@@ -352,8 +352,7 @@ class DerivedRule:
 def _pull_back(function: Callable[..., Any], inputs: list[Any], grads: list[Any]) -> Sequence[Any]:
     """``grads`` pulled back through ``function``, differentiable again where a graph is being built."""
     again = torch.is_grad_enabled()
-    forward_mode = private.forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]  # functorch nests no level in it
-    if (again or private.functorch_level() is not None) and not forward_mode:
+    if (again or private.functorch_level() is not None) and not forward.transposing:
         outputs, pull, *_ = torch.func.vjp(function, *inputs)
         return pull(tuple(g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)))
     with torch.enable_grad():

@@ -18,6 +18,9 @@ from torch.utils import _pytree as pytree
 from opkit.errors import RuleError
 from opkit.op import torch_private as private
 
+transposing: list[Any] = []
+"""The calls whose backward is being transposed, in whatever thread autograd runs it: functorch begins no level in there."""
+
 
 def from_backward(name: str, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The results of a call with their tangents.
@@ -44,7 +47,11 @@ def from_backward(name: str, call: Callable[..., Any], args: Sequence[Any], kwar
         at = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad]
         outputs, inputs = [results[i] for i in at], [values[i] for i in moved]
         seeds = [private.requiring_grad(torch.ones_like(output)) for output in outputs]  # any will do
-        tangents = _transposed(name, outputs, inputs, seeds, list(moved.values()))
+        transposing.append(call)
+        try:
+            tangents = _transposed(name, outputs, inputs, seeds, list(moved.values()))
+        finally:
+            transposing.pop()
     for i, output, tangent in zip(at, outputs, tangents, strict=True):
         if not recorded and private.functorch_level() is None:  # there is nothing to lose by it
             output, tangent = output.detach(), tangent.detach()
