@@ -65,6 +65,7 @@ def three(queries, keys, dtype=torch.float32, heads=4, shared=2):
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_huge_scales(subtests, isa, dtype):
     q, k, v = three(20, 150, dtype)
@@ -75,6 +76,7 @@ def test_huge_scales(subtests, isa, dtype):
     check(q, k, v, scale=1e20, mask=Causal(align="bottom-right"), seen=causal)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_padded_rows_have_the_least_bias(isa, dtype):
     q, k, v = three(70, 70, dtype, heads=2)
@@ -100,12 +102,14 @@ def test_the_reference(subtests):
             check(q, k, v, torch.full((2, 4, 20, 30), size), kernel="reference")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kernel", ["tiles", "reference"])
 def test_huge_sinks(isa, kernel):
     q, k, v = three(20, 30)
     check(q, k, v, torch.full((2, 4, 20, 30), 1e8), sinks=torch.tensor([1e8, 0.0, -1e8, 2e8]), kernel=kernel)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_decoding(isa, dtype):
     q, k, v = three(1, 700, dtype, heads=8)

@@ -67,6 +67,7 @@ def check(program, f, x):
         torch.testing.assert_close(program(x, rows), f(x[rows]))
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_exported(name):
     x = randn(5, 4, 3, 8)
