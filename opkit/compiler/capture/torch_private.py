@@ -134,9 +134,9 @@ def is_ragged_size(number: Any) -> bool:
     """Return whether a SymInt stands for the sizes of a nested tensor's rows, which is no number."""
     if not isinstance(number, torch.SymInt) or not number.node.is_symbolic():
         return isinstance(number, torch.SymInt) and number.node.is_nested_int()
-    environment = number.node.shape_env
+    environment: Any = number.node.shape_env
     known = getattr(environment, "backed_var_to_val", None)  # torch 2.12 and newer
-    values = environment.var_to_val if known is None else known
+    values: Any = environment.var_to_val if known is None else known
     return any(isinstance(values.get(symbol), _SingletonInt) for symbol in number.node.expr.free_symbols)
 
 
