@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opkit.kernels.facts import Facts
-from opkit.op import bridged, layout
+from opkit.op import bridged, layout, torch_names
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.facts import check_passable, kind_of
@@ -99,7 +99,7 @@ class CompiledFunction(abc.ABC):
         key = private.dispatch_key_of(self.device)
         keys = [key] if _always_has_tensors(operator) else [key, "BackendSelect"]  # by which calls without tensors come
         self._kept = [fragment, *[library.register(f"{_NAMESPACE}::{name}", key, True) for key in keys]]
-        return private.hidden_operator(f"{_NAMESPACE}::{name}")
+        return torch_names.hidden_operator(f"{_NAMESPACE}::{name}")
 
     def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
         """A function for calls of exactly these shapes; it builds the kernel when first asked."""

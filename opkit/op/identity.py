@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from opkit.op import torch_names
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 
@@ -52,5 +53,5 @@ def renew(operator: Operator) -> str:
     operator.changed()
     if operator.traced_hash:
         operator.traced_hash = ""
-        private.renew_packet(operator.overload)
+        torch_names.renew_packet(operator.overload)
     return f"registration {next(_registrations)}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opkit.errors import NameClashError, RedefinitionWarning, UnknownOperatorError
+from opkit.op import torch_names
 from opkit.op import torch_private as private
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def remove(name: str) -> None:
         get(name)._retire()  # pyright: ignore[reportPrivateUsage]
         del _operators[name]
         private.custom_ops.OPDEFS.pop(name, None)
-        private.custom_ops.OPDEF_TO_LIB.pop(name)._destroy()  # pyright: ignore[reportPrivateUsage]
+        torch_names.destroy_library(private.custom_ops.OPDEF_TO_LIB.pop(name))
 
 
 def install(op: CustomOp[Any, Any], module: str, stacklevel: int) -> None:
@@ -86,12 +87,12 @@ def install(op: CustomOp[Any, Any], module: str, stacklevel: int) -> None:
         elif name in private.custom_ops.OPDEF_TO_LIB:
             _check_foreign(name, module)
         if name in private.custom_ops.OPDEF_TO_LIB:
-            private.custom_ops.OPDEF_TO_LIB.pop(name)._destroy()  # pyright: ignore[reportPrivateUsage]
+            torch_names.destroy_library(private.custom_ops.OPDEF_TO_LIB.pop(name))
         library = torch.library.Library(op.name.split("::")[0], "FRAGMENT")
         try:
             op._register(library)  # pyright: ignore[reportPrivateUsage]
         except BaseException:
-            library._destroy()  # pyright: ignore[reportPrivateUsage]
+            torch_names.destroy_library(library)
             _operators.pop(name, None)
             raise
         private.custom_ops.OPDEF_TO_LIB[name] = library

@@ -357,30 +357,6 @@ def fake_mode_of(args: Any, kwargs: Any) -> Any:
     return torch._guards.detect_fake_mode(torch.utils._pytree.tree_leaves((args, kwargs)))
 
 
-def hidden_operator(name: str) -> Any:
-    """An operator that nobody but its holder knows: ``torch.ops`` does not list it, also when it is gone."""
-    overload = library_utils.lookup_op(name)
-    forget_operator(*name.split("::"))
-    return overload
-
-
-def forget_operator(namespace: str, name: str) -> None:
-    """Drop what ``torch.ops`` remembers of an operator, so that the next look-up asks the dispatcher."""
-    known = getattr(torch.ops, namespace)
-    if name in vars(known):
-        delattr(known, name)
-        known._dir.remove(name)  # else the name outlives the operator's removal, and listing the namespace fails
-
-
-def renew_packet(overload: Any) -> None:
-    """Have ``torch.ops`` name the operator by another object, which has the same overload."""
-    namespace, name = overload.namespace, overload._overloadpacket.__name__
-    forget_operator(namespace, name)
-    packet = getattr(getattr(torch.ops, namespace), name)
-    setattr(packet, overload._overloadname, overload)
-    overload._overloadpacket = packet
-
-
 def clear_overridable_functions() -> None:
     """Clear torch's caches of overridable functions, which hold what torch.nn.functional had when they were filled."""
     torch.overrides.get_testing_overrides.cache_clear()

@@ -1,5 +1,7 @@
 """An operator's life: redefinition, clashes, threads, removal."""
 
+import contextlib
+import gc
 import importlib
 import sys
 import threading
@@ -30,6 +32,23 @@ def test_redefinition_by_the_same_module_replaces_with_a_warning() -> None:
     assert second(torch.ones(1)).item() == 2
     assert torch.ops.life.again(torch.ones(1)).item() == 2
     assert opkit.get("life::again") is second
+
+
+@pytest.mark.parametrize("remove_first", [False, True])
+def test_collecting_an_operator_takes_nothing_from_its_successor(remove_first: bool) -> None:
+    name = f"life::collected_{remove_first}"
+    first = opkit.custom_op(name, plain, mutates_args=())
+    cycle = [first]
+    cycle.append(cycle)
+    if remove_first:
+        opkit.remove(name)
+    with contextlib.nullcontext() if remove_first else pytest.warns(RedefinitionWarning):
+        second = opkit.custom_op(name, plain, mutates_args=())
+    packet = getattr(torch.ops.life, name.split("::")[1])
+    del first, cycle
+    gc.collect()
+    assert getattr(torch.ops.life, name.split("::")[1]) is packet
+    assert packet.default is second._opoverload
 
 
 def test_a_failed_redefinition_keeps_the_old() -> None:
