@@ -67,9 +67,10 @@ def decode(
     out += b * out_b * (PAGE == 0) + token * out_t + head * GROUP * out_h
     lse += b * lse_b * (PAGE == 0) + token * lse_t + head * GROUP * lse_h
 
-    row = first + tl.arange(0, ROWS)
+    r = tl.arange(0, ROWS)
+    row = first + r
     i = row // GROUP
-    valid = row < count * GROUP
+    valid = r < count * GROUP - first  # not of ``row``, which would be kept in a register for it
     at_q = q + i * q_t + (row % GROUP) * q_h
     earliest = first // GROUP + shift
     latest = tl.minimum(first + ROWS, count * GROUP) - 1
@@ -79,7 +80,6 @@ def decode(
     blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
     share = tl.maximum(tl.cdiv(blocks, splits), 1)
     used = tl.maximum(tl.cdiv(blocks, share), 1)
-    r = tl.arange(0, ROWS)
     if SPLIT:
         WIDE: tl.constexpr = DV_WIDE + DV_REST
         partial += (tile * splits + split) * (ROWS * (WIDE + 2))
