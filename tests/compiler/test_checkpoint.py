@@ -1,10 +1,11 @@
-"""Random operators that a backward computes again, in checkpoints and under a memory budget: the forward's numbers."""
+"""Random operators that a backward computes again, in checkpoints and under a memory budget, or whose numbers nobody uses."""
 
 import functools
 
 import pytest
 import torch
 import torch._functorch.config
+import torch._inductor.config
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -65,3 +66,16 @@ def test_one_draw_for_forward_and_backward(way):
     torch.testing.assert_close((y, gradient), step(function)[:2])
     assert 0 < (dropped != 0).sum() < ROWS
     assert torch.equal(dropped != 0, mask != 0)
+
+
+@torch._inductor.config.patch(fallback_random=True)  # else torch removes them before any backend sees them
+def test_draws_that_nobody_uses_are_made():
+    def with_unused(x):
+        torch.rrelu(x, training=True), torch.binomial(torch.full_like(x, 9.0), x), torch.empty_like(x).cauchy_()
+        return torch.empty_like(x).log_normal_()
+
+    x = torch.rand(ROWS)
+    torch.manual_seed(5)
+    expected = with_unused(x)
+    torch.manual_seed(5)
+    assert torch.equal(torch.compile(with_unused, backend="opkit", options={"strict": True})(x), expected)

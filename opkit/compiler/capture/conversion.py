@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from opkit.compiler.capture import torch_private as private
+from opkit.compiler.capture.randomness import has_effect
 from opkit.compiler.capture.sizes import Sizes
 from opkit.compiler.ir.dtypes import OF_TORCH
 from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeName
@@ -179,7 +180,9 @@ class _Conversion:
         arguments = self._argument(node.args)
         kwargs = {} if _is_control_flow(node) else node.kwargs  # the one there may be says that no input is written to
         named = {key: self._argument(each) for key, each in kwargs.items()}
-        return [Node(node.name, target, tuple(arguments), named, self._result(value, node), origin(node))]
+        return [
+            Node(node.name, target, tuple(arguments), named, self._result(value, node), origin(node), has_effect(node))
+        ]
 
     def _refuse_data_dependent(self, node: fx.Node) -> None:
         if node.meta.get("unbacked_bindings"):

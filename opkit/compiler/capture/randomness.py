@@ -63,8 +63,16 @@ def _is_random(node: fx.Node) -> bool:
     """Return whether a node draws from the CPU's generator."""
     if not private.is_overload(node.target) or not _is_on_cpu(node):
         return False
-    tagged = torch.Tag.nondeterministic_seeded in private.tags(node.target)
-    return tagged or str(node.target).rsplit(".", 1)[0] in _UNTAGGED
+    return torch.Tag.nondeterministic_seeded in private.tags(node.target) or _draws_untagged(node)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Return whether a call does something apart from its result: it draws from a generator, checks, or prints."""
+    return node.is_impure() or _draws_untagged(node)
+
+
+def _draws_untagged(node: fx.Node) -> bool:
+    return str(node.target).rsplit(".", 1)[0] in _UNTAGGED
 
 
 def _is_on_cpu(node: fx.Node) -> bool:

@@ -63,6 +63,7 @@ class Node:
         args, kwargs: as the operator takes them.
         result: the type of its result; a tuple for several; for a size, its Index; for an object, its Opaque.
         origin: the user's line it comes from, or "".
+        effect: whether it does something apart from its result: it draws from torch's generator, checks, or prints.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Node:
     kwargs: dict[str, Any]
     result: ResultType | tuple[ResultType, ...]
     origin: str = ""
+    effect: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

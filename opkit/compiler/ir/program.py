@@ -109,6 +109,7 @@ class Extern:
         out: whether its one result is written into memory that it is given (``aten.mm.out``), rather than allocated by it.
         origin: the operator and the user's line, for people.
         reason: why the operator is called and not lowered; "" where calling it is the lowering (a matmul).
+        effect: whether it does something apart from its results and writes, as the graph's nodes say.
     """
 
     target: str
@@ -120,6 +121,7 @@ class Extern:
     out: bool = False
     origin: str = ""
     reason: str = ""
+    effect: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

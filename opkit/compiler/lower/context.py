@@ -159,7 +159,9 @@ class Builder:
         outputs = self._extern_outputs()
         args, kwargs = self.external(self.node.args), self.external(self.node.kwargs)
         names = tuple(b.name if isinstance(b, Buffer) else b for b in outputs)
-        call = Extern(self.node.target, args, kwargs, names, origin=self.origin, reason=reason, **rest)
+        call = Extern(
+            self.node.target, args, kwargs, names, origin=self.origin, reason=reason, effect=self.node.effect, **rest
+        )
         self.steps.append(call)
         results = tuple(whole(b) if isinstance(b, Buffer) else b for b in outputs)
         return results if isinstance(self.node.result, tuple) else results[0] if results else None
@@ -176,7 +178,7 @@ class Builder:
         given = tuple(self.argument(a) for a in args)
         named = {key: self.argument(a) for key, a in (kwargs or {}).items()}
         names = tuple(None if b is None else b.name for b in outputs)
-        self.steps.append(Extern(target, given, named, names, out=out, origin=self.origin))
+        self.steps.append(Extern(target, given, named, names, out=out, origin=self.origin, effect=self.node.effect))
         return [None if b is None else whole(b) for b in outputs]
 
     def argument(self, value: Any) -> Any:

@@ -15,9 +15,6 @@ from opkit.compiler.ir.program import Compute, Extern, Item, Program, Step, Stri
 from opkit.compiler.lower.inline import cost
 from opkit.compiler.lower.rewrites import simplify
 
-# Extern calls that do something apart from their results: they draw from torch's generator, check, or print.
-EFFECTS = ("rand", "bernoulli", "multinomial", "normal", "poisson", "exponential", "_assert", "print", "sym_constrain")
-
 
 def tidied(program: Program) -> Program:
     """The program after every pass."""
@@ -149,7 +146,7 @@ def without_dead(program: Program) -> Program:
 def _is_needed(program: Program, step: Step, needed: set[str]) -> bool:
     if isinstance(step, Extern) and (step.mutated or any(isinstance(o, Index) for o in step.outputs)):
         return True
-    if isinstance(step, Extern) and (not step.outputs or step.target.split(".")[1].startswith(EFFECTS)):
+    if isinstance(step, Extern) and (step.effect or not step.outputs):
         return True
     return any(name in needed or program.buffers[name].role != "made" for name in program.writes(step))
 
