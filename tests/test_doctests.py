@@ -19,5 +19,7 @@ for path in sorted(ROOT.rglob("*.py")):
 @pytest.mark.parametrize("room", ROOMS)
 def test_docstrings(room):
     for name in ROOMS[room]:
-        result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
-        assert result.failed == 0, f"the failing example of {name} is printed above"
+        module = importlib.import_module(name)
+        if ">>>" in Path(module.__file__).read_text():  # doctest takes long to find that there is none
+            result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+            assert result.failed == 0, f"the failing example of {name} is printed above"

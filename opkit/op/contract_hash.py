@@ -28,6 +28,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from opkit.kernels.triton import parsing
+from opkit.op.snapshots import LIBRARIES
 
 _ATOMS = (
     str,
@@ -61,7 +62,6 @@ _CLASS_NOISE = {
     "__weakref__",
     "_abc_impl",
 }
-_INSTALLED = {Path(torch.__file__).parent.name, "numpy", "triton", "jaxtyping"} | set(sys.stdlib_module_names)
 
 
 class _Hasher:
@@ -226,7 +226,7 @@ def _external(module: str | None) -> bool:
     name = module or ""
     # what a lowering rule is written with; the compiler's plans are found by its sources as well
     own = name == "opkit.lowering" or name.startswith("opkit.compiler.")
-    return own or name.split(".")[0] in _INSTALLED
+    return own or name.split(".")[0] in LIBRARIES
 
 
 def _referenced(code: types.CodeType, scope: dict[str, Any]) -> Iterable[Any]:

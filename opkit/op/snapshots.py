@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 _MAX_OBJECTS = 2000
-_CONSTANT = frozenset(sys.stdlib_module_names) | {
+LIBRARIES = frozenset(sys.stdlib_module_names) | {
     Path(torch.__file__).parent.name, "numpy", "scipy", "triton", "jaxtyping", "einops", "opt_einsum", "typing_extensions",
-    "opkit", "_pytest",
+    "_pytest",  # which rewritten asserts call
 }  # fmt: skip
+"""What references are written with, and not a part of what they compute."""
 ATOMS = (str, bytes, int, bool, type(None), type(...), torch.dtype, torch.device, torch.Size, range, slice)
 _HELD = (types.SimpleNamespace, argparse.Namespace, threading.local, torch.nn.Module)
 
@@ -148,4 +149,5 @@ def is_operator(value: Any) -> bool:
 
 def is_constant(module: str | None) -> bool:
     """Whether what a module defines counts as constant."""
-    return (module or "builtins").split(".")[0] in _CONSTANT
+    top = (module or "builtins").split(".")[0]
+    return top in LIBRARIES or top == "opkit"
