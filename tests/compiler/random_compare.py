@@ -118,6 +118,8 @@ def mismatch(program: Program, compile_: Callable[..., Any], grad: bool = False)
     noisy = [_noisily(program, seed, grad) for seed in range(_SAMPLES)]
     for at, (ours, theirs) in enumerate(zip(_all(compiled), _all(eager), strict=True)):
         wrong = _different(ours, theirs, _all(exact)[at], [_all(each)[at] for each in noisy])
+        if not wrong and at < len(eager.values) and _strides(ours) != _strides(theirs):
+            wrong = f"strides {ours.stride()}, where eager has {theirs.stride()}"
         if wrong:
             return f"value {at} (of {len(eager.values)} results and arguments, then gradients): {wrong}"
     return None
@@ -129,6 +131,13 @@ class EagerError(Exception):
 
 def _all(outcome: Outcome) -> list[Tensor]:
     return outcome.values + outcome.grads
+
+
+def _strides(value: Tensor) -> list[int]:
+    """The strides that tell where elements lie."""
+    return (
+        [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1] if value.numel() else []
+    )
 
 
 def _noisily(program: Program, seed: int, grad: bool) -> Outcome:

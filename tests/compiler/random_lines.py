@@ -302,6 +302,12 @@ def _view(growing: Growing) -> None:
     growing.new(growing.one_of(*_VIEWS).format(name, at), exact=name in growing.exact)
 
 
+def _memory_view(growing: Growing) -> None:
+    """The elements in the order in which they lie in memory."""
+    name = growing.pick(lambda value: not _overlaps(value))
+    growing.new(f"{name}.as_strided(({name}.numel(),), (1,))", exact=name in growing.exact)
+
+
 def _move(growing: Growing) -> None:
     name = growing.pick()
     growing.new(growing.one_of(*_MOVES).format(name, growing.dim(name)), exact=name in growing.exact)
@@ -360,7 +366,7 @@ def _masked_write(growing: Growing) -> None:
 
 LINES: tuple[Callable[[Growing], None], ...] = (
     _unary, _unary, _binary, _binary, _kinked, _step, _choice, _comparison, _integers, _booleans, _where, _cast, _reduction,
-    _reduction, _pick_reduction, _counting, _row_wise, _view, _view, _move, _join, _indexed, _scattered, _product, _write, _fill,
+    _reduction, _pick_reduction, _counting, _row_wise, _view, _view, _memory_view, _move, _join, _indexed, _scattered, _product, _write, _fill,
     _masked_write,
 )  # fmt: skip
 

@@ -126,8 +126,9 @@ def test_a_program_is_text_that_runs():
         (lambda results: (results[0], results[1].clone()), "share memory"),
         (lambda results: (results[0].fill_(float("nan")), results[1]), "not finite"),
         (lambda results: (results[0], results[1].add_(1)), "beyond"),
+        (lambda results: (results[0].repeat_interleave(2)[::2], results[1]), "strides (2,)"),
     ],
-    ids=["wrong", "wide", "copied", "NaN", "written"],
+    ids=["wrong", "wide", "copied", "NaN", "written", "strides"],
 )
 def test_a_wrong_compiler_is_found(spoil, said):
     assert said in mismatch(SMALL, lambda function: lambda *args: spoil(function(*args)))
