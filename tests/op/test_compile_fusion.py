@@ -202,4 +202,5 @@ def test_compiling_warns_of_nothing(name, with_kernel):
     x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")
         torch.compile(lambda x: op(x, weight), backend="aot_eager", fullgraph=True)(x).sum().backward()

@@ -361,7 +361,8 @@ def test_a_second_process_finds_it_without_triton(package, tmp_path):
     paths = [str(tmp_path), str(Path(opkit.__file__).parents[1]), *sys.path]
     caches = {"OPKIT_CACHE_DIR": str(tmp_path / "opkit"), "TRITON_CACHE_DIR": str(tmp_path / "triton_cache")}
     environ = {**os.environ, **caches, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-W", "error", "-c", CHILD, given]
+    triton_on_3_13 = "ignore:AnnAssign.__init__ missing 1 required positional argument"
+    command = [sys.executable, "-W", "error", "-W", triton_on_3_13, "-c", CHILD, given]
 
     def built():
         return json.loads(subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True).stdout)
