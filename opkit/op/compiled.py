@@ -24,6 +24,7 @@ from opkit.op import bridged, layout, torch_names
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.facts import check_passable, kind_of
+from opkit.op.state import State
 
 if TYPE_CHECKING:
     from opkit import _core
@@ -43,12 +44,19 @@ class CompiledFunction(abc.ABC):
         self.library: _core.KernelLibrary | None = None
         self._overload: Any = None
         self._programs: list[tuple[int, ...]] = []
-        self._derived_from: Any = None  # the fake implementation of which the programs were made
+        self._read: tuple[
+            Any, ...
+        ] = ()  # what of the values read may decide sizes: asked again in each call, if there is any
+        self._sizes: tuple[Any, State] | None = None  # the fake implementation that gives them, and what it reads
+        self._derived_from: Any = None  # both, as the programs were made
         self._lock = threading.RLock()
         self._kept: list[Any] = []  # what must live as long as the registration
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.prepare(args, kwargs)(*args, **kwargs)
+        function = self.prepare(args, kwargs)
+        if self._read and function is not self._overload:  # other values are read now than when it was settled
+            self.settle(args, kwargs, function)
+        return function(*args, **kwargs)
 
     # ---- what each kind of kernel says of itself -------------------------------------------------------------------
 
@@ -122,8 +130,16 @@ class CompiledFunction(abc.ABC):
                     return self if self._takes_floats() else function
                 self.library.add_program(list(program.words))
                 self._programs.append(program.words)
-        bridged.offer(self)
-        return self if self._sized_by_floats(args, kwargs) else self._overload
+            function = functools.partial(self._unless_changed, self._read) if self._read else self._overload
+        if function is self._overload:
+            bridged.offer(self)
+        return self if self._sized_by_floats(args, kwargs) else function
+
+    def _unless_changed(self, read: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        """Run a call for which there is a program, unless other values are read now or were meanwhile."""
+        assert self._sizes is not None
+        unchanged = self._read is read and self._sizes[1].of_sizes() == read
+        return (self._overload if unchanged else self)(*args, **kwargs)
 
     def _takes_floats(self) -> bool:
         return any(argument.kind == "float" for argument in self.facts.arguments)
@@ -134,12 +150,16 @@ class CompiledFunction(abc.ABC):
         return self._takes_floats() and not self._fits(values)
 
     def _forget_outdated(self) -> None:
-        # another fake implementation was registered: sizes that the earlier one gave hold no longer
-        if self._derived_from is not self.operator.given.fake:
+        """Forget the sizes that another fake implementation gave, or that were given while other values were to be read."""
+        operator, fake = self.operator, self.operator.given.fake
+        if self._sizes is None or self._sizes[0] is not fake:
+            self._sizes = fake, operator.state if fake is None else State(operator.name, fake)
+        read = self._sizes[1].of_sizes()
+        if self._derived_from != (fake, read):
             assert self.library is not None
             self.library.forget_programs()
             self._programs.clear()
-            self._derived_from = self.operator.given.fake
+            self._derived_from, self._read = (fake, read), read
 
     def _fitting(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return self._fits(layout.operands(self.operator, args, kwargs))

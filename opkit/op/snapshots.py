@@ -26,6 +26,7 @@ LIBRARIES = frozenset(sys.stdlib_module_names) | {
 }  # fmt: skip
 """What references are written with, and not a part of what they compute."""
 ATOMS = (str, bytes, int, bool, type(None), type(...), torch.dtype, torch.device, torch.Size, range, slice)
+_OF_SIZES = (str, bytes, int, bool, torch.dtype, torch.device, torch.Size, range, slice)
 _HELD = (types.SimpleNamespace, argparse.Namespace, threading.local, torch.nn.Module)
 
 
@@ -140,6 +141,13 @@ def parts_of(value: Any) -> list[Any]:
                 held for held in vars(base).values() if isinstance(held, (*ATOMS, float, list, dict, torch.Tensor))
             ]
     return found
+
+
+def decides_sizes(found: Hashable) -> bool:
+    """Whether what :meth:`Snapshots.take` found holds a value that sizes or dtypes are made of: no float, tensor or function."""
+    if not isinstance(found, tuple):
+        return False
+    return found[0] in _OF_SIZES or any(map(decides_sizes, found))
 
 
 def is_operator(value: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Hashable
 from typing import Any
 
 from opkit.op.reads import Reads
-from opkit.op.snapshots import TooLargeError
+from opkit.op.snapshots import TooLargeError, decides_sizes
 from opkit.op.torch_guards import add_guard, add_test, in_guarded_compilation
 
 _MAX_CHANGES, _MAX_OWN = 4, 64
@@ -40,6 +40,11 @@ class State:
             self._reads = reads = Reads(self.function)  # other functions may be called from now on
             self._last[versions] = values = reads.values(versions)
         return self._own.get(values, values)
+
+    def of_sizes(self) -> tuple[Hashable, ...]:
+        """The values of which some may decide sizes; empty where none may."""
+        values = self.current()
+        return values if any(map(decides_sizes, values)) else ()
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:

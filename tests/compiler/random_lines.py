@@ -366,7 +366,8 @@ def _masked_write(growing: Growing) -> None:
 
 LINES: tuple[Callable[[Growing], None], ...] = (
     _unary, _unary, _binary, _binary, _kinked, _step, _choice, _comparison, _integers, _booleans, _where, _cast, _reduction,
-    _reduction, _pick_reduction, _counting, _row_wise, _view, _view, _memory_view, _move, _join, _indexed, _scattered, _product, _write, _fill,
+    _reduction, _pick_reduction, _counting, _row_wise, _view, _view, _memory_view, _move, _join, _indexed, _scattered, _product,
+    _write, _fill,
     _masked_write,
 )  # fmt: skip
 

@@ -61,6 +61,28 @@ def test_sizes(name, what):
     assert op._operator.bridged.serving
 
 
+@pytest.mark.parametrize("with_fake", [False, True])
+def test_sizes_that_follow_from_what_is_read_beside_the_arguments(name, with_fake):
+    settings = {"times": 2}
+
+    @opkit.custom_op(name, mutates_args=())
+    def repeated(x: Tensor) -> Tensor:
+        return x.repeat(2 if with_fake else settings["times"])
+
+    if with_fake:
+        repeated.register_fake(lambda x: x.new_empty(x.shape[0] * settings["times"]))
+    source = "void repeated(const float* x, int64_t x_numel, float* out, int64_t out_numel) { "
+    source += "for (int64_t i = 0; i < out_numel; i++) out[i] = x[i % x_numel]; }"
+    repeated.register_kernel("cpu", opkit.c_kernel(source))
+    x, compiled = torch.arange(3.0), torch.compile(lambda x: repeated(x), backend="aot_eager")
+    for times in (2, 3, 2, 1):
+        settings["times"] = times
+        for _ in range(3):
+            for each in (repeated, getattr(torch.ops.drop_in, name.split("::")[1]), compiled):
+                assert each(x).tolist() == x.repeat(times).tolist()
+    assert repeated.select(x).kernel == "repeated"
+
+
 def test_sizes_that_follow_from_a_float(name):
     @opkit.custom_op(name, mutates_args=())
     def resized(x: Tensor, scale: float, eps: float = 0.0) -> Tensor:
