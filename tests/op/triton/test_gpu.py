@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 _FILE = Path(__file__).parent / "kernels.py"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a process may come back to this file
 def ops():
     spec = importlib.util.spec_from_file_location("triton_gpu_kernels", _FILE)
     module = importlib.util.module_from_spec(spec)
