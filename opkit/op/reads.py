@@ -16,9 +16,9 @@ import collections
 import contextvars
 import dis
 import functools
-import importlib
 import importlib.util
 import os
+import sys
 import types
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
@@ -284,15 +284,13 @@ def _changes(value: Any) -> bool:
 
 
 def _imported(name: str, before: list[Any], scope: dict[str, Any]) -> _Path | None:
-    """The module that an import statement within a function gives."""
+    """The module that an import statement within a function gives, once something has imported it."""
     level, names = before if len(before) == 2 else (0, None)
     try:
         found = importlib.util.resolve_name("." * (level or 0) + name, scope.get("__package__") or "")
-        module = importlib.import_module(found if names else found.split(".")[0])
-    except Exception:  # the function raises the same, and says so
+    except ImportError:  # the function raises the same, and says so
         return None
-    return _Path(functools.partial(_itself, module))
-
-
-def _itself(value: Any) -> Any:
-    return value
+    name = found if names else found.split(".")[0]
+    if is_constant(name) and name not in sys.modules:
+        return None
+    return _Path(functools.partial(sys.modules.get, name, MISSING))

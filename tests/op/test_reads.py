@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextvars
 import os
+import sys
 import threading
 import time
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +102,25 @@ def test_what_is_read_is_noticed_when_it_changes_and_when_it_changes_back(kind: 
     if kind not in ("context variable", "tensor written to"):
         assert state.current(versions=True) == before
     assert not state.unknown
+
+
+def test_modules_are_not_imported_before_the_function_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "read_later.py").write_text("SCALE = 2.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def scaled(x: Tensor) -> Tensor:
+        from read_later import SCALE as scale
+
+        return x * scale
+
+    state = State("reads::later", scaled)
+    before = state.current()
+    assert "read_later" not in sys.modules
+    scaled(torch.ones(1))
+    after = state.current()
+    assert after != before
+    monkeypatch.setattr(sys.modules["read_later"], "SCALE", 5.0)
+    assert state.current() not in (before, after)
 
 
 def test_functions_that_read_nothing_cost_nothing() -> None:
