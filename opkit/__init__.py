@@ -27,6 +27,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from opkit import masks as masks
+    from opkit import nn as nn
     from opkit.attn.api import attention as attention
     from opkit.attn.hugging_face import register_transformers as register_transformers
     from opkit.attn.invariance import batch_invariant as batch_invariant
@@ -45,6 +46,7 @@ _LATER = {
     "explain": ("opkit.compiler.explain", "explain"),
     "masks": ("opkit.masks", None),
     "merge_attention": ("opkit.attn.merging", "merge_attention"),
+    "nn": ("opkit.nn", None),
     "paged_attention": ("opkit.attn.paged", "paged_attention"),
     "register_transformers": ("opkit.attn.hugging_face", "register_transformers"),
     "sdpa_override": ("opkit.attn.sdpa", "sdpa_override"),

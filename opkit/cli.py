@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,6 +55,21 @@ Modules = Annotated[
 def main() -> None:
     """Run the command line in ``sys.argv``."""
     app(prog_name="opkit")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"opkit {version('opkit')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print opkit's version.")
+    ] = False,
+) -> None:
+    """Take what may stand before a command."""
 
 
 @app.command()

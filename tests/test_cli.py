@@ -224,3 +224,14 @@ def test_a_misspelt_operator_brings_the_nearest_names(operator_module):
     result = run("describe", "cli_test::duoble", "--module", operator_module)
     assert result.exit_code == 2
     assert "Did you mean cli_test::double?" in result.stderr
+
+
+def test_version():
+    result = run("--version")
+    assert (result.exit_code, result.output) == (0, f"opkit {opkit.__version__}\n")
+
+
+def test_modules_of_the_package_are_imported_when_they_are_named():
+    assert fresh_process.run(["-c", "import opkit; print(opkit.nn.__name__, opkit.masks.__name__)"]).stdout == (
+        "opkit.nn opkit.masks\n"
+    )
