@@ -81,7 +81,7 @@ def test_reductions_scans_and_norms(shape, dtype):
         soft = x.softmax(0), x.softmax(-1), x.log_softmax(-1), x.logsumexp(-1), x.logsumexp(0)
         losses = F.mse_loss(x, 0 * x), F.l1_loss(x, 0 * x), F.huber_loss(x, 0 * x), F.layer_norm(x, x.shape[-1:])
         found = (*scans, *sums, *spread, *norms, *soft, *losses)
-        return (*found, *(statistics(x) if x.dim() > 1 and x.dtype != torch.bfloat16 else ()))
+        return (*found, *(statistics(x) if x.dim() > 1 and dtype != torch.bfloat16 else ()))
 
     assert_as_accurate(f, x)
 
