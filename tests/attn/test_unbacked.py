@@ -88,12 +88,34 @@ def several(x):
     return tuple(PROGRAMS[name](x) for name in ("causal", "bias", "padding", "paged", "modules"))
 
 
-@pytest.mark.parametrize("backend", ["opkit", pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
+BACKENDS = ["opkit", *(pytest.param(backend, marks=pytest.mark.exhaustive) for backend in ("aot_eager", "inductor"))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled(backend):
     x = randn(5, 4, 3, 8)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(Program(several), backend=backend, fullgraph=True)
         check(compiled, several, x)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_gradients(backend):
+    def program(x, chosen):
+        count = chosen.sum().item()
+        torch._check(count >= 0)
+        torch._check(count <= x.shape[0])
+        taken = x.narrow(0, 0, count)
+        return opkit.attention(taken, taken, taken, mask=Causal())
+
+    x = randn(5, 2, 16, 8).requires_grad_()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        torch._dynamo.reset()
+        compiled = torch.compile(program, backend=backend, fullgraph=True)
+        for chosen in map(torch.tensor, CHOSEN):
+            found, expected = (torch.autograd.grad(f(x, chosen).square().sum(), x)[0] for f in (compiled, program))
+            torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.exhaustive
