@@ -44,6 +44,7 @@ def destroy_library(library: torch.library.Library) -> None:
     library._destroy()
     torch.library._defs.difference_update(library._op_defs)
     for qualname in library._op_defs:
-        _SCHEMA_TO_SIGNATURE_CACHE.pop((*qualname.split("."), "")[:2], None)
+        name, _, overload = qualname.partition(".")
+        _SCHEMA_TO_SIGNATURE_CACHE.pop((name, overload), None)
     library._op_defs.clear()
     library._op_impls.clear()
