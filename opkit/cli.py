@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -79,6 +79,10 @@ def demo(
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU where there is one.")
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder that the loss curves are written to.")] = Path("opkit-demo"),
+    backend: Annotated[
+        Literal["opkit", "inductor"] | None,
+        typer.Option(help="Of torch.compile; by default opkit on a CPU, and inductor on a GPU."),
+    ] = None,
 ) -> None:
     """Train a small language model, made of opkit operators, on Python's own source; eager, then compiled."""
     with terminal.bad_input(errors.OpkitError):
@@ -86,7 +90,7 @@ def demo(
         _check_folder(out)
         from opkit import demo as program
 
-        program.run(steps, device, out)
+        program.run(steps, device, out, options=program.Options(backend=backend))
 
 
 @app.command()

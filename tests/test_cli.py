@@ -153,11 +153,15 @@ def test_demo_refuses_a_file_as_folder(tmp_path):
 def test_demo_passes_its_options_on(tmp_path, monkeypatch):
     calls = []
     program = types.ModuleType("opkit.demo")
-    program.run = lambda *arguments: calls.append(arguments)  # type: ignore[attr-defined]
+    program.run = lambda *arguments, options: calls.append((*arguments, options))  # type: ignore[attr-defined]
+    program.Options = lambda backend: backend  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "opkit.demo", program)
     monkeypatch.setattr(opkit, "demo", program, raising=False)
-    assert run("demo", "--steps", "3", "--device", "cpu", "--out", str(tmp_path)).exit_code == 0
-    assert calls == [(3, "cpu", tmp_path)]
+    assert (
+        run("demo", "--steps", "3", "--device", "cpu", "--out", str(tmp_path), "--backend", "inductor").exit_code == 0
+    )
+    assert calls == [(3, "cpu", tmp_path, "inductor")]
+    assert "'aot'" in run("demo", "--backend", "aot").output
 
 
 FINDINGS = [doctor.Finding("packages", "torch", "2.13.0 (tested)"), doctor.Finding("gpus", "none", "no device", "note")]

@@ -38,8 +38,17 @@ def test_losses_fall_agree_and_are_written(tmp_path):
     assert len(record["curves"]["compiled"]["losses"]) == 40
     assert report.plot_path.read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in report.folder.iterdir()) == ["losses.json", "losses.png"]
+    assert record["backend"] == "eager"
     for word in ("eager", "compiled", "tokens/s", "losses.png", report.sample[:1]):
         assert word in printed
+
+
+@pytest.mark.build
+def test_a_cpu_has_opkits_compiler(tmp_path):
+    report, printed = _run(40, tmp_path, options=demo.Options(size=TINY.size, sample=1))
+    assert report.backend == "opkit"
+    assert "opkit" in printed
+    assert report.max_difference <= training.TOLERANCE
 
 
 def test_one_step_is_enough_and_repeats_itself(tmp_path):

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,19 +28,26 @@ from opkit.errors import ArgumentError, DemoError
 
 __all__ = ["Options", "Report", "Size", "run"]
 
+BACKENDS = {"cpu": "opkit", "cuda": "inductor"}  #: of torch.compile, by the type of device
 STEPS = {"cpu": 150, "cuda": 1000}  #: by the type of device, where the number of steps is left out
 SECONDS = 15.0  #: after which eager training ends, where the number of steps is left out; compiled takes as many steps
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What ``opkit demo`` has no flags for."""
+    """What else there is to choose.
+
+    Attributes:
+        backend: of torch.compile, a name or a function; None: "opkit" on a CPU, and "inductor" on a GPU, where opkit's compiler
+            fuses nothing.
+        sample: bytes to generate.
+    """
 
     size: Size = dataclasses.field(default_factory=Size)
     batch: int = 4
     seed: int = 0
-    backend: str = "inductor"  #: of torch.compile
-    sample: int = 200  #: bytes to generate
+    backend: Any = None
+    sample: int = 200
     temperature: float = 0.7
 
 
@@ -68,12 +76,15 @@ def run(
     began = time.perf_counter()
     options, console = options or Options(), console or Console()
     plan = _plan(steps, device, out)
+    backend = options.backend or BACKENDS[plan.device.type]
+    options = dataclasses.replace(options, backend=backend)
     text = corpus.read()
     models = [build(options.size, options.seed, plan.device) for _ in range(2)]
     eager, compiled = _curves(models, _steps_of(text, plan, options), plan.budget, options, console)
     prompt = text[: options.size.context]
     report = Report(
         device=_describe(plan.device),
+        backend=backend if isinstance(backend, str) else getattr(backend, "__name__", str(backend)),
         parameters=sum(p.numel() for p in models[0].parameters()),
         tokens_per_step=options.batch * options.size.context,
         eager=eager,

@@ -27,6 +27,7 @@ class Report:
     """The outcome of :func:`opkit.demo.run`."""
 
     device: str
+    backend: str
     parameters: int
     tokens_per_step: int
     eager: Curve
@@ -61,7 +62,7 @@ def _times(report: Report) -> Table:
         table.add_column(heading, justify="right" if heading else "left")
     for curve in (report.eager, report.compiled):
         table.add_row(
-            curve.name,
+            curve.name if curve is report.eager else report.backend,
             f"{curve.losses[0]:.2f} → {curve.end:.2f}",
             f"{curve.seconds[0]:.2f} s",
             f"{1e3 * curve.step_seconds:.1f} ms",
@@ -90,6 +91,7 @@ def write_losses(report: Report) -> None:
         "opkit": opkit.__version__,
         "torch": torch.__version__,
         "device": report.device,
+        "backend": report.backend,
         "parameters": report.parameters,
         "tokens_per_step": report.tokens_per_step,
         "seconds": report.seconds,
