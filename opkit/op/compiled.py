@@ -44,9 +44,7 @@ class CompiledFunction(abc.ABC):
         self.library: _core.KernelLibrary | None = None
         self._overload: Any = None
         self._programs: list[tuple[int, ...]] = []
-        self._read: tuple[
-            Any, ...
-        ] = ()  # what of the values read may decide sizes: asked again in each call, if there is any
+        self._read: tuple[Any, ...] = ()  # values that may decide sizes: looked up again in each call
         self._sizes: tuple[Any, State] | None = None  # the fake implementation that gives them, and what it reads
         self._derived_from: Any = None  # both, as the programs were made
         self._lock = threading.RLock()

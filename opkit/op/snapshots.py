@@ -143,11 +143,9 @@ def parts_of(value: Any) -> list[Any]:
     return found
 
 
-def decides_sizes(found: Hashable) -> bool:
+def decides_sizes(found: Any) -> bool:
     """Whether what :meth:`Snapshots.take` found holds a value that sizes or dtypes are made of: no float, tensor or function."""
-    if not isinstance(found, tuple):
-        return False
-    return found[0] in _OF_SIZES or any(map(decides_sizes, found))
+    return any(map(decides_sizes, found)) if isinstance(found, tuple) else found in _OF_SIZES
 
 
 def is_operator(value: Any) -> bool:

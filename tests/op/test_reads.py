@@ -123,6 +123,13 @@ def test_modules_are_not_imported_before_the_function_does(tmp_path: Path, monke
     assert state.current() not in (before, after)
 
 
+@pytest.mark.parametrize(
+    ("held", "decides"), [([], False), ({}, False), ([2.0, (WEIGHT, helper)], False), ([()], False), ({"n": 2}, True)]
+)
+def test_numbers_and_texts_may_decide_sizes(held: Any, decides: bool) -> None:
+    assert bool(State("reads::sizes", lambda x: x * len(held)).of_sizes()) is decides
+
+
 def test_functions_that_read_nothing_cost_nothing() -> None:
     def pure(x: Tensor) -> Tensor:
         import math
