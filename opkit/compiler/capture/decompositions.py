@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,18 @@ def _group_norm_backward(
     return None if in_x is None else in_x.to(x.dtype), in_weight, in_bias
 
 
+def _batch_norm(op: Any, x: Tensor, *rest: Any) -> Any:
+    """Of narrow floats with float32 weights or running statistics: as its CPU kernel does, with float32 statistics.
+
+    Its fake gives saved statistics of the values' dtype on CPUs (torch 2.11 to 2.14).
+    """
+    wide = next((t.dtype for t in rest if isinstance(t, Tensor)), x.dtype)
+    if wide == x.dtype or wide != torch.promote_types(wide, x.dtype) or x.device.type != "cpu":
+        return NotImplemented
+    y, *statistics = op(x.to(wide), *rest)
+    return y.to(x.dtype), *statistics
+
+
 def _roll(x: Tensor, shifts: Any, dims: Any = ()) -> Any:
     """As its kernel does, which keeps channels last; its fake gives a row-major tensor (torch 2.11 to 2.14)."""
     if x.is_contiguous() or not dims or not x.numel():
@@ -47,4 +60,14 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.roll.default: _roll,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
+    **{
+        op: functools.partial(_batch_norm, op)
+        for op in (
+            aten.native_batch_norm.default,
+            aten._native_batch_norm_legit.default,
+            aten._native_batch_norm_legit.no_stats,
+            aten._native_batch_norm_legit_functional.default,
+            aten._native_batch_norm_legit_no_training.default,
+        )
+    },
 }
