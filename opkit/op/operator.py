@@ -84,6 +84,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         operator = self._operator
         self._opoverload = operator.overload
         planned = self._dispatcher.refresh(self._dispatched, operator.forced > 0, renewed)
+        private.use_pyobj_dispatch(operator.overload, not operator.bridged.serving)
         direct = operator.bridged.serving and not self._flattened
         self._call: Callable[..., Any] = private.builtin(operator.overload) if direct else planned
 

@@ -67,6 +67,15 @@ def builtin(overload: Any) -> Callable[..., Any]:
     return overload._op
 
 
+def use_pyobj_dispatch(overload: Any, enabled: bool) -> None:
+    """Whether Python calls of an overload look for its kernels in Python, without converting arguments (torch 2.14 on).
+
+    That is faster for kernels in Python and slower for compiled ones.
+    """
+    if hasattr(overload, "_enable_pyobj_dispatch"):
+        overload._enable_pyobj_dispatch(enabled)
+
+
 def dispatch_key_of(device_type: str) -> str:
     """The name of the backend dispatch key of a device type, "CPU" for "cpu"."""
     return _C._dispatch_key_for_device(device_type)
