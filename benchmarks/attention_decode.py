@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import opkit
-from opkit.attn.paged_cpu import decode
+from opkit.attn.paged.cpu import decode
 
 HEADS, KV_HEADS, D, PAGE = 32, 8, 128, 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}

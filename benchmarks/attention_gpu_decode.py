@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper.decode_cuda import MOST_ROWS
 from opkit.attn.operator import attention_operator
-from opkit.attn.paged import paged_attention_operator
+from opkit.attn.paged.api import paged_attention_operator
 from opkit.op.operator import CustomOp, use_kernel
 
 CACHE = 512 << 20  # bytes of keys and values that calls take in turn

@@ -36,7 +36,7 @@ from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.hopper import listed
-from opkit.attn.lowering import Sizes, lower
+from opkit.attn.masks.lowering import Sizes, lower
 from opkit.masks import Causal, Dense, Mask, Segments, SlidingWindow
 
 SIZE: gpu.Size = (2, 16, 16384, 128)

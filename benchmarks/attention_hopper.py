@@ -20,9 +20,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opkit.attn import calls as attention
-from opkit.attn import program
 from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.hopper import forward_cuda, library
+from opkit.attn.masks import program
 
 SHAPES = {  # batch, heads, sequence, head, and how many keys back a query sees: None for all, -1 for all before it
     "8x16x2048x128 causal": (8, 16, 2048, 128, -1),

@@ -17,11 +17,11 @@ import json
 import torch
 from attention_hopper import Call, mask_of, medians, operations, print_table
 
-from opkit.attn import program
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import backward_cuda, library
 from opkit.attn.gpu.hopper import forward as hopper
+from opkit.attn.masks import program
 
 KERNELS = ("gluon", "gluon determ.", "cuda", "cuda determ.", "cudnn")
 

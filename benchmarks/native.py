@@ -23,7 +23,7 @@ from torch import Tensor
 
 import opkit
 from opkit.kernels import bridge
-from opkit.op import native
+from opkit.op.native import function as native
 from opkit.op.torch_paths import torch_paths
 
 BUILDS, LOADS, MANY = 9, 7, 500

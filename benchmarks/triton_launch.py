@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 import opkit
-from opkit.op import bridged
+from opkit.op.native import bridged
 
 _ELEMENTS = 1024
 _CALLS = 2000

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from opkit import errors as errors
 from opkit.contract.checking import check as check
-from opkit.kernels.native import c_kernel as c_kernel
-from opkit.kernels.native import cpp_kernel as cpp_kernel
-from opkit.kernels.native import cuda_kernel as cuda_kernel
-from opkit.kernels.package import runtime_library as runtime_library
+from opkit.kernels.aot.package import runtime_library as runtime_library
+from opkit.kernels.cc.native import c_kernel as c_kernel
+from opkit.kernels.cc.native import cpp_kernel as cpp_kernel
+from opkit.kernels.cc.native import cuda_kernel as cuda_kernel
 from opkit.op.definition import custom_op as custom_op
 from opkit.op.library import from_library as from_library
 from opkit.op.operator import CustomOp as CustomOp
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from opkit import masks as masks
     from opkit import nn as nn
     from opkit.attn.api import attention as attention
-    from opkit.attn.hugging_face import register_transformers as register_transformers
+    from opkit.attn.compat.hugging_face import register_transformers as register_transformers
+    from opkit.attn.compat.sdpa import sdpa_override as sdpa_override
+    from opkit.attn.compat.sdpa import set_sdpa_override as set_sdpa_override
     from opkit.attn.invariance import batch_invariant as batch_invariant
     from opkit.attn.merging import merge_attention as merge_attention
-    from opkit.attn.paged import append_kv as append_kv
-    from opkit.attn.paged import paged_attention as paged_attention
-    from opkit.attn.sdpa import sdpa_override as sdpa_override
-    from opkit.attn.sdpa import set_sdpa_override as set_sdpa_override
+    from opkit.attn.paged.api import append_kv as append_kv
+    from opkit.attn.paged.api import paged_attention as paged_attention
     from opkit.compiler.explain import explain as explain
 
 # What few need, or takes long to import, as torch._dynamo does: imported when it is first asked for.
 _LATER = {
-    "append_kv": ("opkit.attn.paged", "append_kv"),
+    "append_kv": ("opkit.attn.paged.api", "append_kv"),
     "attention": ("opkit.attn.api", "attention"),
     "batch_invariant": ("opkit.attn.invariance", "batch_invariant"),
     "explain": ("opkit.compiler.explain", "explain"),
     "masks": ("opkit.masks", None),
     "merge_attention": ("opkit.attn.merging", "merge_attention"),
     "nn": ("opkit.nn", None),
-    "paged_attention": ("opkit.attn.paged", "paged_attention"),
-    "register_transformers": ("opkit.attn.hugging_face", "register_transformers"),
-    "sdpa_override": ("opkit.attn.sdpa", "sdpa_override"),
-    "set_sdpa_override": ("opkit.attn.sdpa", "set_sdpa_override"),
+    "paged_attention": ("opkit.attn.paged.api", "paged_attention"),
+    "register_transformers": ("opkit.attn.compat.hugging_face", "register_transformers"),
+    "sdpa_override": ("opkit.attn.compat.sdpa", "sdpa_override"),
+    "set_sdpa_override": ("opkit.attn.compat.sdpa", "set_sdpa_override"),
 }
 
 

@@ -18,13 +18,13 @@ from opkit import errors, terminal
 from opkit.cli_check import check
 from opkit.cli_explain import explain
 from opkit.cli_tune import tune
-from opkit.kernels.progress import printable
+from opkit.kernels.cc.progress import printable
 
 if TYPE_CHECKING:
     from opkit.doctor import Finding
-    from opkit.kernels.cache import Entry
-    from opkit.kernels.package import Library
-    from opkit.op.package import Report
+    from opkit.kernels.aot.package import Library
+    from opkit.kernels.store.cache import Entry
+    from opkit.op.aot.package import Report
 
 app = typer.Typer(
     help="Custom PyTorch operators from one function.",
@@ -163,7 +163,7 @@ def build(
 ) -> None:
     """Compile every C, C++, CUDA and Triton kernel of a package ahead of time, into the package."""
     terminal.import_modules([module])
-    from opkit.op import package
+    from opkit.op.aot import package
 
     try:
         with terminal.bad_input(errors.ArgumentError):
@@ -195,7 +195,7 @@ def bridge() -> None:
 @cache_app.command("list")
 def cache_list() -> None:
     """List the kernels in the build cache, and say how many Triton kernels are kept."""
-    from opkit.kernels import cache
+    from opkit.kernels.store import cache
     from opkit.kernels.triton import stored
 
     entries = cache.entries()
@@ -211,7 +211,7 @@ def cache_list() -> None:
 @cache_app.command("clear")
 def cache_clear() -> None:
     """Remove every kernel from the build cache, and those of Triton; they are built again when they are needed."""
-    from opkit.kernels import cache
+    from opkit.kernels.store import cache
     from opkit.kernels.triton import stored
 
     entries = cache.entries()
@@ -231,7 +231,7 @@ def _triton(count: int) -> str:
 @cache_app.command("verify")
 def cache_verify() -> None:
     """Check every kernel in the build cache against what was noted when it was built."""
-    from opkit.kernels import cache
+    from opkit.kernels.store import cache
 
     damaged = cache.verify()
     rows = [
@@ -251,7 +251,7 @@ def _listed(text: str) -> list[str]:
 
 
 def _built(report: Report) -> Iterator[Table | str]:
-    from opkit.kernels.package import runtime_library
+    from opkit.kernels.aot.package import runtime_library
 
     if report.libraries or not report.binaries:
         headings = ("kernel", "isa", "size", "output sizes", "file")

@@ -13,11 +13,11 @@ import typer
 from rich.markup import escape
 
 from opkit import errors, terminal
-from opkit.kernels.progress import printable
+from opkit.kernels.cc.progress import printable
 
 if TYPE_CHECKING:
     from opkit.contract.packages import Listing, Target
-    from opkit.contract.told.report import Failure, Report
+    from opkit.contract.report.report import Failure, Report
 
 _HEADINGS = ("operator", "", "failed", "held", "skipped", "examples", "seconds")
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
@@ -126,7 +126,7 @@ def _checked(listing: Listing, options: dict[str, Any], budget: float | None, on
     Raises:
         ArgumentError: one that was named cannot be checked.
     """
-    from opkit.contract.told.bar import bar
+    from opkit.contract.report.bar import bar
 
     results = _Results(not_checked=dict(listing.left_out))
     end = None if budget is None else time.monotonic() + budget
@@ -182,8 +182,8 @@ def _written(
     results: _Results, repro: Path | None, json: Path | None, html: Path | None
 ) -> dict[tuple[str, str], Path]:
     """Write the files that were asked for; where the script of each operator's failed property is."""
-    from opkit.contract.told.page import page
-    from opkit.contract.told.report_json import as_json
+    from opkit.contract.report.page import page
+    from opkit.contract.report.report_json import as_json
 
     with terminal.bad_input(OSError):
         for path, made in ((json, as_json), (html, page)):

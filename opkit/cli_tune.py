@@ -12,13 +12,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from opkit import errors, terminal
-from opkit.kernels.progress import printable
+from opkit.kernels.cc.progress import printable
 
 if TYPE_CHECKING:
     from opkit.kernels.triton.observation import Choice
     from opkit.kernels.triton.record_format import Entry, Identity, Record
-    from opkit.op.example_arguments import CallSpec
-    from opkit.op.tuning import Result
+    from opkit.op.aot.tuning import Result
+    from opkit.op.examples.arguments import CallSpec
 
 _HEADINGS = ("operator", "kernel", "device", "bucket", "config", "ms", "date", "stale")
 _SOURCES = {"tuned": "tuned", "record": "recorded", "nearest": "not tuned", "first": "not tuned"}
@@ -77,7 +77,7 @@ def _keep(show: bool, export: Path | None, import_: Path | None, operators: Sequ
 
 def _show(listed: Sequence[Record]) -> None:
     from opkit.kernels.triton import records
-    from opkit.op import tuning
+    from opkit.op.aot import tuning
 
     hashes = tuning.identities()
     rows = [
@@ -114,7 +114,10 @@ def _planned(module: str, names: Sequence[str], shapes: Iterable[str], file: Pat
     Raises:
         OpkitError: there is no GPU, or what the user asked for is not there.
     """
-    from opkit.op import example_arguments, registry, tuning, typical_calls
+    from opkit.op import registry
+    from opkit.op.aot import tuning
+    from opkit.op.examples import arguments as example_arguments
+    from opkit.op.examples import typical as typical_calls
 
     tuning.device()
     given = [example_arguments.parse_call(text) for text in shapes]
@@ -151,7 +154,7 @@ def _progress(console: Console) -> Progress:
 
 
 def _tuned(call: CallSpec, force: bool, progress: Progress, task: TaskID) -> bool:
-    from opkit.op import tuning
+    from opkit.op.aot import tuning
 
     def report(identity: Identity, number: int, total: int) -> None:
         progress.update(task, description=escape(f"{identity}: configuration {number + 1} of {total}"))

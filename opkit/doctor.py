@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from opkit import compat, config, errors
-from opkit.kernels import toolchain
+from opkit.kernels.cc import toolchain
 
 Status = Literal["ok", "note", "missing"]
 

@@ -10,13 +10,13 @@ from opkit.contract.calls.sizes import shapes as shapes
 from opkit.contract.calls.sizes import sizes as sizes
 from opkit.contract.calls.specs import tensor as tensor
 from opkit.contract.plugin import contract as contract
+from opkit.contract.report.replaying import load as load
+from opkit.contract.report.replaying import replay as replay
 from opkit.contract.strategies import calls as calls
 from opkit.contract.strategies import layouts as layouts
 from opkit.contract.strategies import make_call as make_call
 from opkit.contract.strategies import make_tensor as make_tensor
 from opkit.contract.strategies import tensors as tensors
-from opkit.contract.told.replaying import load as load
-from opkit.contract.told.replaying import replay as replay
 from opkit.op.triton.interpreter import Interpreter as Interpreter
 from opkit.op.triton.interpreter import interpret as interpret
 from opkit.op.triton.testing import CompileReport as CompileReport

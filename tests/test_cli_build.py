@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import opkit
 from opkit import cli
 from opkit.errors import ToolchainError
-from opkit.kernels import isa, toolchain
+from opkit.kernels.cc import isa, toolchain
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed"),
@@ -183,7 +183,7 @@ def test_a_disk_that_fills_up_leaves_the_old_package(folder, monkeypatch):
     old = snapshot(folder / "_opkit_single")
     forget(before)
     (folder / "single.py").write_text(HEAD + operator("good").replace("2 * x", "3 * x"))
-    from opkit.kernels import package
+    from opkit.kernels.aot import package
 
     def full(path, content, write=package._replace):
         if path.name == "manifest.json":

@@ -9,9 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from opkit import cli
-from opkit.kernels import cache, compilation
-from opkit.kernels.cache import Entry
-from opkit.kernels.compilation import Request, Unit, build, key
+from opkit.kernels.cc import compilation
+from opkit.kernels.cc.compilation import Request, Unit, build, key
+from opkit.kernels.store import cache
+from opkit.kernels.store.cache import Entry
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 
@@ -66,7 +67,7 @@ def test_clear_says_how_much_was_removed(place):
 
 def test_clear_says_why_it_cannot(place, monkeypatch):
     build(make("a::a"))
-    monkeypatch.setattr("opkit.kernels.cache.remove", lambda directory: os.rmdir(directory))
+    monkeypatch.setattr("opkit.kernels.store.cache.remove", lambda directory: os.rmdir(directory))
     result = run("clear")
     assert result.exit_code == 2
     assert "cannot be cleared" in result.stderr

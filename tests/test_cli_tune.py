@@ -13,7 +13,7 @@ from opkit import cli, terminal
 from opkit.kernels.triton import records, tuning
 from opkit.kernels.triton.configs import Config
 from opkit.kernels.triton.record_format import Identity
-from opkit.op import tuning as op_tuning
+from opkit.op.aot import tuning as op_tuning
 
 RUNNER = CliRunner()
 

@@ -10,7 +10,7 @@ import sysconfig
 import pytest
 
 from opkit import doctor
-from opkit.kernels import toolchain
+from opkit.kernels.cc import toolchain
 
 
 def by_name(findings):

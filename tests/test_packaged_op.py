@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import opkit
-from opkit.kernels import isa
+from opkit.kernels.cc import isa
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "packaged_op"
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import opkit
-from opkit.op.selection import Selection
+from opkit.op.dispatch.selection import Selection
 
 
 @opkit.custom_op("typing::scaled", mutates_args=())

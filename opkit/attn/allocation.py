@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opkit.op import torch_private as private
-from opkit.op.unfilled import unfilled
+from opkit.op.native.unfilled import unfilled
 
 FEW = 2048  #: elements; with more, the time of a call is not that of allocating
 

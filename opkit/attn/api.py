@@ -9,16 +9,18 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from opkit.attn import arguments, biases, float8, reference, torch_private
-from opkit.attn.lowering import Sizes
-from opkit.attn.lowering import lower as lower_mask
-from opkit.attn.masks import Mask, as_mask
+from opkit.attn import arguments, float8, reference
+from opkit.attn.compat import torch_private
+from opkit.attn.masks import biases
+from opkit.attn.masks.algebra import Mask, as_mask
+from opkit.attn.masks.lowering import Sizes
+from opkit.attn.masks.lowering import lower as lower_mask
 from opkit.attn.operator import attention_operator
 from opkit.op import torch_private as private
-from opkit.op.fastcall import undisturbed
+from opkit.op.dispatch.fastcall import undisturbed
+from opkit.op.dispatch.recent import Known, Recent, bind
+from opkit.op.dispatch.selection import REFERENCE, Selection
 from opkit.op.operator import use_kernel
-from opkit.op.recent import Known, Recent, bind
-from opkit.op.selection import REFERENCE, Selection
 
 _OPERATOR, _FLOAT8 = attention_operator(), float8.attention_float8_operator()
 _Known = Known[tuple[Any, ...]]

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from opkit import config
-from opkit.attn import cpu, program
+from opkit.attn import cpu
 from opkit.attn.calls import Call
+from opkit.attn.masks import program
 from opkit.errors import KernelError
+from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 NAME = "batch_invariant"
 _FIRST = 2  # of priorities, above those of all kernels for processors

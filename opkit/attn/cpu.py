@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn import gradients, paged_cpu, program
+from opkit.attn import gradients
 from opkit.attn.allocation import address, dense_rows, overwritten, rows
 from opkit.attn.calls import AnyCall, Call, GradientCall, dtypes_and_shapes, predicate
-from opkit.attn.memory_safety import bias_fits, mask_fits, results_fit, shapes_fit, sinks_fit
+from opkit.attn.masks import program
+from opkit.attn.masks.memory_safety import bias_fits, mask_fits, results_fit, shapes_fit, sinks_fit
+from opkit.attn.paged import cpu as paged_cpu
 from opkit.errors import KernelError
+from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 FEW = ((16, 256),)  #: rows of a head of keys, at most, and how many keys there are at least: these calls are decoded

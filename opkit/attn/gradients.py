@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkit.attn import philox, program, reference
+from opkit.attn import philox, reference
 from opkit.attn.calls import BiasCall, GradientCall
-from opkit.attn.program import Grid
+from opkit.attn.masks import program
+from opkit.attn.masks.program import Grid
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp
 

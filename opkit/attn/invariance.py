@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 from opkit.attn.batch_invariant import NAME
 from opkit.attn.operator import attention_operator
-from opkit.attn.paged import paged_attention_operator
+from opkit.attn.paged.api import paged_attention_operator
 from opkit.op.operator import use_kernel
 
 

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opkit.attn import biases, program, reference
-from opkit.attn.lowering import Sizes, lower
-from opkit.attn.masks import Mask, as_mask
-from opkit.attn.program import Grid
+from opkit.attn import reference
+from opkit.attn.masks import biases, program
+from opkit.attn.masks.algebra import Mask, as_mask
+from opkit.attn.masks.lowering import Sizes, lower
+from opkit.attn.masks.program import Grid
 
 
 def with_probabilities(

@@ -12,8 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from opkit.attn import philox, program
-from opkit.attn.program import Grid
+from opkit.attn import philox
+from opkit.attn.masks import program
+from opkit.attn.masks.program import Grid
 
 
 def attention(
@@ -45,7 +46,7 @@ def attention(
         bias_tensors: what ``bias`` refers to.
         sinks: (heads,), one more logit for each row, which has no value.
         seed: int64 (2,), of dropout; needed where ``dropout_p`` is not 0.
-        mask: a program of :mod:`opkit.attn.program`; empty: every query sees every key.
+        mask: a program of :mod:`opkit.attn.masks.program`; empty: every query sees every key.
         bias: a program of biases; empty: none.
         scale: a factor of the logits.
         softcap: a bound of the logits' magnitude; 0: none.

@@ -32,7 +32,7 @@ from opkit.compiler.run import arena, stored
 from opkit.compiler.run.assemble import Runner, Surroundings
 from opkit.compiler.run.plan import Plan
 from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, ToolchainError
-from opkit.kernels import isa
+from opkit.kernels.cc import isa
 from opkit.op.core import inlining, knows_lowerings
 
 Boxed = Callable[[list[Any]], Any]

@@ -21,13 +21,13 @@ from opkit.compiler.lower.context import Builder, element
 from opkit.compiler.lower.registry import NoRule, Rule
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Tensor
-from opkit.kernels import runs, source
-from opkit.kernels.dtypes import C_TYPES
-from opkit.kernels.native import Elements, NativeKernel
-from opkit.kernels.runs import Taken
-from opkit.op.native import NativeFunction
+from opkit.kernels.cc import runs, source
+from opkit.kernels.cc.dtypes import C_TYPES
+from opkit.kernels.cc.native import Elements, NativeKernel
+from opkit.kernels.cc.runs import Taken
+from opkit.op.dispatch.selection import Kernel, forced_kernels
+from opkit.op.native.function import NativeFunction
 from opkit.op.operator import CustomOp
-from opkit.op.selection import Kernel, forced_kernels
 
 
 def serves(op: CustomOp[Any, Any]) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from opkit.contract.told.report import Progress, Report
+    from opkit.contract.report.report import Progress, Report
 
 
 def check(

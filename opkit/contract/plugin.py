@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from opkit.contract.told.report import Report
+    from opkit.contract.report.report import Report
 
 _ARGUMENT = "opkit_property"
 _CRASHES = "memory.crash"

@@ -18,13 +18,13 @@ from opkit import config
 from opkit.contract import properties as table
 from opkit.contract.budget import Budget
 from opkit.contract.observed import global_state
-from opkit.contract.processes import lanes
+from opkit.contract.processes import fork_pool as lanes
 from opkit.contract.prop import Property
+from opkit.contract.report.bar import progress_of
+from opkit.contract.report.report import Failure, Passed, Progress, Report, Skipped
+from opkit.contract.report.repro import script
 from opkit.contract.search import Found, search, warm_up
 from opkit.contract.subject import Subject, subject_of
-from opkit.contract.told.bar import progress_of
-from opkit.contract.told.report import Failure, Passed, Progress, Report, Skipped
-from opkit.contract.told.repro import script
 from opkit.errors import ArgumentError
 from opkit.op import torch_private as private
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from opkit.attn.flex import flex_attention as flex_attention
-from opkit.attn.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
+from opkit.attn.compat.flex import flex_attention as flex_attention
+from opkit.attn.compat.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
 from opkit.errors import ShapeError
 from opkit.op.definition import custom_op
 

@@ -19,17 +19,17 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit.errors import OpkitError, RuleError
-from opkit.op import body as bodies
 from opkit.op import torch_private as private
-from opkit.op.body import Opaque, Trace
-from opkit.op.contract_hash import contract_hash
-from opkit.op.mutation import Inference
+from opkit.op.dispatch.selection import KernelTable, call_device, leaves
 from opkit.op.rules.autograd import DerivedRule, GivenRule, MissingRule, Rule, make_function
 from opkit.op.rules.vmap import FoldRecord
-from opkit.op.selection import KernelTable, call_device, leaves
-from opkit.op.signature import Signature
-from opkit.op.state import State
+from opkit.op.schema.signature import Signature
 from opkit.op.torch_guards import in_guarded_compilation
+from opkit.op.trace import body as bodies
+from opkit.op.trace.body import Opaque, Trace
+from opkit.op.trace.contract_hash import contract_hash
+from opkit.op.trace.mutation import Inference
+from opkit.op.trace.state import State
 
 inlining: contextvars.ContextVar[bool | None] = contextvars.ContextVar("opkit_inlining", default=None)
 """While a compiler traces: whether it is to see through all operators, or none; None: each as it was defined."""

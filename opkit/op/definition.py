@@ -14,16 +14,19 @@ import torch
 
 from opkit import compat
 from opkit.errors import DefinitionError, KeywordTensorError
-from opkit.op import mutation, registry
-from opkit.op import schema as schemas
-from opkit.op import signature as signatures
+from opkit.op import registry
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
-from opkit.op.mutation import Inference
+from opkit.op.dispatch.selection import Kernel, KernelTable
+from opkit.op.native import function as _native  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers its kind
 from opkit.op.operator import CustomOp, Devices
 from opkit.op.rules.autocast import check_policy
-from opkit.op.selection import Kernel, KernelTable
-from opkit.op.signature import Signature
+from opkit.op.schema import schema as schemas
+from opkit.op.schema import signature as signatures
+from opkit.op.schema.signature import Signature
+from opkit.op.trace import mutation
+from opkit.op.trace.mutation import Inference
+from opkit.op.triton import function as _triton  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers its kind
 
 P = ParamSpec("P")
 R = TypeVar("R")

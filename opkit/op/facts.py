@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from opkit.errors import KernelError
-from opkit.kernels.facts import Argument, Facts, Output, Shape
+from opkit.kernels.binding.facts import Argument, Facts, Output, Shape
 from opkit.op.core import Operator
-from opkit.op.patterns import Dim, TensorPattern
-from opkit.op.signature import Parameter, field_names
+from opkit.op.schema.patterns import Dim, TensorPattern
+from opkit.op.schema.signature import Parameter, field_names
 
 _KINDS = {
     "Tensor": "tensor",
@@ -72,7 +72,7 @@ def check_passable(operator: Operator) -> None:
 
 
 def kind_of(argument: Any) -> str:
-    """The kind of a schema argument, one of ``opkit.kernels.facts.KINDS``."""
+    """The kind of a schema argument, one of ``opkit.kernels.binding.facts.KINDS``."""
     return _KINDS.get(declared_type(argument), "ignored")
 
 

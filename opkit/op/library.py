@@ -18,18 +18,19 @@ from typing import Any
 import torch
 
 from opkit.errors import DeclarationError, DtypeError, KernelError, OpkitError
-from opkit.kernels import elementwise, foreign, shared_library
-from opkit.kernels.binding import Constant
-from opkit.kernels.declaration import CParameter
-from opkit.kernels.dtypes import C_TYPES
-from opkit.kernels.elementwise import Elementwise
-from opkit.kernels.foreign import Foreign
-from opkit.kernels.native import NativeKernel
-from opkit.kernels.shared_library import SharedLibrary
-from opkit.op import registry, signature
-from opkit.op import schema as schemas
+from opkit.kernels.binding.binding import Constant
+from opkit.kernels.cc.declaration import CParameter
+from opkit.kernels.cc.dtypes import C_TYPES
+from opkit.kernels.cc.native import NativeKernel
+from opkit.kernels.libraries import elementwise, foreign, shared_library
+from opkit.kernels.libraries.elementwise import Elementwise
+from opkit.kernels.libraries.foreign import Foreign
+from opkit.kernels.libraries.shared_library import SharedLibrary
+from opkit.op import registry
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp
+from opkit.op.schema import schema as schemas
+from opkit.op.schema import signature
 
 _OPTIONS = ("mutates_args", "tags", "inline", "autocast")
 

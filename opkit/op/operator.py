@@ -16,16 +16,16 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from opkit.errors import KernelError, RuleError
-from opkit.op import identity, kernel_kinds, planning
+from opkit.op import identity, kernel_kinds
 from opkit.op import torch_private as private
-from opkit.op.bridged import Bridged
 from opkit.op.core import Operator
 from opkit.op.description import Description, describe
-from opkit.op.dispatcher import Dispatcher
+from opkit.op.dispatch import planning
+from opkit.op.dispatch.dispatcher import Dispatcher
+from opkit.op.dispatch.selection import Kernel, Selection, predicate_names
+from opkit.op.native.bridged import Bridged
 from opkit.op.rules.autograd import GivenRule
-from opkit.op.schema import device_argument
-from opkit.op.selection import Kernel, Selection, predicate_names
-from opkit.op.triton.graph import functional_rule
+from opkit.op.schema.schema import device_argument
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -217,16 +217,15 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         operator, device = self._operator, kernel.device
         operator.kernels.add(kernel)
         function = kernel.function if kernel.native else function
-        if kernel.traceable or hasattr(kernel.function, "visible"):
-            self._show_to_compilers()
+        visible = kernel.traceable or hasattr(kernel.function, "visible")
+        if visible and private.FunctionalTensorMode not in self._torch_dispatch_fns:
+            from opkit.op.triton.graph import functional_rule
+
+            self.register_torch_dispatch(private.FunctionalTensorMode, functional_rule(operator))
         if device not in self._backend_fns:
             self._backend_fns[device] = function
             if not (operator.device_types is None and device is not None):
                 self._dispatcher.register_backend(device)
-
-    def _show_to_compilers(self) -> None:
-        if private.FunctionalTensorMode not in self._torch_dispatch_fns:
-            self.register_torch_dispatch(private.FunctionalTensorMode, functional_rule(self._operator))
 
     @contextlib.contextmanager
     def set_kernel_enabled(self, device_type: str, enabled: bool = True) -> Generator[None]:  # pyright: ignore
@@ -362,7 +361,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         return describe(self._operator)
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What the contract hash covers; see ``opkit.op.contract_hash``."""
+        """What the contract hash covers; see ``opkit.op.trace.contract_hash``."""
         return self._operator.contract_parts()
 
     def __copy__(self) -> CustomOp[P, R]:
@@ -384,7 +383,7 @@ def use_kernel(op: CustomOp[Any, Any], name: str) -> Generator[None]:
     Raises:
         KernelError: there is no such kernel, or a call's device is not the kernel's.
     """
-    from opkit.op.selection import REFERENCE, forced_kernels
+    from opkit.op.dispatch.selection import REFERENCE, forced_kernels
 
     if not isinstance(op, CustomOp):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise KernelError(f"opkit.use_kernel takes an operator made by opkit.custom_op, got {type(op).__name__}")

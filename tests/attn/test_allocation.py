@@ -9,7 +9,7 @@ import opkit
 from opkit.attn import allocation
 from opkit.attn.allocation import overwritten, room_beside
 from opkit.masks import Causal
-from opkit.op.unfilled import unfilled
+from opkit.op.native.unfilled import unfilled
 
 CPU = torch.device("cpu")
 

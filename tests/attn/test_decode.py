@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from opkit.attn.paged_cpu import UNLIMITED, decode, takes
+from opkit.attn.paged.cpu import UNLIMITED, decode, takes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # of results

@@ -7,7 +7,8 @@ import torch
 from attention_oracle import close, inputs, naive
 
 import opkit
-from opkit.attn import philox, program
+from opkit.attn import philox
+from opkit.attn.masks import program
 from opkit.attn.operator import attention_operator
 
 

@@ -7,8 +7,8 @@ import torch
 from attention_inputs import seen
 
 import opkit
-from opkit.attn import hugging_face_masks
-from opkit.attn.masks import KeyPadding
+from opkit.attn.compat import hugging_face_masks
+from opkit.attn.masks.algebra import KeyPadding
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import opkit
 from opkit.attn import kept
 from opkit.attn.kept import Kept, derived
-from opkit.attn.lowering import Sizes, lower
+from opkit.attn.masks.lowering import Sizes, lower
 from opkit.masks import Causal, Dense, KeyPadding, PrefixLM, Segments, VarLen
 
 CPU = torch.device("cpu")

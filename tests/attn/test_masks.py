@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import opkit
-from opkit.attn import lowering
+from opkit.attn.masks import lowering
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 from opkit.masks import (
     And,

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import opkit
-from opkit.attn import gradients, program
+from opkit.attn import gradients
+from opkit.attn.masks import program
 from opkit.attn.operator import attention_operator
 from opkit.testing import contract, tensor
 

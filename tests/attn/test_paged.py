@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import opkit
-from opkit.attn.paged import append_kv_operator, paged_attention_operator
+from opkit.attn.paged.api import append_kv_operator, paged_attention_operator
 from opkit.errors import ArgumentError, DtypeError, ShapeError
 from opkit.testing import tensor
 

@@ -9,8 +9,8 @@ import numpy as np
 from opkit.compiler.emit.flags import flags
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.schedule import Launch, Schedule
-from opkit.kernels import compilation
-from opkit.kernels.compilation import Request, Unit
+from opkit.kernels.cc import compilation
+from opkit.kernels.cc.compilation import Request, Unit
 
 WARNINGS = ("-Wall", "-Werror", "-Wno-unused", "-Wno-unknown-pragmas")
 

@@ -8,8 +8,8 @@ import torch
 
 import opkit
 from opkit.compiler.backend import opkit_backend
-from opkit.kernels import compilation
-from opkit.kernels.compilation import Request, Unit
+from opkit.kernels.cc import compilation
+from opkit.kernels.cc.compilation import Request, Unit
 
 F64 = torch.float64
 

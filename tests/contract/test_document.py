@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from opkit.contract import properties
-from opkit.contract.told import document
+from opkit.contract.report import document
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "contract.md"
 
 
 def test_the_tables_are_up_to_date():
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert document.written(text) == text, "run: python -m opkit.contract.told.document docs/contract.md"
+    assert document.written(text) == text, "run: python -m opkit.contract.report.document docs/contract.md"
 
 
 def test_every_property_says_what_it_is_there_for():

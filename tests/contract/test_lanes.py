@@ -11,7 +11,8 @@ import small_properties as small
 import torch
 
 import opkit
-from opkit.contract.processes import child, lanes
+from opkit.contract.processes import child
+from opkit.contract.processes import fork_pool as lanes
 from opkit.contract.prop import Refusal, Remark, Violation
 from opkit.testing import tensor
 

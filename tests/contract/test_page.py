@@ -8,8 +8,8 @@ import small_properties as small
 
 import opkit
 from opkit.contract.calls.cases import Case
-from opkit.contract.told.page import page
-from opkit.contract.told.report import Failure, Passed, Report, Skipped
+from opkit.contract.report.page import page
+from opkit.contract.report.report import Failure, Passed, Report, Skipped
 from opkit.testing import tensor
 
 _VOID = {"meta", "br", "hr", "img", "input", "link"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import opkit
-from opkit.contract.told.repro import written
+from opkit.contract.report.repro import written
 from opkit.testing import Case, TensorCase, load, replay, tensor
 
 FACTOR = 2.0

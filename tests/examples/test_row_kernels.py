@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import row_kernels as k
 
 from opkit.kernels.triton import compiling, configs, resources
-from opkit.op import typical_calls
+from opkit.op.examples import typical as typical_calls
 from opkit.op.triton import testing
 
 SHAPES = [(1, 1), (3, 5), (2, 3, 64), (7, 1000), (0, 8), (5, 0), (2, 0, 3), (3, 4100)]

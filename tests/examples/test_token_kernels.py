@@ -10,7 +10,7 @@ import token_kernels as k
 from row_kernels import check, tensors
 
 from opkit.kernels.triton import compiling, resources
-from opkit.op import typical_calls
+from opkit.op.examples import typical as typical_calls
 from opkit.op.triton import examples, launch
 from opkit.op.triton.arguments import Values
 from opkit.op.triton.evaluation import evaluate

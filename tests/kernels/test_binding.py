@@ -8,10 +8,10 @@ import re
 import pytest
 
 from opkit.errors import DeclarationError
-from opkit.kernels.binding import bind
-from opkit.kernels.declaration import parse
-from opkit.kernels.facts import Argument, Facts, Output, Shape
-from opkit.kernels.slots import Slot
+from opkit.kernels.binding.binding import bind
+from opkit.kernels.binding.facts import Argument, Facts, Output, Shape
+from opkit.kernels.binding.slots import Slot
+from opkit.kernels.cc.declaration import parse
 
 ARGUMENTS = (
     Argument("x", "tensor", shape=Shape((), "batch", ("d",))),

@@ -8,8 +8,9 @@ import time
 import pytest
 
 from opkit import errors
-from opkit.kernels import cache, compilation, inputs, storing
-from opkit.kernels.compilation import Request, Unit, build, key
+from opkit.kernels.cc import compilation, inputs
+from opkit.kernels.cc.compilation import Request, Unit, build, key
+from opkit.kernels.store import cache, storing
 
 TEXT = '__attribute__((visibility("default"))) int number(void) { return 7; }\n'
 

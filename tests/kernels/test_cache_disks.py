@@ -14,8 +14,9 @@ import pytest
 
 import opkit
 from opkit import errors
-from opkit.kernels import cache, compilation, storing
-from opkit.kernels.compilation import Request, Unit, build
+from opkit.kernels.cc import compilation
+from opkit.kernels.cc.compilation import Request, Unit, build
+from opkit.kernels.store import cache, storing
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 
@@ -148,7 +149,7 @@ PROGRAM = f"""
 import os, sys, types
 sys.modules["opkit"] = types.ModuleType("opkit")
 sys.modules["opkit"].__path__ = {[str(Path(opkit.__file__).parent)]!r}
-from opkit.kernels.compilation import Request, Unit, build
+from opkit.kernels.cc.compilation import Request, Unit, build
 path = build(Request("demo::number", (Unit("number.c", {TEXT % 7!r}, "c"),)))
 if os.fork() == 0:
     sys.exit()  # a child that ends in the usual way leaves the folder to its parent

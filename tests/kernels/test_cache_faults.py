@@ -20,8 +20,9 @@ import pytest
 
 import opkit
 from opkit import errors
-from opkit.kernels import cache, compilation, storing
-from opkit.kernels.compilation import Request, Unit, build, key
+from opkit.kernels.cc import compilation
+from opkit.kernels.cc.compilation import Request, Unit, build, key
+from opkit.kernels.store import cache, storing
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
@@ -34,7 +35,7 @@ import sys, types
 sys.modules["opkit"] = types.ModuleType("opkit")
 sys.modules["opkit"].__path__ = {[str(Path(opkit.__file__).parent)]!r}
 from opkit.kernels import cache, compilation
-from opkit.kernels.compilation import Request, Unit, build
+from opkit.kernels.cc.compilation import Request, Unit, build
 TEXT = {TEXT!r}
 """
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from opkit import errors
-from opkit.kernels import commands, compilation, diagnostics, inputs, progress, toolchain
-from opkit.kernels.compilation import Request, Unit, build, build_all, key
+from opkit.kernels.cc import commands, compilation, diagnostics, inputs, progress, toolchain
+from opkit.kernels.cc.compilation import Request, Unit, build, build_all, key
 
 DOUBLE = '__attribute__((visibility("default"))) double twice(double x) { return 2 * x; }\n'
 COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]

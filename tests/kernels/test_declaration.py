@@ -7,8 +7,8 @@ import re
 import pytest
 
 from opkit.errors import DeclarationError
-from opkit.kernels import scanner
-from opkit.kernels.declaration import functions, parse
+from opkit.kernels.cc import scanner
+from opkit.kernels.cc.declaration import functions, parse
 
 PARAMETERS = [
     ("const T* x", ("x", "T", 1, True), "const T*"),

@@ -9,7 +9,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from opkit.kernels.source import INCLUDE
+from opkit.kernels.cc.source import INCLUDE
 
 pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"), pytest.mark.sweep(2)]
 

@@ -8,8 +8,10 @@ import shutil
 import pytest
 
 from opkit.errors import DeclarationError, KernelError
-from opkit.kernels import compilation, elementwise, elf, expressions, foreign, shared_library
-from opkit.kernels.expressions import HELPERS
+from opkit.kernels.binding import expressions
+from opkit.kernels.binding.expressions import HELPERS
+from opkit.kernels.cc import compilation
+from opkit.kernels.libraries import elementwise, elf, foreign, shared_library
 
 # ---- declarations ----------------------------------------------------------------------------------------------------
 

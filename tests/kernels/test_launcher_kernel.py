@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from opkit import _core
-from opkit.kernels import descriptor
+from opkit.kernels.cc import descriptor
 from opkit.op import torch_names
 
 OUT = ("TENSOR", "out", "tensor_any")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from opkit import _core
-from opkit.op import layout_program
 from opkit.op import torch_private as private
+from opkit.op.layout import program as layout_program
 
 FLOATS = 40
 BYTES = FLOATS * 4

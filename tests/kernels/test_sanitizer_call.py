@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from opkit import errors
-from opkit.kernels import sanitizer, sanitizer_call
-from opkit.kernels.sanitizer import Buffer, TensorValue
+from opkit.kernels.sanitize import call as sanitizer_call
+from opkit.kernels.sanitize import sanitizer
+from opkit.kernels.sanitize.sanitizer import Buffer, TensorValue
 
 
 def script(folder, text):

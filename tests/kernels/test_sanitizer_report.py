@@ -1,7 +1,7 @@
 """What a sanitizer's report is taken to mean, where no compiler can be relied on to produce the very report."""
 
-from opkit.kernels import sanitizer_report
-from opkit.kernels.sanitizer_report import Block, Ended, explain
+from opkit.kernels.sanitize import report as sanitizer_report
+from opkit.kernels.sanitize.report import Block, Ended, explain
 
 PROGRAM = "/cache/a b/program"
 OUT, X = Block("'out'", 0x619000001800, 40), Block("'x'", 0x619000003000, 0)

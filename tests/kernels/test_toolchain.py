@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from opkit import errors
-from opkit.kernels import isa, toolchain
+from opkit.kernels.cc import isa, toolchain
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def bridge() -> None:
     """The bridge, with which plain calls of native kernels skip Python; several seconds unless the cache has it."""
-    from opkit.op import bridged
+    from opkit.op.native import bridged
 
     bridged.build()
 
@@ -61,7 +61,7 @@ def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, set
     if request.param == "bridge":
         request.getfixturevalue("bridge")
         return
-    from opkit.op import bridged
+    from opkit.op.native import bridged
 
     settings(bridge=0)
     monkeypatch.setattr(bridged, "_bridge", bridged._Bridge())

@@ -8,7 +8,7 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 import opkit
-from opkit.op import bridged
+from opkit.op.native import bridged
 
 pytestmark = pytest.mark.usefixtures("bridge")
 

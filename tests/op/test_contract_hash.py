@@ -21,7 +21,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import opkit
-from opkit.op.contract_hash import contract_hash
+from opkit.op.trace.contract_hash import contract_hash
 
 HELPER = 2.0
 

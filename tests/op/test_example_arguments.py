@@ -11,8 +11,8 @@ from torch import Tensor
 
 import opkit
 from opkit.errors import ArgumentError
-from opkit.op import typical_calls
-from opkit.op.example_arguments import (
+from opkit.op.examples import typical as typical_calls
+from opkit.op.examples.arguments import (
     SHORT_DTYPES,
     CallSpec,
     TensorSpec,

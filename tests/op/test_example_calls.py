@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 import opkit
-from opkit.op import layout
-from opkit.op.example_calls import example_calls, programs
+from opkit.op.examples.calls import example_calls, programs
+from opkit.op.layout import outputs as layout
 
 _programs = {}
 

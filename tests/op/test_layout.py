@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import opkit
-from opkit.op.layout import Program, derive, layout_of, operands, run
+from opkit.op.layout.outputs import Program, derive, layout_of, operands, run
 
 SIZES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 GENERIC = (5, 6, 7, 8, 9, 10, 12, 16)

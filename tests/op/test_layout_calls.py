@@ -9,7 +9,7 @@ from torch import Tensor
 
 import opkit
 from opkit.op import torch_private as private
-from opkit.op.layout import Program, Refusal, derive, layout_of, operands, run
+from opkit.op.layout.outputs import Program, Refusal, derive, layout_of, operands, run
 
 FLOAT32 = 6
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import opkit
-from opkit.op import layout_program as p
-from opkit.op.layout import Program, Refusal, derive, layout_of, operands, run
+from opkit.op.layout import program as p
+from opkit.op.layout.outputs import Program, Refusal, derive, layout_of, operands, run
 
 HEADER = (Path(opkit.__file__).parent / "kernels/include/opkit.h").read_text()
 FLOAT32 = 6

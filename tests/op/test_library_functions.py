@@ -11,7 +11,8 @@ from torch import Tensor
 
 import opkit
 from opkit.errors import DeclarationError, KernelError, UnknownOperatorError
-from opkit.kernels import compilation, shared_library
+from opkit.kernels.cc import compilation
+from opkit.kernels.libraries import shared_library
 
 F64 = torch.float64
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import opkit
 from opkit.errors import CompileError, DeclarationError, KernelError, NoCompilerWarning, SanitizerError
-from opkit.kernels import isa
+from opkit.kernels.cc import isa
 
 pytestmark = pytest.mark.usefixtures("bridge")
 

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import opkit
-from opkit.kernels import isa
+from opkit.kernels.cc import isa
 
 pytestmark = pytest.mark.usefixtures("bridge")
 

@@ -12,8 +12,9 @@ import torch
 
 import opkit
 from opkit.errors import BuildCacheWarning, CompileError, NoCompilerWarning
-from opkit.kernels import isa, package, portable
-from opkit.op import package as building
+from opkit.kernels.aot import package, portable
+from opkit.kernels.cc import isa
+from opkit.op.aot import package as building
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 

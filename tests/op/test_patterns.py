@@ -6,7 +6,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from opkit.errors import DefinitionError, DtypeError, ShapeError
-from opkit.op import patterns
+from opkit.op.schema import patterns
 
 
 def check(*pairs: tuple[object, Tensor]) -> patterns.Binding:

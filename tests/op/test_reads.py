@@ -18,8 +18,8 @@ from torch import Tensor
 
 import opkit
 from opkit.errors import RuleError
-from opkit.op.reads import Reads
-from opkit.op.state import State
+from opkit.op.trace.reads import Reads
+from opkit.op.trace.state import State
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

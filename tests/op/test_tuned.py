@@ -6,8 +6,8 @@ from torch import Tensor
 
 import opkit
 from opkit.kernels.triton.record_format import Identity
-from opkit.op import tuning
-from opkit.op.prepared import TunedKernel
+from opkit.op.aot import tuning
+from opkit.op.dispatch.prepared import TunedKernel
 
 SCALED = Identity("tuned_tests::scaled", "scaled", "abc")
 

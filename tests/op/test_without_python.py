@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from opkit.errors import ToolchainError
-from opkit.kernels import package, toolchain
+from opkit.kernels.aot import package
+from opkit.kernels.cc import toolchain
 
 pytestmark = pytest.mark.build
 

@@ -16,7 +16,7 @@ from opkit.attn.gpu.blocks import Blocks, Rule
 from opkit.attn.gpu.candidates import Kernel
 from opkit.attn.gpu.plans import Shape
 from opkit.attn.gpu.search import Question, Tiles
-from opkit.attn.program import Grid
+from opkit.attn.masks.program import Grid
 from opkit.kernels.triton.configs import Config
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch

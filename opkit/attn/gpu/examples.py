@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from opkit.attn import program
+from opkit.attn.masks import program
 
 _DTYPES, _HEADS = ("bf16", "fp16"), (64, 128, 256)
 _CAUSAL: tuple[list[int], ...] = ([], [program.BAND, -program.UNLIMITED, 0])

@@ -16,7 +16,7 @@ from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, fits, takes
 from opkit.attn.gpu.mla import decode as mla
 from opkit.attn.gpu.portable import invariant
-from opkit.attn.memory_safety import results_fit, sinks_fit
+from opkit.attn.masks.memory_safety import results_fit, sinks_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from opkit.attn.calls import AnyCall, Call
-from opkit.attn.memory_safety import bias_fits, mask_fits, shapes_fit, sinks_fit
+from opkit.attn.masks.memory_safety import bias_fits, mask_fits, shapes_fit, sinks_fit
 
 LARGEST_HEAD, LARGEST_VALUES = 576, 512
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn import program
-from opkit.attn.program import Grid
+from opkit.attn.masks import program
+from opkit.attn.masks.program import Grid
 
 SLOTS, NUMBERS = 6, 8
 FAR = 1 << 30  #: an end of a band that hides nothing, in 32 bits

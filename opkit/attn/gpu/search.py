@@ -22,9 +22,9 @@ from opkit.kernels.triton.buckets import bucket_of
 from opkit.kernels.triton.configs import Config
 from opkit.kernels.triton.observation import Choice, add_launcher
 from opkit.kernels.triton.record_format import Identity
-from opkit.op import autotune
 from opkit.op import torch_private as private
-from opkit.op.contract_hash import contract_hash
+from opkit.op.dispatch import autotune
+from opkit.op.trace.contract_hash import contract_hash
 from opkit.op.triton.launch import is_recorded
 from opkit.op.triton.machine import Machine, machine_of
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from opkit.attn import program
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks, tiles_in
 from opkit.attn.gpu.plans import Shape
 from opkit.attn.gpu.tile_states import states_of
 from opkit.attn.kept import Kept, stream_of, trusted
+from opkit.attn.masks import program
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel

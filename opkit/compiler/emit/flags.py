@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkit.kernels import isa
+from opkit.kernels.cc import isa
 
 # Signed integers wrap around, as ATen's do. "omp simd" alone of OpenMP: the sharing among threads is done by hand, on the
 # OpenMP that torch has loaded. Of gcc's levels, the vectoriser is what loop nests that were planned already need: sixteen
@@ -24,5 +24,5 @@ _MACHINES = {"x86_64": ("-mprefer-vector-width=512",)}
 
 
 def flags() -> tuple[str, ...]:
-    """The flags of ``opkit.kernels.compilation.Request``."""
+    """The flags of ``opkit.kernels.cc.compilation.Request``."""
     return (*_FLAGS, *_MACHINES.get(isa.machine(), ()))

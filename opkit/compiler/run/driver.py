@@ -17,7 +17,7 @@ import torch
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.run.code import PRODUCTS
-from opkit.kernels.compilation import Request, Unit, build
+from opkit.kernels.cc.compilation import Request, Unit, build
 
 _SOURCE = Path(__file__).with_name("driver.c")
 _FLAGS = ("-O1", *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()))  # Python is in the process

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from opkit.compiler.run import driver, openmp
-from opkit.kernels.compilation import Request, Unit, build
+from opkit.kernels.cc.compilation import Request, Unit, build
 
 _ERRORS: dict[int, tuple[type[Exception], str]] = {
     1: (IndexError, "index {} is out of range for a dimension of size {}"),

@@ -26,7 +26,7 @@ from opkit.compiler.ir.index import Axis, Div, Index, Mod, Size, index
 from opkit.compiler.ir.program import Buffer, Extern, Item, Strided
 from opkit.compiler.run.autograd import Result, Wiring
 from opkit.compiler.run.plan import Plan, Segment
-from opkit.kernels import storing
+from opkit.kernels.store import storing
 
 # ---- values as JSON: each that JSON has not is a list of its class's name and its fields ------------------------------
 

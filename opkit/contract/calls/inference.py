@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from opkit.contract.calls.specs import CallSpec, TensorArgument, tensor
 from opkit.errors import ArgumentError, DefinitionError
-from opkit.op import signature
-from opkit.op.codecs import EnumCodec
-from opkit.op.patterns import TensorPattern
-from opkit.op.signature import Parameter, Signature
+from opkit.op.schema import signature
+from opkit.op.schema.codecs import EnumCodec
+from opkit.op.schema.patterns import TensorPattern
+from opkit.op.schema.signature import Parameter, Signature
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ANY = "*shape"  # tensors of which nothing is known have equal shapes

@@ -8,8 +8,8 @@ from typing import Any
 
 from opkit.contract.calls.cases import Case, TensorCase
 from opkit.contract.calls.specs import CallSpec, TensorArgument
-from opkit.op import patterns
-from opkit.op.patterns import Dim
+from opkit.op.schema import patterns
+from opkit.op.schema.patterns import Dim
 
 Change = Callable[[int, int], int]
 Sizes = dict[str, Any]

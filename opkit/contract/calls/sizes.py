@@ -12,8 +12,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from opkit.contract.calls.layouts import dense
-from opkit.op import patterns
-from opkit.op.patterns import Dim, TensorPattern
+from opkit.op.schema import patterns
+from opkit.op.schema.patterns import Dim, TensorPattern
 
 _SMALL = (1, 2, 3, 0, 4, 5, 7, 8)
 SIZES = (

@@ -18,8 +18,8 @@ from opkit.contract.calls.cases import Case, TensorCase
 from opkit.contract.calls.fills import FILLS, ORDINARY
 from opkit.contract.calls.layouts import LAYOUTS, fits
 from opkit.errors import ArgumentError
-from opkit.op import patterns
-from opkit.op.patterns import TensorPattern
+from opkit.op.schema import patterns
+from opkit.op.schema.patterns import TensorPattern
 
 _SEED = st.integers(0, 3)
 Bound = float | str | None

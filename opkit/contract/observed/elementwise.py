@@ -13,7 +13,7 @@ import torch
 from opkit.contract.calls.cases import Case
 from opkit.contract.prop import Refusal, Violation
 from opkit.contract.subject import Subject
-from opkit.op.native import NativeFunction
+from opkit.op.native.function import NativeFunction
 
 
 def declares_nothing(subject: Subject) -> str:

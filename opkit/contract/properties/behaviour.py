@@ -19,7 +19,7 @@ from opkit.contract.calls.specs import Drawing
 from opkit.contract.compare.rounding import beyond_rounding, difference, observe, quietly
 from opkit.contract.observed import concurrency, devices, elementwise, global_state, randomness
 from opkit.contract.observed.outcome import Outcome
-from opkit.contract.processes import pristine
+from opkit.contract.processes import fresh_process as pristine
 from opkit.contract.prop import Property, Refusal, Remark, Violation
 from opkit.contract.subject import Subject
 

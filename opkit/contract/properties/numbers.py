@@ -25,7 +25,7 @@ from opkit.contract.observed.outcome import Outcome, described
 from opkit.contract.prop import Property, Refusal, Remark, Violation
 from opkit.contract.subject import Subject
 from opkit.errors import OpkitError
-from opkit.op import planning
+from opkit.op.dispatch import planning
 from opkit.op.operator import use_kernel
 
 _SMALL = (0, 1, 2, 3, 4, 7, 8, 9, 17)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from opkit.kernels.progress import Progress
+from opkit.kernels.cc.progress import Progress
 from opkit.kernels.triton.configs import Config
 from opkit.kernels.triton.record_format import Identity, Tried
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from opkit.errors import PackageError
-from opkit.kernels import package, portable
+from opkit.kernels.aot import package, portable
 from opkit.kernels.triton import forms, targets
 from opkit.kernels.triton.binaries import Binary
 from opkit.kernels.triton.compiling import Request

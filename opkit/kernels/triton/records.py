@@ -21,8 +21,9 @@ from pathlib import Path
 
 from opkit import config
 from opkit.errors import ArgumentError
-from opkit.kernels import portable, storing
-from opkit.kernels.package import FOLDER as PACKAGED
+from opkit.kernels.aot import portable
+from opkit.kernels.aot.package import FOLDER as PACKAGED
+from opkit.kernels.store import storing
 from opkit.kernels.triton import environment, record_format
 from opkit.kernels.triton.buckets import distance
 from opkit.kernels.triton.configs import Config

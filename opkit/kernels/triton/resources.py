@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from opkit.errors import KernelError
-from opkit.kernels import elf
+from opkit.kernels.libraries import elf
 from opkit.kernels.triton.binaries import Binary
 
 _REGISTERS, _FRAME, _STACK = 0x2F, 0x11, 0x12  # of attributes; each names a symbol and a number

@@ -18,7 +18,7 @@ _INT64 = range(-(2**63), 2**63)
 _UINT64 = range(2**64)
 _DIVISOR = 16
 
-# By torch's ScalarType; the first fifteen have the numbers of opkit.kernels.dtypes.
+# By torch's ScalarType; the first fifteen have the numbers of opkit.kernels.cc.dtypes.
 _ELEMENTS = {
     0: "u8",
     1: "i8",

@@ -5,7 +5,7 @@
 
 Triton has a cache of its own, but asking it takes half a second in a new process, in which it hashes its whole compiler. Here
 the compiler is known by its release, and by its library's size and time. A file is trusted as the build cache trusts one
-(:mod:`opkit.kernels.cache`): only this user may have written to it, and its sha256 is the one noted. Where it cannot be
+(:mod:`opkit.kernels.store.cache`): only this user may have written to it, and its sha256 is the one noted. Where it cannot be
 written, Triton's cache still has the kernel.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from opkit import config
 from opkit.errors import CacheError
-from opkit.kernels import cache, storing
+from opkit.kernels.store import cache, storing
 from opkit.kernels.triton import environment
 from opkit.kernels.triton.binaries import Binary
 

@@ -18,10 +18,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit.errors import RuleError
-from opkit.op import body as bodies
 from opkit.op import torch_private as private
 from opkit.op.rules import forward, vjp
 from opkit.op.rules.listed import Counts, counts_of, flattened, grouped, grouped_needs, leaves_of, spreads
+from opkit.op.trace import body as bodies
 
 _MAX_STATES = 16
 

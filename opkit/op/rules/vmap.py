@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit.op.signature import Signature
+from opkit.op.schema.signature import Signature
 
 
 def fold_refusal(signature: Signature, in_dims: Sequence[Any]) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opkit.errors import KernelError
-from opkit.kernels.facts import Facts, Shape
+from opkit.kernels.binding.facts import Facts, Shape
 from opkit.kernels.triton.symbols import made
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.evaluation import TensorInfo, as_grid, evaluate

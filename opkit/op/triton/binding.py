@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from opkit.errors import DeclarationError, KernelError
-from opkit.kernels.facts import Facts
+from opkit.kernels.binding.facts import Facts
 from opkit.kernels.triton.named import Named
 from opkit.kernels.triton.symbols import Element
 from opkit.op.triton.evaluation import EVERYTHING, Formula, formula, ordered

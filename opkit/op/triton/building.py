@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from opkit.errors import OpkitError, PackageError
-from opkit.kernels.progress import Progress
+from opkit.kernels.cc.progress import Progress
 from opkit.kernels.triton import compiling, forms, records, targets
 from opkit.kernels.triton.shipping import TritonBinary
 from opkit.op.triton.binding import Bound

@@ -14,7 +14,7 @@ from opkit.kernels.triton.buckets import bucket_of
 from opkit.kernels.triton.configs import Config, prune
 from opkit.kernels.triton.observation import Choice
 from opkit.kernels.triton.record_format import Identity
-from opkit.op.contract_hash import contract_hash
+from opkit.op.trace.contract_hash import contract_hash
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.evaluation import TensorInfo
 from opkit.op.triton.machine import Machine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opkit.kernels.facts import Argument, Shape
+from opkit.kernels.binding.facts import Argument, Shape
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.names import Source
 

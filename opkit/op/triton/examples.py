@@ -11,10 +11,11 @@ import torch
 
 from opkit.kernels.triton import compiling
 from opkit.kernels.triton.configs import Config, prune
-from opkit.op import layout, typical_calls
-from opkit.op import layout_program as p
 from opkit.op.core import Operator
-from opkit.op.example_arguments import CallSpec
+from opkit.op.examples import typical as typical_calls
+from opkit.op.examples.arguments import CallSpec
+from opkit.op.layout import outputs as layout
+from opkit.op.layout import program as p
 from opkit.op.triton.arguments import Values
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.entries import Memory

@@ -9,23 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opkit.kernels.facts import Facts
+from opkit.errors import KernelError
+from opkit.kernels.binding.facts import Facts
 from opkit.kernels.triton.record_format import Identity
-from opkit.op.compiled import CompiledFunction
+from opkit.op import kernel_kinds
 from opkit.op.core import Operator
+from opkit.op.dispatch.selection import Kernel
 from opkit.op.facts import facts_of
+from opkit.op.native.compiled import CompiledFunction
 from opkit.op.triton import graph
 from opkit.op.triton.binding import Bound, bind
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launching import Launching
-from opkit.op.triton.machine import Machine
+from opkit.op.triton.machine import Machine, machine_of
+from opkit.op.triton.python import PythonLaunch
 
 if TYPE_CHECKING:
     from opkit import _core
 
 
 class TritonFunction(CompiledFunction):
-    """A Triton kernel as the function of a :class:`opkit.op.selection.Kernel`."""
+    """A Triton kernel as the function of a :class:`opkit.op.dispatch.selection.Kernel`."""
 
     def __init__(self, operator: Operator, kernel: TritonKernel, name: str, machine: Machine) -> None:
         super().__init__(operator, name)
@@ -79,3 +83,20 @@ class TritonFunction(CompiledFunction):
     def open(self) -> _core.KernelLibrary:
         """The kernel as the runtime has it: a description, and the launcher."""
         return self.launching.library()
+
+
+def _kernel(operator: Operator, kernel: TritonKernel, device: str | None, name: str) -> Kernel:
+    if kernel.interpreted:  # with TRITON_INTERPRET=1 a kernel for the GPU runs on the CPU
+        return Kernel(name, "cpu", PythonLaunch(operator, kernel, name))
+    machine = machine_of(device)
+    if machine is None:
+        raise KernelError(
+            f"{operator.name}: {name} is a Triton kernel, which runs on cuda tensors (of NVIDIA's and AMD's GPUs); register it "
+            f'with register_kernel("cuda", ...), not for {device!r}. On the CPU it runs with opkit.testing.interpret.'
+        )
+    if kernel.hooked:
+        return Kernel(name, device, PythonLaunch(operator, kernel, name))
+    return Kernel(name, device, TritonFunction(operator, kernel, name, machine), native=True)
+
+
+kernel_kinds.register(TritonKernel, _kernel)

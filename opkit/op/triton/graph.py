@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from opkit.kernels.triton.configs import Config, prune
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
-from opkit.op.planning import choose
+from opkit.op.dispatch.planning import choose
 from opkit.op.triton.arguments import Values, launch_of
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.carried import left_out

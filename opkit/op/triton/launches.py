@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from opkit.errors import OpkitError, PackageError
-from opkit.op import typical_calls
 from opkit.op.core import Operator
-from opkit.op.example_arguments import CallSpec
-from opkit.op.native import NativeFunction
-from opkit.op.selection import Kernel
+from opkit.op.dispatch.selection import Kernel
+from opkit.op.examples import typical as typical_calls
+from opkit.op.examples.arguments import CallSpec
+from opkit.op.native.function import NativeFunction
 from opkit.op.triton.arguments import Values
 from opkit.op.triton.examples import calls_of, values_of
 from opkit.op.triton.function import TritonFunction

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from opkit.errors import KernelError
 from opkit.kernels.triton.observation import add_launcher
-from opkit.op import layout_program as p
+from opkit.op.layout import program as p
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.choosing import Chooser
 from opkit.op.triton.description import description

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from opkit.kernels.facts import Facts
+from opkit.kernels.binding.facts import Facts
 
 _MEASURE = re.compile(r"(?P<of>\w+?)_(?:(?P<what>len|numel|rank|ndim)|(?P<dim>size|stride)_(?P<minus>m?)(?P<k>\d+))\Z")
 _MEASURES = {"numel": "NUMEL", "rank": "RANK", "ndim": "RANK", "size": "SIZE", "stride": "STRIDE", "len": "LENGTH"}

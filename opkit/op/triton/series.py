@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from opkit.op import layout_program
 from opkit.op import torch_private as private
+from opkit.op.layout import program as layout_program
+from opkit.op.native.unfilled import fills, unfilled
 from opkit.op.triton.launch import PreparedLaunch, recorded
-from opkit.op.unfilled import fills, unfilled
 
 if TYPE_CHECKING:
     from opkit import _core

@@ -12,7 +12,7 @@ from typing import Any
 from opkit.errors import ArgumentError, KernelError, OpkitError
 from opkit.kernels.triton import compiling, resources, targets
 from opkit.op.core import Operator
-from opkit.op.example_arguments import CallSpec
+from opkit.op.examples.arguments import CallSpec
 from opkit.op.triton.arguments import Values
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.examples import calls_of, configs_of, request_for, request_of

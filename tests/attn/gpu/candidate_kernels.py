@@ -10,7 +10,7 @@ from opkit.attn import gradients, reference
 from opkit.attn.calls import Call, GradientCall
 from opkit.attn.gpu import arguments, candidates
 from opkit.attn.gpu.search import Tiles
-from opkit.attn.program import BAND
+from opkit.attn.masks.program import BAND
 
 SHARED = 166912  # bytes that a block may have on an A100
 MASK, SCALE = [BAND, -(2**62), 0], 0.25

@@ -22,12 +22,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from hopper_calls import BF16, shaped
 
-from opkit.attn import program
 from opkit.attn.gpu import tile_lists
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import library
+from opkit.attn.masks import program
 from opkit.errors import KernelError
-from opkit.kernels import toolchain
+from opkit.kernels.cc import toolchain
 
 MACHINE = Path(__file__).parent / "hopper_on_cpu"
 NONE = ("", "")

@@ -9,7 +9,7 @@ import opkit
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.merging import merge_attention_operator
 from opkit.attn.operator import attention_operator
-from opkit.attn.paged import append_kv_operator, paged_attention_operator
+from opkit.attn.paged.api import append_kv_operator, paged_attention_operator
 
 attention = attention_operator()
 paged_attention = paged_attention_operator()

@@ -12,7 +12,7 @@ from opkit.attn.calls import Call, GradientCall
 from opkit.attn.gpu import candidates
 from opkit.attn.gpu.decode import launches as decoding
 from opkit.attn.gpu.portable import backward, bias, forward
-from opkit.attn.program import BAND
+from opkit.attn.masks.program import BAND
 from opkit.kernels.triton import compiling, layout, tuning
 from opkit.op.triton import machine
 from opkit.op.triton.launching import Launching

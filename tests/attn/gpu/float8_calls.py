@@ -6,9 +6,9 @@ import torch
 from hopper_calls import CAUSAL, bottom_right
 from hopper_masks import documents
 
-from opkit.attn import program
 from opkit.attn.float8 import attention_float8
 from opkit.attn.gpu.hopper import float8_cuda
+from opkit.attn.masks import program
 
 KINDS = [torch.float8_e4m3fn, torch.float8_e5m2]
 DOCUMENTS = (program.SEGMENTS, 0, 1)

@@ -11,8 +11,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hopper_calls import CAUSAL, FAR, bottom_right
 from hopper_masks import blocks_of_bools, bools, documents, lengths, packed, shuffled
 
-from opkit.attn import gradients, program, reference
+from opkit.attn import gradients, reference
 from opkit.attn.gpu.hopper import backward as hopper_backward
+from opkit.attn.masks import program
 
 
 def arguments(q, k, v, out=None, lse=None, gradient=None, of_lse=None, mask=(), scale=None, softcap=0.0, bias=(), dropout_p=0.0,

@@ -10,9 +10,10 @@ import pytest
 import torch
 import triton
 
-from opkit.attn import program, reference
+from opkit.attn import reference
 from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.hopper import library
+from opkit.attn.masks import program
 from opkit.errors import KernelError
 from opkit.kernels.triton import compiling
 from opkit.op.triton.examples import request_for

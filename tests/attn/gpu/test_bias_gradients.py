@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import opkit
-from opkit.attn import gradients, program, reference
+from opkit.attn import gradients, reference
 from opkit.attn.calls import BiasCall, GradientCall
 from opkit.attn.gpu import blocks, kernels
 from opkit.attn.gpu.portable import bias as portable_bias
-from opkit.attn.program import AND, BAND, BIAS_ALIBI, BIAS_DENSE, BIAS_REL, DENSE, LENGTH, SEGMENTS
+from opkit.attn.masks import program
+from opkit.attn.masks.program import AND, BAND, BIAS_ALIBI, BIAS_DENSE, BIAS_REL, DENSE, LENGTH, SEGMENTS
 from opkit.masks import ALiBi, Causal, RelativePosition, Segments
 from opkit.op.triton.launch import recording
 from opkit.testing import compile_launches

@@ -8,7 +8,7 @@ from fake_gpu import CAUSAL, KERNELS, tried
 from opkit.attn import gradients, reference
 from opkit.attn.gpu import arguments, blocks, candidates, kernels, search
 from opkit.attn.gpu.decode import decoding, plan
-from opkit.attn.program import BIAS_DENSE
+from opkit.attn.masks.program import BIAS_DENSE
 from opkit.kernels.triton import compiling, resources
 from opkit.op.triton.examples import request_for
 from opkit.op.triton.launch import recording

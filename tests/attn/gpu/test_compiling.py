@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 
-from opkit.attn import program
 from opkit.attn.gpu import blocks, kernels
-from opkit.attn.program import AND, BAND, BIAS_ALIBI, BIAS_DENSE, SEGMENTS
+from opkit.attn.masks import program
+from opkit.attn.masks.program import AND, BAND, BIAS_ALIBI, BIAS_DENSE, SEGMENTS
 from opkit.testing import compile_launches
 
 SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes that a block may have

@@ -6,9 +6,10 @@ from cuda_on_cpu import NONE, filled, on_cpu, survives
 from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right
 from hopper_masks import documents, packed, padded, shuffled
 
-from opkit.attn import gradients, program, reference
+from opkit.attn import gradients, reference
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu.hopper import backward_cuda
+from opkit.attn.masks import program
 
 pytestmark = pytest.mark.emulated
 

@@ -16,8 +16,8 @@ from test_cuda_backward_on_cpu import (
     off,
 )
 
-from opkit.attn import program
 from opkit.attn.gpu.hopper import backward_cuda, forward
+from opkit.attn.masks import program
 
 pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("deterministic")]
 

@@ -6,8 +6,9 @@ from cuda_on_cpu import NONE, filled, on_cpu, survives
 from hopper_calls import BF16, FP16, arguments, compared
 from paged_calls import UNLIMITED, Cache, of_pages
 
-from opkit.attn import program, reference
+from opkit.attn import reference
 from opkit.attn.gpu.hopper import decode_cuda, decode_pages_cuda
+from opkit.attn.masks import program
 
 pytestmark = pytest.mark.emulated
 

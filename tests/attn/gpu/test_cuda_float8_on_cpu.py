@@ -6,9 +6,10 @@ from cuda_on_cpu import NONE, all_but, on_cpu, survives
 from float8_calls import CALLS, KINDS, compared, every_number, given, hidden_stays_hidden
 from hopper_calls import CAUSAL
 
-from opkit.attn import api, float8, program
+from opkit.attn import api, float8
 from opkit.attn.calls import Float8Call
 from opkit.attn.gpu.hopper import float8_cuda
+from opkit.attn.masks import program
 from opkit.errors import KernelError
 
 

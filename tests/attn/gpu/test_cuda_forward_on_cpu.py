@@ -6,9 +6,10 @@ from cuda_on_cpu import LISTS_OF_128, NONE, all_but, filled, on_cpu, survives
 from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, compared
 from hopper_masks import documents, packed, padded, shuffled
 
-from opkit.attn import program, reference
+from opkit.attn import reference
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda
+from opkit.attn.masks import program
 
 pytestmark = pytest.mark.emulated
 

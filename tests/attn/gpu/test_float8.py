@@ -5,11 +5,11 @@ import pytest
 import torch
 import triton
 
-from opkit.attn import program
 from opkit.attn.calls import Float8Call
 from opkit.attn.float8 import attention_float8
 from opkit.attn.gpu.portable import float8
-from opkit.attn.program import AND, BAND, BIAS_ALIBI, DENSE, LENGTH, OR, SEGMENTS
+from opkit.attn.masks import program
+from opkit.attn.masks.program import AND, BAND, BIAS_ALIBI, DENSE, LENGTH, OR, SEGMENTS
 from opkit.errors import KernelError
 from opkit.op.operator import use_kernel
 from opkit.testing import compile_launches

@@ -19,9 +19,10 @@ from hopper_calls import (
     unlike,
 )
 
-from opkit.attn import program, reference
+from opkit.attn import reference
 from opkit.attn.calls import Call
 from opkit.attn.gpu.hopper import forward as hopper
+from opkit.attn.masks import program
 from opkit.kernels.triton import compiling
 
 # ---- compiled --------------------------------------------------------------------------------------------------------

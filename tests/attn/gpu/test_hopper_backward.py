@@ -22,9 +22,9 @@ from hopper_backward_calls import (
 from hopper_calls import BF16, CAUSAL, FAR, FP16, SHARED, assembled, filled, on_hopper, refuses, shaped, unlike
 from hopper_masks import documents, packed
 
-from opkit.attn import program
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu.hopper import backward as hopper_backward
+from opkit.attn.masks import program
 from opkit.kernels.triton import compiling
 from opkit.op.triton.examples import request_for
 from opkit.op.triton.launch import recording

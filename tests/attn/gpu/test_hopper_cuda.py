@@ -24,13 +24,14 @@ from hopper_calls import (
 )
 from hopper_masks import documents, packed, padded, shuffled
 
-from opkit.attn import api, program, reference
+from opkit.attn import api, reference
 from opkit.attn.calls import Call
 from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, library
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda as cuda
+from opkit.attn.masks import program
 from opkit.errors import KernelError, ToolchainError
-from opkit.kernels import compilation, toolchain
+from opkit.kernels.cc import compilation, toolchain
 from opkit.masks import Causal, Segments
 
 OF_FORWARD = [BF16, FP16, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -7,7 +7,7 @@ import torch
 from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, on_hopper_with_nvcc, refuses, shaped, unlike
 from hopper_masks import documents, packed, shuffled
 
-from opkit.attn import gradients, program, reference
+from opkit.attn import gradients, reference
 from opkit.attn.calls import Call, GradientCall
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.decode import decoding
@@ -15,6 +15,7 @@ from opkit.attn.gpu.hopper import backward as gluon_backward
 from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, library
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda as cuda
+from opkit.attn.masks import program
 from opkit.errors import CompileError, NoCompilerWarning
 
 SEGMENTS = (program.SEGMENTS, 0, 1)

@@ -17,10 +17,11 @@ from hopper_calls import (
     unlike,
 )
 
-from opkit.attn import api, program
+from opkit.attn import api
 from opkit.attn.calls import Call
 from opkit.attn.gpu.hopper import decode_cuda as decoding
 from opkit.attn.gpu.hopper import library
+from opkit.attn.masks import program
 from opkit.errors import KernelError
 from opkit.masks import Causal
 

@@ -7,8 +7,8 @@ from paged_calls import UNLIMITED, Cache, of_pages
 
 from opkit.attn.gpu.hopper import decode_cuda, library
 from opkit.attn.gpu.hopper import decode_pages_cuda as decoding
-from opkit.attn.paged import paged_attention_operator
-from opkit.attn.paged_cpu import PagedCall
+from opkit.attn.paged.api import paged_attention_operator
+from opkit.attn.paged.cpu import PagedCall
 
 
 def given(

@@ -7,9 +7,9 @@ from hopper_backward_calls import arguments
 from hopper_calls import CAUSAL, shaped
 from launched_kernels import found_at
 
-from opkit.attn import program
 from opkit.attn.gpu import tile_lists
 from opkit.attn.gpu.hopper import backward, forward
+from opkit.attn.masks import program
 
 fake_libraries, fake, fake_h200 = launched_kernels.fake_libraries, launched_kernels.fake, launched_kernels.fake_h200
 LENGTHS = (program.LENGTH, 0)

@@ -5,9 +5,9 @@ import torch
 from hopper_calls import BF16, CAUSAL, FP16, arguments, check_compiled, compared, filled, on_hopper, shaped
 from hopper_masks import bools, documents, lengths, shuffled
 
-from opkit.attn import program as p
 from opkit.attn import reference
 from opkit.attn.gpu.hopper import forward as hopper
+from opkit.attn.masks import program as p
 
 SPILLED = 112  # bytes: in tiles that are partly seen bools come beside logits, probabilities and sums
 

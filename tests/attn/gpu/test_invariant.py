@@ -7,13 +7,14 @@ import torch
 
 pytest.importorskip("triton")
 import opkit
-from opkit.attn import paged_reference, reference
+from opkit.attn import reference
 from opkit.attn.api import _lowered
 from opkit.attn.gpu import blocks
 from opkit.attn.gpu.portable import invariant
+from opkit.attn.masks.program import BAND, DENSE, SEGMENTS
 from opkit.attn.operator import attention_operator
-from opkit.attn.paged import paged_attention_operator
-from opkit.attn.program import BAND, DENSE, SEGMENTS
+from opkit.attn.paged import reference as paged_reference
+from opkit.attn.paged.api import paged_attention_operator
 from opkit.errors import KernelError
 from opkit.kernels.triton import compiling
 from opkit.masks import ALiBi, Causal, Dense, KeyPadding, Segments, SlidingWindow, VarLen

@@ -9,8 +9,8 @@ import torch
 from opkit.attn import gradients
 from opkit.attn.calls import Call, GradientCall
 from opkit.attn.gpu import kernels
+from opkit.attn.masks.program import BAND, DENSE
 from opkit.attn.operator import attention_operator
-from opkit.attn.program import BAND, DENSE
 from opkit.errors import KernelError
 
 

@@ -10,7 +10,6 @@ from hopper_calls import SHARED, assembled, compared, on_hopper, refuses, unlike
 from paged_calls import Cache, expected
 
 import opkit
-from opkit.attn import program
 from opkit.attn.calls import Call
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode import plan as decode_plan
@@ -18,6 +17,7 @@ from opkit.attn.gpu.decode.paged import paged as split_paged
 from opkit.attn.gpu.mla import decode as mla
 from opkit.attn.gpu.mla import paged as mla_paged
 from opkit.attn.gpu.portable import forward as portable
+from opkit.attn.masks import program
 from opkit.attn.operator import attention_operator
 from opkit.errors import KernelError
 from opkit.op.triton.examples import request_for

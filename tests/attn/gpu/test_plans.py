@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from opkit.attn import program
 from opkit.attn.gpu import blocks, plans
-from opkit.attn.program import AND, BAND, BIAS_REL, DENSE, LENGTH, NOT, OR, SEGMENTS
+from opkit.attn.masks import program
+from opkit.attn.masks.program import AND, BAND, BIAS_REL, DENSE, LENGTH, NOT, OR, SEGMENTS
 
 FAR = program.UNLIMITED
 

@@ -6,9 +6,22 @@ from typing import Any
 import pytest
 import torch
 
-from opkit.attn import gradients, program, reference
+from opkit.attn import gradients, reference
 from opkit.attn.calls import Call, GradientCall
-from opkit.attn.program import AND, BAND, BAND_AT, BIAS_ALIBI, BIAS_DENSE, BIAS_REL, DENSE, LENGTH, NOT, OR, SEGMENTS
+from opkit.attn.masks import program
+from opkit.attn.masks.program import (
+    AND,
+    BAND,
+    BAND_AT,
+    BIAS_ALIBI,
+    BIAS_DENSE,
+    BIAS_REL,
+    DENSE,
+    LENGTH,
+    NOT,
+    OR,
+    SEGMENTS,
+)
 
 FAR = program.UNLIMITED
 BOUNDS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}

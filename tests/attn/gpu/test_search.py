@@ -15,10 +15,10 @@ from fake_gpu import CAUSAL, FASTEST, KERNELS, call, gradient_call, launched, ti
 from opkit.attn.gpu import arguments, blocks, candidates, kernels, search
 from opkit.attn.gpu.decode import decoding, division
 from opkit.attn.gpu.portable import forward
-from opkit.attn.program import BIAS_DENSE, SEGMENTS
+from opkit.attn.masks.program import BIAS_DENSE, SEGMENTS
 from opkit.errors import TuningWarning
 from opkit.kernels.triton import records
-from opkit.op import autotune
+from opkit.op.dispatch import autotune
 from opkit.op.triton.launch import recording
 
 fake_libraries, fake, gpu = fake_gpu.fake_libraries, fake_gpu.fake, fake_gpu.gpu

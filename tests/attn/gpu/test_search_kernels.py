@@ -15,7 +15,7 @@ from opkit.attn.calls import BiasCall, Call
 from opkit.attn.gpu import candidates, kernels, search
 from opkit.attn.gpu.decode import decoding, division, plan
 from opkit.attn.gpu.portable import bias
-from opkit.attn.program import AND, BIAS_DENSE, SEGMENTS
+from opkit.attn.masks.program import AND, BIAS_DENSE, SEGMENTS
 from opkit.errors import CompileError, KernelError
 from opkit.kernels.triton import observation, records, tuning
 from opkit.op.triton.launch import recording
@@ -161,8 +161,8 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_opkit_tune_has_calls_that_these_kernels_take(name):
     from opkit.attn.operator import attention_operator
-    from opkit.op import tuning as in_advance
-    from opkit.op import typical_calls
+    from opkit.op.aot import tuning as in_advance
+    from opkit.op.examples import typical as typical_calls
 
     ops = {
         "backward": gradients.backward_operator, "biases": gradients.bias_backward_operator,
@@ -195,7 +195,7 @@ def test_opkit_tune_searches(gpu, monkeypatch):
     from typer.testing import CliRunner
 
     from opkit import cli
-    from opkit.op import tuning as in_advance
+    from opkit.op.aot import tuning as in_advance
 
     monkeypatch.setattr(in_advance, "device", lambda: "cpu")
     shape = ", ".join(f"{name}=bf16[1, 2, 600, 64]" for name in "qkv")

@@ -6,13 +6,14 @@ import weakref
 import pytest
 import torch
 
-from opkit.attn import kept, program
+from opkit.attn import kept
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu import kernels, tile_lists
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import listed
-from opkit.attn.lowering import Sizes, lower
-from opkit.attn.program import AND, BAND, LENGTH, SEGMENTS
+from opkit.attn.masks import program
+from opkit.attn.masks.lowering import Sizes, lower
+from opkit.attn.masks.program import AND, BAND, LENGTH, SEGMENTS
 from opkit.masks import Causal, Dense, Segments, VarLen
 from opkit.op.triton.launch import recording
 

@@ -7,10 +7,10 @@ from cuda_on_cpu import lists_in_torch
 from hopper_calls import CAUSAL
 from hopper_masks import documents, packed, padded, shuffled
 
-from opkit.attn import program
 from opkit.attn.calls import Call
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.tile_lists import Lists, visits_of
+from opkit.attn.masks import program
 from opkit.testing import compile_launches
 
 BLOCKS = Blocks(16, 32, 0, 0)

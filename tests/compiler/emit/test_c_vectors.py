@@ -15,7 +15,7 @@ from opkit.compiler.ir.index import Axis, axis, index, size
 from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Loop, Store, Update
 from opkit.compiler.ir.ops import OPS
 from opkit.compiler.ir.schedule import Launch
-from opkit.kernels import isa
+from opkit.kernels.cc import isa
 
 AT, N = axis(0, size("n")), size("n")
 X, H, M = load("x", "f32", AT), load("h", "bf16", AT), load("m", "b1", AT)

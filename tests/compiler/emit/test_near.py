@@ -15,7 +15,7 @@ from opkit.compiler.ir.index import Axis, axis, index, value
 from opkit.compiler.ir.interpreter_kernel import STORED
 from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
 from opkit.compiler.ir.schedule import Launch
-from opkit.kernels import isa
+from opkit.kernels.cc import isa
 
 N = 64
 AT = axis(1, N)

@@ -10,7 +10,7 @@ import sys
 import torch
 
 import opkit
-from opkit.op import package as building
+from opkit.op.aot import package as building
 from opkit.op.triton import machine
 
 _count = itertools.count()

@@ -7,7 +7,7 @@ import torch
 from packing import CONFIGS, OPTIONS, check
 
 from opkit.errors import PackageError
-from opkit.kernels import package as manifests
+from opkit.kernels.aot import package as manifests
 from opkit.kernels.triton import records
 from opkit.kernels.triton.binaries import Binary, Param
 from opkit.kernels.triton.record_format import Tried

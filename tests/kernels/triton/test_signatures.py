@@ -158,7 +158,7 @@ def test_descriptors():
 
 
 def test_numbers_of_dtypes_are_those_of_torch():
-    from opkit.kernels.dtypes import DTYPES
+    from opkit.kernels.cc.dtypes import DTYPES
 
     assert {name: dtype.number for name, dtype in DTYPES.items() if "complex" not in name} == {
         str(dtype).removeprefix("torch."): number

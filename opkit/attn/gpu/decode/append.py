@@ -14,15 +14,15 @@ from opkit.attn.gpu.decode.decoding import FLOATS, NAME, where
 from opkit.attn.gpu.decode.paged import MOST_SEQUENCES
 from opkit.attn.gpu.decode.plan import power
 from opkit.errors import KernelError
+from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 LARGEST = 4096  #: elements of a head, which one program holds
 _LARGEST_NUMBERS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what a scale of 1 stands for
 
 
 class AppendCall(NamedTuple):
-    """The arguments of :func:`opkit.attn.paged_reference.append_kv`, which says what they are."""
+    """The arguments of :func:`opkit.attn.paged.reference.append_kv`, which says what they are."""
 
     k: Tensor
     v: Tensor

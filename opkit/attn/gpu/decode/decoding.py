@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from opkit import config
-from opkit.attn import program
 from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu import examples, search
 from opkit.attn.gpu.decode.division import KERNEL, SOURCES, Divided, divided, explained, question_of
 from opkit.attn.gpu.decode.plan import Blocks, Shape, blocks_of, device_of, parts
-from opkit.attn.memory_safety import shapes_fit, sinks_fit
+from opkit.attn.masks import program
+from opkit.attn.masks.memory_safety import shapes_fit, sinks_fit
 from opkit.errors import KernelError
 from opkit.kernels.triton.record_format import Identity
+from opkit.op.dispatch.prepared import TunedKernel
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import TunedKernel
 
 if TYPE_CHECKING:
     from opkit.attn.gpu.decode.launches import Plan

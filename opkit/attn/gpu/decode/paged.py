@@ -24,10 +24,10 @@ from opkit.attn.gpu.decode.decoding import (
 )
 from opkit.attn.gpu.decode.division import Divided, divided, question_of
 from opkit.attn.gpu.decode.plan import Blocks, Shape, blocks_of, device_of, power
-from opkit.attn.paged_cpu import PagedCall
+from opkit.attn.paged.cpu import PagedCall
 from opkit.errors import KernelError
+from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 if TYPE_CHECKING:
     from opkit.attn.gpu.decode.launches import Plan
@@ -51,7 +51,7 @@ def takes_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, lengths: Tensor) ->
 
 @PreparedKernel
 def paged(*given: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.paged_cpu.PagedCall`.
+    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.paged.cpu.PagedCall`.
 
     Lengths, starts and pages are read on the GPU alone, and what of them is out of range is taken as the nearest that is
     not: nothing waits for the GPU, and a CUDA graph of a call serves other lengths. Of queries that ``starts`` leaves out,

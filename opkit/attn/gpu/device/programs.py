@@ -1,4 +1,4 @@
-"""Masks, biases and dropout in Triton: what the programs of :mod:`opkit.attn.program` mean for the logits of a tile.
+"""Masks, biases and dropout in Triton: what the programs of :mod:`opkit.attn.masks.program` mean for the logits of a tile.
 
 A program arrives as a tuple of constants, so each one is compiled to what it says and to nothing else. Its tensors come in a
 tuple of slots; a slot is a pointer and four strides, by batch, head, query and key, 0 for what it does not depend on. Numbers
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opkit.attn import program
+from opkit.attn.masks import program
 
 AND, OR, NOT = tl.constexpr(program.AND), tl.constexpr(program.OR), tl.constexpr(program.NOT)
 BAND, SEGMENTS, LENGTH = tl.constexpr(program.BAND), tl.constexpr(program.SEGMENTS), tl.constexpr(program.LENGTH)

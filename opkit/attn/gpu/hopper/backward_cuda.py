@@ -29,8 +29,8 @@ from opkit.attn.gpu.hopper.library import Rows
 from opkit.attn.gpu.hopper.listed import Lists, lists_of, of_segments
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
+from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 NAME = "hopper_cuda"
 HEADS = (64, 128)  #: channels

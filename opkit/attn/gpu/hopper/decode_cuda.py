@@ -26,8 +26,8 @@ from opkit.attn.gpu.hopper import library
 from opkit.attn.gpu.hopper.library import Rows
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
+from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 NAME = "split_cuda"
 HEADS = (64, 128, 256)  #: channels

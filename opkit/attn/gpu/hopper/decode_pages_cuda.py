@@ -21,10 +21,10 @@ from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.hopper import library
 from opkit.attn.gpu.hopper.decode_cuda import HEADS, MOST, MOST_ROWS, NAME, Pages, Problem, launched, splits_of
 from opkit.attn.gpu.hopper.library import Rows
-from opkit.attn.paged_cpu import PagedCall
+from opkit.attn.paged.cpu import PagedCall
 from opkit.errors import KernelError
+from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 MOST_SEQUENCES = 1024  #: each warp looks for its own among all of them
 _BOX = 16  #: keys that are loaded at once: a page has a multiple
@@ -70,7 +70,7 @@ def _described(*pages: Tensor) -> bool:
 
 @PreparedKernel
 def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.paged_cpu.PagedCall`.
+    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.paged.cpu.PagedCall`.
 
     It takes what :func:`opkit.attn.gpu.hopper.decode_cuda.decode` takes, of pages of a multiple of 16 keys and of q's dtype, one
     or more queries of each sequence, and bands. Lengths, starts and pages are read on the GPU alone, and what of them is out of

@@ -17,8 +17,8 @@ from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda, library
 from opkit.attn.gpu.portable import float8 as portable
 from opkit.errors import KernelError
+from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 NAME = "hopper_cuda"
 _PRIORITY = 1  # above the portable kernel

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from opkit.errors import CompileError, KernelError, NoCompilerWarning, ToolchainError
-from opkit.kernels import toolchain
-from opkit.kernels.compilation import Request, Unit, build
+from opkit.kernels.cc import toolchain
+from opkit.kernels.cc.compilation import Request, Unit, build
 
 Launcher = Callable[[Any, int], None]
 SOURCES = Path(__file__).parent / "cuda"

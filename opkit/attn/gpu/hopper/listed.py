@@ -6,11 +6,11 @@ import ctypes
 
 from torch import Tensor
 
-from opkit.attn import program
 from opkit.attn.calls import Call, GradientCall
 from opkit.attn.gpu import plans, tile_lists
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.spans import spans_of_call
+from opkit.attn.masks import program
 
 _POINTERS = ("of_queries", "of_keys", "blocks", "counts", "spans", "ranges", "visits")
 _STRIDES = (

@@ -16,8 +16,8 @@ from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.plan import device_of, splits_of
 from opkit.attn.gpu.hopper import forward as hopper
 from opkit.errors import KernelError
+from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 NAME = "packed"
 FEWEST = 65  #: rows; fewer are one half of a tile

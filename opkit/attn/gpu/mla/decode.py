@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkit.attn import program
 from opkit.attn.allocation import overwritten, rows
 from opkit.attn.calls import Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.plan import device_of, splits_of
 from opkit.attn.gpu.hopper.forward import describable, on_hopper
-from opkit.attn.memory_safety import mask_fits, shapes_fit, sinks_fit
+from opkit.attn.masks import program
+from opkit.attn.masks.memory_safety import mask_fits, shapes_fit, sinks_fit
 from opkit.errors import KernelError
+from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 if TYPE_CHECKING:
     from opkit.attn.gpu.mla.launches import Plan

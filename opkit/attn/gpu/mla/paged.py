@@ -15,10 +15,10 @@ from opkit.attn.gpu.decode.paged import paged as split_paged
 from opkit.attn.gpu.decode.plan import device_of, power, splits_of
 from opkit.attn.gpu.hopper.forward import describable, on_hopper
 from opkit.attn.gpu.mla.decode import DTYPES, MOST, NAME, STEP, VALUES, Queries, factors
-from opkit.attn.paged_cpu import PagedCall
+from opkit.attn.paged.cpu import PagedCall
 from opkit.errors import KernelError
+from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 if TYPE_CHECKING:
     from opkit.attn.gpu.mla.launches import Plan
@@ -73,7 +73,7 @@ def fits(
 
 @PreparedKernel
 def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.paged_cpu.PagedCall`.
+    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.paged.cpu.PagedCall`.
 
     It takes bfloat16 and float16; keys of more than 512 and at most 576 channels, the first 512 of which are the values; pages
     of a multiple of 64; heads that 64 divides to each of keys; no window and no scales; up to 1024 sequences. Lengths, starts

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkit.attn import program
 from opkit.attn.allocation import dense_rows, room_beside
 from opkit.attn.calls import BiasCall
 from opkit.attn.gpu import arguments, blocks, candidates, plans, search
 from opkit.attn.gpu.arguments import Launches, Run
 from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.masks import program
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel

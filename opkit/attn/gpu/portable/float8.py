@@ -11,7 +11,7 @@ from torch import Tensor
 from opkit.attn.calls import Float8Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu import tuned
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, sizes_fit
-from opkit.attn.memory_safety import sinks_fit
+from opkit.attn.masks.memory_safety import sinks_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
 

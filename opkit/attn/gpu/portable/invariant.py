@@ -21,11 +21,11 @@ from opkit.attn.gpu import blocks, plans
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.paged import takes_pages
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, takes
-from opkit.attn.paged_cpu import PagedCall
+from opkit.attn.paged.cpu import PagedCall
 from opkit.errors import KernelError
 from opkit.kernels.triton.named import Named
+from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-from opkit.op.prepared import PreparedKernel
 
 _PAGED = Named("opkit.attn.gpu.portable.device.paged", "attention_forward_paged")
 _FIRST = 10  # of priorities, above those of all other kernels
@@ -66,7 +66,7 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """As :func:`forward` of the same keys, bit by bit; pages of another dtype than ``q``'s are computed in float32.
 
-    Its arguments are a :class:`opkit.attn.paged_cpu.PagedCall`. Lengths, starts and pages are read on the GPU alone, and what of
+    Its arguments are a :class:`opkit.attn.paged.cpu.PagedCall`. Lengths, starts and pages are read on the GPU alone, and what of
     them is out of range is taken as the nearest that is not: nothing waits for the GPU.
 
     Raises:

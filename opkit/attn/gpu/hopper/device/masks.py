@@ -7,10 +7,10 @@ program reads lies in a table in shared memory: in most tiles every key is seen,
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from opkit.attn import program
 from opkit.attn.gpu.device import programs
 from opkit.attn.gpu.hopper.device.table import MASK, keep, kept
 from opkit.attn.gpu.hopper.device.work import ROWS
+from opkit.attn.masks import program
 
 _LENGTHS = gl.constexpr(MASK + 0)  #: place of the address of lengths, and of their stride
 _SLOTS = gl.constexpr(MASK + 2)

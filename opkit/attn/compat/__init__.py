@@ -1,0 +1,1 @@
+"""Attention behind other libraries' interfaces: torch's sdpa and flex_attention, transformers."""

@@ -1,0 +1,1 @@
+"""Masks and biases: the algebra, and the programs that kernels read."""

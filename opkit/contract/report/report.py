@@ -1,0 +1,227 @@
+"""What a check found, for people and for programs."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from opkit.contract.calls.cases import Case
+from opkit.errors import ContractError
+
+Progress = Callable[[str, float], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A property that does not hold, with the smallest example that was found.
+
+    Attributes:
+        property: its dotted name.
+        message: what was seen, and what was expected.
+        case: the example as data.
+        repro: a script that runs by itself and shows the failure.
+        rule: what the property says.
+        defect: what goes wrong where it does not hold.
+        tried: how many examples were tried until then, shrinking included.
+        seconds: how long that took.
+        operator: the operator's name.
+        cut_short: whether time ran out before the example was as small as it could be.
+    """
+
+    property: str
+    message: str
+    case: Case | None
+    repro: str
+    rule: str = ""
+    defect: str = ""
+    tried: int = 0
+    seconds: float = 0.0
+    operator: str = ""
+    cut_short: bool = False
+
+    @builtins.property
+    def args(self) -> tuple[Any, ...]:
+        """The example's positional arguments, made anew."""
+        return () if self.case is None else self.case.make().args
+
+    @builtins.property
+    def kwargs(self) -> dict[str, Any]:
+        """The example's keyword arguments, made anew."""
+        return {} if self.case is None else self.case.make().kwargs
+
+    @builtins.property
+    def example(self) -> str:
+        """The example as a call: ``scale(float32[1, 65], 0.5)``."""
+        return "" if self.case is None else f"{_called(self.operator)}{self.case}"
+
+    def __str__(self) -> str:
+        lines = [f"{self.property}: {self.rule}", f"  {self.example}", *_indented(self.message)]
+        lines += ["  (time ran out: smaller examples may fail too)"] if self.cut_short else []
+        return "\n".join(line for line in lines if line.strip())
+
+
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """A property that held on every example.
+
+    Attributes:
+        property: its dotted name.
+        tried: how many examples were tried.
+        rule: what the property says.
+        seconds: how long that took.
+        refused: how many of the examples the operator refused, by raising.
+        remarks: what is worth telling and is no failure.
+        cut_short: whether time ran out before all examples were tried.
+        defect: what the property is there for.
+        examples: a few of the examples, as text.
+        refusals: a few of the refused ones, with what the operator raised.
+    """
+
+    property: str
+    tried: int
+    rule: str = ""
+    seconds: float = 0.0
+    refused: int = 0
+    remarks: tuple[str, ...] = ()
+    cut_short: bool = False
+    defect: str = ""
+    examples: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        refused = f", {self.refused} of them refused" if self.refused else ""
+        return f"{self.property}: {self.tried} examples{refused}{', out of time' if self.cut_short else ''}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """A property that was not asked, and why.
+
+    Attributes:
+        property: its dotted name.
+        reason: why.
+        rule: what the property says.
+        defect: what the property is there for.
+        tried: how many examples were tried until the reason was found.
+        seconds: how long that took.
+        refusals: a few of the refused examples, with what the operator raised.
+    """
+
+    property: str
+    reason: str
+    rule: str = ""
+    defect: str = ""
+    tried: int = 0
+    seconds: float = 0.0
+    refusals: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.property}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What :func:`opkit.check` found out about one operator.
+
+    Attributes:
+        name: the operator's.
+        failures: the properties that do not hold.
+        passed: those that held on every example.
+        skipped: those that were not asked.
+        examples: how many distinct examples were tried over all properties.
+        seconds: how long the check took.
+        seed: of the search.
+    """
+
+    name: str
+    failures: tuple[Failure, ...] = ()
+    passed: tuple[Passed, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    examples: int = 0
+    seconds: float = 0.0
+    seed: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether no property failed."""
+        return not self.failures
+
+    def raise_for_failures(self) -> None:
+        """Raise unless every property held.
+
+        Raises:
+            ContractError: with the whole report.
+        """
+        if self.failures:
+            raise ContractError(str(self))
+
+    def skipped_by_reason(self) -> dict[str, list[Skipped]]:
+        """The skipped properties, grouped by why they were."""
+        groups: dict[str, list[Skipped]] = {}
+        for each in self.skipped:
+            groups.setdefault(each.reason, []).append(each)
+        return groups
+
+    def __str__(self) -> str:
+        return "\n".join([self._verdict(), *self._failed(), *self._held(), *self._not_asked()])
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page that a person reads: property by property, what was tried, what failed and how to see it."""
+        from opkit.contract.report.page import page  # the page's text is needed here alone
+
+        Path(path).write_text(page([self]), encoding="utf-8")
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the report as JSON; docs/contract.md describes it."""
+        from opkit.contract.report.report_json import as_json
+
+        Path(path).write_text(as_json([self]), encoding="utf-8")
+
+    def _verdict(self) -> str:
+        asked = len(self.failures) + len(self.passed)
+        held = (
+            f"{len(self.failures)} of {_count(asked, 'property', 'properties')} {'does' if asked == 1 else 'do'} not hold"
+            if self.failures
+            else f"{_count(asked, 'property holds', 'properties hold')}"
+        )
+        return f"{self.name}: {held} ({_count(self.examples, 'example', 'examples')}, {self.seconds:.1f} s)"
+
+    def _failed(self) -> Iterator[str]:
+        for failure in self.failures:
+            yield f"FAIL {failure}"
+
+    def _held(self) -> Iterator[str]:
+        groups = Counter(passed.property.split(".")[0] for passed in self.passed)
+        cut = sum(passed.cut_short for passed in self.passed)
+        if groups:
+            short = f"; {cut} of them with fewer examples, for want of time" if cut else ""
+            yield f"held: {', '.join(f'{group} ({count})' for group, count in groups.items())}{short}"
+        for passed in self.passed:
+            for remark in passed.remarks:
+                yield f"remark: {passed.property}: {remark}"
+
+    def _not_asked(self) -> Iterator[str]:
+        for reason, skipped in self.skipped_by_reason().items():
+            yield f"skipped: {', '.join(each.property for each in skipped)}: {reason}"
+
+
+def _called(name: str) -> str:
+    """What a call of an operator is written with: ``scale`` of "demo::scale.default" and of "test.<locals>.scale"."""
+    if "::" in name:
+        return name.split("::")[-1].split(".")[0]
+    last = name.split(".")[-1]
+    return "op" if not last or "<" in last else last
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in text.splitlines()]
+
+
+def _count(number: int, one: str, more: str) -> str:
+    return f"{number:,} {one if number == 1 else more}"

@@ -1,0 +1,1 @@
+"""Kernels compiled ahead of time and shipped inside a Python package."""

@@ -1,0 +1,331 @@
+"""Kernels built ahead of time: libraries and a manifest in the folder of the Python package whose operators they serve.
+
+``opkit build`` writes ``<package>/_opkit/manifest.json`` and, beside it, one library for each kernel and instruction set,
+and the binaries of Triton kernels in ``triton/``. A kernel that is found there, unchanged and from the same source, is
+loaded without a compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opkit.errors import BuildCacheWarning, PackageError
+from opkit.kernels.aot import portable
+from opkit.kernels.binding.binding import Bound
+from opkit.kernels.cc import inputs
+from opkit.kernels.cc import isa as isas
+from opkit.kernels.cc.native import NativeKernel
+from opkit.kernels.triton.shipping import FOLDER as BINARIES
+from opkit.kernels.triton.shipping import TritonBinary
+
+if TYPE_CHECKING:
+    from opkit import _core
+
+FOLDER, MANIFEST = "_opkit", "manifest.json"
+CUDA = "cuda"
+"""What stands in the place of an instruction set for a kernel on the GPU."""
+
+_FORMAT = 1
+_FILE = re.compile(r"[\w.-]+\.so")
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """One library of a package.
+
+    Attributes:
+        operator: "demo::rms_norm".
+        kernel: the kernel's name among those of its operator.
+        isa: the instruction set that it was compiled for, or "cuda".
+        file: its name in the folder of the manifest.
+        sha256: of the file.
+        size: of the file, in bytes.
+        source: the identity of what was compiled (:func:`opkit.kernels.aot.portable.identity`).
+        files: the sha256 of other files of the Python package that were compiled in, by their path in it.
+    """
+
+    operator: str
+    kernel: str
+    isa: str
+    file: str
+    sha256: str
+    size: int
+    source: str
+    files: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a folder holds; ``abi`` and ``machine`` say for which opkit and which processors its libraries were built."""
+
+    folder: Path
+    abi: int
+    machine: str
+    libraries: tuple[Library, ...]
+    binaries: tuple[TritonBinary, ...] = ()
+
+
+def runtime_library() -> Path:
+    """``libopkit.so``, which a program without Python loads to run the kernels of a package.
+
+    Raises:
+        PackageError: this opkit was not installed whole.
+    """
+    found = importlib.util.find_spec("opkit._core")
+    folder = Path(found.origin).parent if found is not None and found.origin else Path(__file__).parents[2]
+    for name in ("libopkit.so", "libopkit.dylib"):
+        if (folder / name).is_file():
+            return folder / name
+    raise PackageError(f"{folder} has no libopkit.so, which is compiled when opkit is installed. Install opkit again.")
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+_read: dict[Path, tuple[tuple[int, ...], Manifest | PackageError]] = {}  # with the stamp of what was read
+_said: set[tuple[Path, str]] = set()
+_reading = threading.Lock()
+
+
+def read(folder: Path) -> Manifest | None:
+    """What a folder holds; None where it has no manifest.
+
+    Raises:
+        PackageError: the manifest cannot be read.
+    """
+    try:
+        status = os.stat(folder / MANIFEST)
+    except OSError:
+        return None
+    stamp = status.st_ino, status.st_size, status.st_mtime_ns
+    with _reading:
+        if folder not in _read or _read[folder][0] != stamp:
+            _read[folder] = stamp, _attempt(folder)
+        found = _read[folder][1]
+    if isinstance(found, PackageError):
+        raise found
+    return found
+
+
+def _attempt(folder: Path) -> Manifest | PackageError:
+    try:
+        return _parsed(folder, json.loads((folder / MANIFEST).read_bytes()))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        return PackageError(f"{folder / MANIFEST} cannot be read: {type(error).__name__}: {error}")
+
+
+def _parsed(folder: Path, noted: Mapping[str, Any]) -> Manifest:
+    if noted["format"] != _FORMAT:
+        raise ValueError(f"its format is {noted['format']!r}, and this opkit reads {_FORMAT}")
+    libraries = tuple(Library(**item) for item in noted["libraries"])
+    binaries = tuple(TritonBinary.from_json(item) for item in noted.get("triton", ()))
+    for library in libraries:
+        if not _FILE.fullmatch(library.file):
+            raise ValueError(f"{library.file!r} is not the name of a library")
+    return Manifest(folder, int(noted["abi"]), str(noted["machine"]), libraries, binaries)
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load(module: str, native: NativeKernel, bound: Bound, name: str) -> _core.KernelLibrary | None:
+    """The library that was built ahead of time for a kernel of a module's operator; None where it is to be compiled.
+
+    Where there is one that cannot be used, a warning says why.
+    """
+    for folder in portable.places(module, FOLDER):
+        try:
+            manifest = read(folder)
+            built = [] if manifest is None else _of(manifest, bound.facts.operator, name, native)
+            if manifest is not None and built:
+                return _opened(chosen(manifest, built, native, bound, portable.root(module) or folder.parent))
+        except PackageError as error:
+            warn(folder, module, str(error))
+            return None
+    return None
+
+
+def _of(manifest: Manifest, operator: str, kernel: str, native: NativeKernel) -> list[Library]:
+    listed = (item for item in manifest.libraries if (item.operator, item.kernel) == (operator, kernel))
+    return [item for item in listed if (item.isa == CUDA) == native.cuda]
+
+
+def chosen(manifest: Manifest, built: Sequence[Library], native: NativeKernel, bound: Bound, package: Path) -> Path:
+    """The file for the widest instruction set that this machine has (``OPKIT_ISA`` narrows it), checked.
+
+    Raises:
+        PackageError: it cannot be used.
+    """
+    _check_origin(manifest, built[0], native, bound, package)
+    usable = [CUDA, *_usable()]
+    fitting = [library for library in built if library.isa in usable]
+    if not fitting:
+        there = ", ".join(library.isa for library in built)
+        raise PackageError(f"{_label(built[0])} was built for {there}, and what can be used here is {usable[-1]}")
+    widest = max(fitting, key=lambda library: usable.index(library.isa))
+    _check_file(manifest.folder, widest)
+    return manifest.folder / widest.file
+
+
+def _usable() -> tuple[str, ...]:
+    order = isas.WIDENING.get(isas.machine(), ("baseline",))
+    return order[: order.index(isas.host_isa()) + 1]
+
+
+def _check_origin(manifest: Manifest, library: Library, native: NativeKernel, bound: Bound, package: Path) -> None:
+    if manifest.machine != isas.machine():
+        raise PackageError(f"{manifest.folder} was built for {manifest.machine}, and this is {isas.machine()}")
+    if manifest.abi != inputs.abi_version():
+        raise PackageError(
+            f"{manifest.folder} was built for version {manifest.abi} of opkit's kernel interface, and this opkit has "
+            f"version {inputs.abi_version()}"
+        )
+    edited = [path for path, content in library.files.items() if _differs(package / path, content)]
+    if library.source != portable.identity(native, bound, package) or edited:
+        what = edited[0] if edited else "its source or its operator's signature"
+        raise PackageError(f"{_label(library)} was edited since it was built: {what} differs")
+
+
+def _differs(path: Path, content: str) -> bool:
+    """Whether a file is there, with other content; packages need not carry their headers."""
+    try:
+        return portable.sha256_of(path) != content
+    except OSError:
+        return False
+
+
+def _check_file(folder: Path, library: Library) -> None:
+    try:
+        content = (folder / library.file).read_bytes()
+    except OSError as error:
+        raise PackageError(f"{_label(library)}: {folder / library.file}: {error.strerror}") from error
+    if len(content) != library.size or hashlib.sha256(content).hexdigest() != library.sha256:
+        raise PackageError(f"{_label(library)}: {folder / library.file} is not what was built: its sha256 differs")
+
+
+def _label(library: Library) -> str:
+    return f"{library.operator}, kernel {library.kernel!r},"
+
+
+def _opened(path: Path) -> _core.KernelLibrary:
+    from opkit import _core  # compiled: absent when opkit runs from a source tree that was not installed
+
+    try:
+        return _core.KernelLibrary(str(path))
+    except RuntimeError as error:
+        raise PackageError(f"{path} cannot be loaded: {error}") from error
+
+
+def warn(folder: Path, module: str, reason: str, about: str = "") -> None:
+    """Say once why something is compiled now; once for whatever it is ``about``, or else for each reason."""
+    with _reading:
+        if (folder, about or reason) in _said:
+            return
+        _said.add((folder, about or reason))
+    package = portable.real_name(module).rpartition(".")[0] or portable.real_name(module)
+    warnings.warn(
+        f"{reason}. It is compiled now, if there is a compiler. Run `opkit build {package}` again, or install the package "
+        "again.",
+        BuildCacheWarning,
+        stacklevel=4,
+    )
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(
+    folder: Path,
+    built: Iterable[tuple[Library, Path]],
+    compiled: Iterable[tuple[TritonBinary, bytes]] = (),
+) -> Manifest:
+    """Put libraries, binaries of Triton kernels, and their manifest into a folder.
+
+    Libraries are given without file, sha256 and size, and with the file to copy; binaries likewise, with the image.
+
+    The manifest is replaced by one rename, after all that it names was written and before what only the old one names
+    is removed, so that the folder holds a whole package at any time, whatever fails.
+
+    Raises:
+        PackageError: the folder cannot be written to.
+    """
+    libraries: list[Library] = []
+    binaries: list[TritonBinary] = []
+    before = _names(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for library, path in built:
+            libraries.append(_put(folder, library, path))
+        for binary, image in compiled:
+            binaries.append(_put_binary(folder, binary, image))
+        manifest = Manifest(folder, inputs.abi_version(), isas.machine(), tuple(libraries), tuple(binaries))
+        _replace(folder / MANIFEST, _text(manifest).encode("ascii"))
+    except OSError as error:
+        _remove(folder, {each.file for each in (*libraries, *binaries)} - before)
+        raise PackageError(f"The package's folder {folder} cannot be written: {error}") from error
+    _remove(folder, before - {each.file for each in (*libraries, *binaries)})
+    return manifest
+
+
+def _remove(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+    with contextlib.suppress(OSError):
+        (folder / BINARIES).rmdir()  # fails unless nothing is left in it
+
+
+def _names(folder: Path) -> set[str]:
+    """The files that a folder's manifest names."""
+    with contextlib.suppress(PackageError):
+        manifest = read(folder)
+        return set() if manifest is None else {each.file for each in (*manifest.libraries, *manifest.binaries)}
+    return set()
+
+
+def _put(folder: Path, library: Library, path: Path) -> Library:
+    content = path.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    parts = (*library.operator.split("::"), library.kernel, library.isa, sha256[:8])
+    file = ".".join(re.sub(r"[^A-Za-z0-9_-]", "_", part) for part in parts) + ".so"
+    _replace(folder / file, content)
+    return dataclasses.replace(library, file=file, sha256=sha256, size=len(content))
+
+
+def _put_binary(folder: Path, binary: TritonBinary, image: bytes) -> TritonBinary:
+    placed = binary.placed(image)
+    path = folder / placed.file
+    path.parent.mkdir(exist_ok=True)
+    _replace(path, image)
+    return placed
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file under another name, then rename it; whoever may read the folder may read it."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _text(manifest: Manifest) -> str:
+    noted = {
+        "format": _FORMAT,
+        "abi": manifest.abi,
+        "machine": manifest.machine,
+        "libraries": [dataclasses.asdict(library) for library in manifest.libraries],
+        "triton": [binary.to_json() for binary in manifest.binaries],
+    }
+    return json.dumps(noted, indent=1) + "\n"

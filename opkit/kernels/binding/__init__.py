@@ -1,0 +1,1 @@
+"""What each parameter of a C function receives: arguments, outputs, named sizes and expressions."""

@@ -1,0 +1,270 @@
+"""The command lines that make a request's file: one for a single unit, else one for each unit and one to link."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+from opkit import config
+from opkit.errors import ArgumentError
+from opkit.kernels.cc import toolchain
+from opkit.kernels.cc.isa import effective
+from opkit.kernels.cc.toolchain import Compiler
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """One translation unit. ``language`` is "c", "c++" or "cuda"; messages call its lines by ``name``."""
+
+    name: str
+    text: str
+    language: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be built.
+
+    Attributes:
+        label: what people know it by: "demo::rms_norm". It decides nothing.
+        units: the translation units.
+        flags: for the compiler, each one argument. Paths in them must be absolute.
+        include_dirs: where ``#include`` looks; a change of a header there that is included is noticed.
+        library_dirs: where libraries are looked for, now and when the result is loaded.
+        libraries: names ("openblas"), file names ("libopenblas.so.0") or paths.
+        isa: "native", or a named instruction set.
+        kind: "shared" (a library) or "executable".
+        debug: with debugging information, and with the address and undefined-behaviour sanitizers.
+    """
+
+    label: str
+    units: tuple[Unit, ...]
+    flags: tuple[str, ...] = ()
+    include_dirs: tuple[str | os.PathLike[str], ...] = ()
+    library_dirs: tuple[str | os.PathLike[str], ...] = ()
+    libraries: tuple[str, ...] = ()
+    isa: str = "native"
+    kind: Literal["shared", "executable"] = "shared"
+    debug: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The commands, which run in the folder that holds the units' files: ``units`` side by side, then ``link``."""
+
+    compilers: tuple[Compiler, ...]
+    units: tuple[tuple[str, ...], ...]
+    link: tuple[str, ...] | None
+    file: str
+
+    @property
+    def compiler(self) -> Compiler:
+        """The one that links."""
+        return self.compilers[0]
+
+
+FILES = {"shared": "kernel.so", "executable": "kernel"}
+_SUFFIXES = {"c": ".c", "c++": ".cpp", "cuda": ".cu"}
+_RANK = ("c", "c++", "cuda")
+
+# GNU dialects: in the strict ones gcc does not contract a * b + c into one instruction.
+_DIALECTS = {"c": "-std=gnu11", "c++": "-std=gnu++17"}
+_C_MISTAKES = (
+    "-Werror=implicit-function-declaration",  # these are errors by default from gcc 14 and clang 16 on;
+    "-Werror=incompatible-pointer-types",  # before, a misspelt function would be found out by the loader
+    "-Werror=int-conversion",
+)
+_FAST = ("-O3", "-fno-math-errno")
+_DEBUG = (
+    "-g",
+    "-O1",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+)
+_SHARED = ("-fPIC", "-fvisibility=hidden")
+_LOOSE = ("-ffast-math", "-Ofast", "-funsafe-math-optimizations")
+_QUIET = {"gcc": ("-fno-diagnostics-show-caret", "-ftabstop=1"), "clang": ("-fno-caret-diagnostics",)}
+_NVCC = ("-O3", "-std=c++17")
+_NVCC_SHARED = ("-Xcompiler", "-fPIC,-fexceptions,-fvisibility=hidden")
+_SHELL = re.compile(r"""[$`"'\\;&|<>()*?!\n\r]""")
+_OPENMP = re.compile(r'^[ \t]*#[ \t]*pragma[ \t]+omp\b|_Pragma\s*\(\s*"\s*omp\b', re.MULTILINE)
+
+
+def source_name(number: int, unit: Unit) -> str:
+    """The name of a unit's file: nothing of its own name, which can hold anything."""
+    return f"unit{number}{_SUFFIXES[unit.language]}"
+
+
+def plan(request: Request) -> Plan:
+    """Choose the compilers and write the commands.
+
+    Raises:
+        ToolchainError: a compiler that is needed was not found.
+        ArgumentError: the request cannot be built as it stands.
+    """
+    _check(request)
+    languages = [unit.language for unit in request.units]
+    main = max(languages, key=_RANK.index)
+    if main == "cuda":  # its flags are nvcc's, so nvcc compiles the units in C and C++ too
+        languages = ["cuda"] * len(languages)
+        _check_nvcc(request)
+    compilers = {language: toolchain.find(language) for language in dict.fromkeys([main, *languages])}
+    if len(request.units) == 1 and not _links_apart(request, compilers[main]):
+        return Plan((compilers[main],), (_together(request, compilers[main]),), None, FILES[request.kind])
+    units = [_compile(request, number, compilers[language]) for number, language in enumerate(languages)]
+    return Plan(tuple(compilers.values()), tuple(units), _link(request, compilers[main]), FILES[request.kind])
+
+
+def _check(request: Request) -> None:
+    if not request.units or request.kind not in FILES:
+        raise ArgumentError(f"{request.label}: there is nothing to build, or kind={request.kind!r} is not known.")
+    for unit in request.units:
+        if unit.language not in _SUFFIXES:
+            raise ArgumentError(
+                f"{request.label}: {unit.name!r} is in {unit.language!r}; opkit builds c, c++ and cuda."
+            )
+    texts = (*_arguments(request), *(unit.name + unit.text for unit in request.units))
+    wrong = next((text for text in texts if "\0" in text), None)
+    if wrong is not None:
+        raise ArgumentError(f"{request.label}: {wrong[:80]!r} holds a NUL character, which a compiler cannot be given.")
+
+
+def _arguments(request: Request) -> list[str]:
+    """All that a request adds to command lines."""
+    return [*request.flags, *request.libraries, *_folders(request)]
+
+
+def _folders(request: Request) -> list[str]:
+    return [os.fspath(folder) for folder in (*request.include_dirs, *request.library_dirs)]
+
+
+def _check_nvcc(request: Request) -> None:
+    """nvcc starts the compilers that it drives through a shell, badly quoted: "$(...)" in an argument would be run."""
+    for text in (*_arguments(request), config.get().cxx or ""):
+        if _SHELL.search(text):
+            raise ArgumentError(
+                f"{request.label}: nvcc would pass {text!r} to a shell. Leave out quotes, backslashes, line breaks and "
+                "any of $ ` ; & | < > ( ) * ? !"
+            )
+    for folder in _folders(request):
+        if "," in folder:
+            raise ArgumentError(
+                f"{request.label}: nvcc would take {folder!r} for several folders. Use one without commas."
+            )
+
+
+def _links_apart(request: Request, compiler: Compiler) -> bool:
+    """Whether a flag must not reach the linker.
+
+    OpenMP's would load a second OpenMP into torch; those of loose arithmetic make gcc before 13 link what turns subnormal
+    numbers off in the whole process.
+    """
+    loose = any(flag in _LOOSE for flag in request.flags)
+    return request.kind == "shared" and (loose or bool(_openmp(request, request.units[0], compiler)))
+
+
+def _openmp(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]:
+    if "ragma" not in unit.text or not _OPENMP.search(unit.text):
+        return ()
+    if compiler.family == "nvcc":
+        return ("-Xcompiler", "-fopenmp")
+    if compiler.family == "gcc":
+        return ("-fopenmp",)
+    # clang calls LLVM's OpenMP, and torch for Linux comes with GNU's: "omp simd" is heeded there and the rest is not.
+    return ("-Xclang", "-fopenmp") if sys.platform == "darwin" else ("-fopenmp-simd",)
+
+
+def _together(request: Request, compiler: Compiler) -> tuple[str, ...]:
+    flags = (*_flags(request, request.units[0], compiler), *_openmp(request, request.units[0], compiler))
+    source = source_name(0, request.units[0])
+    return (
+        *compiler.command,
+        *flags,
+        *_shared(request),
+        source,
+        "-o",
+        FILES[request.kind],
+        *_libraries(request, compiler),
+    )
+
+
+def _compile(request: Request, number: int, compiler: Compiler) -> tuple[str, ...]:
+    unit = request.units[number]
+    flags = (*_flags(request, unit, compiler), *_openmp(request, unit, compiler))
+    return (*compiler.command, *flags, "-c", source_name(number, unit), "-o", f"unit{number}.o")
+
+
+def _link(request: Request, compiler: Compiler) -> tuple[str, ...]:
+    objects = [f"unit{number}.o" for number in range(len(request.units))]
+    openmp = {flag for unit in request.units for flag in _openmp(request, unit, compiler)}
+    flags = [*(_DEBUG if request.debug and compiler.family != "nvcc" else ()), *_shared(request)]
+    if request.kind == "executable":
+        flags += sorted(openmp, reverse=True)
+    if compiler.family == "nvcc":
+        flags += request.flags
+    return (*compiler.command, *flags, *objects, "-o", FILES[request.kind], *_libraries(request, compiler))
+
+
+def _shared(request: Request) -> tuple[str, ...]:
+    return ("-shared",) if request.kind == "shared" else ()
+
+
+def _flags(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]:
+    """What a unit is compiled with: opkit's flags, then the request's, which may say otherwise."""
+    includes = tuple(f"-I{os.path.abspath(folder)}" for folder in request.include_dirs)
+    return (*(_nvcc if compiler.family == "nvcc" else _host)(request, unit, compiler), *includes, *request.flags)
+
+
+def _host(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]:
+    flags = (_DIALECTS[unit.language], *(_DEBUG if request.debug else _FAST), "-fexceptions")
+    flags += _SHARED if request.kind == "shared" else ()
+    flags += _C_MISTAKES if unit.language == "c" else ()
+    return (*flags, *_QUIET[compiler.family], *toolchain.isa_flags(request.isa, compiler.family))
+
+
+def _nvcc(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]:
+    host = config.get().cxx
+    flags = (*_NVCC, *(_NVCC_SHARED if request.kind == "shared" else ("-Xcompiler", "-fexceptions")))
+    flags += ("-g", "-lineinfo") if request.debug else ()
+    return flags if host is None else (*flags, "-ccbin", toolchain.find("c++").path)
+
+
+def _libraries(request: Request, compiler: Compiler) -> tuple[str, ...]:
+    flags: list[str] = []
+    for folder in [os.path.abspath(each) for each in request.library_dirs]:
+        flags += [f"-L{folder}", *_rpath(folder, compiler)]
+    named = [_library(each) for each in request.libraries]
+    return (*flags, *named, *(() if compiler.family == "nvcc" else ("-lm",)))
+
+
+def _rpath(folder: str, compiler: Compiler) -> tuple[str, ...]:
+    """Where the loader looks for libraries; in one argument for nvcc, which wants quotes for blanks in it."""
+    return (
+        ("-Xlinker", f'"-rpath={folder}"') if compiler.family == "nvcc" else ("-Xlinker", "-rpath", "-Xlinker", folder)
+    )
+
+
+def _library(name: str) -> str:
+    """How the linker is told of a library: a path as it is, a file name after "-l:", else a name after "-l".
+
+    >>> _library("openblas"), _library("libopenblas.so.0"), _library("/usr/lib/libz.so.1")
+    ('-lopenblas', '-l:libopenblas.so.0', '/usr/lib/libz.so.1')
+    """
+    if os.sep in name:
+        return os.path.abspath(name)
+    return f"-l:{name}" if re.search(r"\.(so|a|dylib)(\.[\d.]+)?$", name) else f"-l{name}"
+
+
+def native(plan: Plan, request: Request) -> bool:
+    """Whether what is made depends on this very processor's features."""
+    return effective(request.isa) == "native" and any(compiler.family != "nvcc" for compiler in plan.compilers)
+
+
+def families(compilers: Sequence[Compiler]) -> str:
+    """For people: "gcc", or "gcc and nvcc"."""
+    return " and ".join(dict.fromkeys(compiler.family for compiler in compilers))

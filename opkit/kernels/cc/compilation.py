@@ -1,0 +1,266 @@
+"""From C, C++ and CUDA to a file that can be loaded: found in the build cache, or compiled into it.
+
+path = build(Request("demo::double", (Unit("double.c", text, "c"),)))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from opkit import config
+from opkit.errors import CacheError, CompileError, OpkitError
+from opkit.kernels.cc import diagnostics, inputs, processes, toolchain
+from opkit.kernels.cc.commands import Plan, families, plan, source_name
+from opkit.kernels.cc.commands import Request as Request
+from opkit.kernels.cc.commands import Unit as Unit
+from opkit.kernels.cc.processes import Outcome
+from opkit.kernels.cc.progress import Progress, printable
+from opkit.kernels.store import cache, storing
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+_T = TypeVar("_T")
+
+_FULL = re.compile(r"No space left on device|Disk quota exceeded|Read-only file system")
+_LITTLE = 1 << 20  # bytes; a compiler that fails with less than this left on the disk failed for that reason
+_TRIES = 3
+_REFRESH = 0.1
+
+_verified: dict[str, tuple[Path, tuple[int, ...]]] = {}  # what this process has checked, by key, with its stamp
+
+
+def key(request: Request) -> str:
+    """sha256 over everything that decides the result: texts, flags, compilers, headers, the processor where it counts.
+
+    Raises:
+        ToolchainError: a compiler that is needed was not found.
+    """
+    return inputs.key(request, plan(request))
+
+
+def build(request: Request) -> Path:
+    """The built file: a checked one from the cache, or, where that has none, a new one.
+
+    Raises:
+        ToolchainError: a compiler that is needed was not found.
+        CompileError: the compiler refused the source or took too long. Its ``log`` is all that the compiler printed;
+            its ``command``, with the sources left in place, prints it again.
+        CacheError: nothing can be written, neither to the cache nor to a temporary folder.
+    """
+    job = _job(request, _cores())
+    found = _look_up(job.key)
+    if found is not None:
+        return found
+    progress = Progress(lambda: f"building {printable(request.label)} with {families(job.plan.compilers)}")
+    try:
+        return _make(dataclasses.replace(job, tick=progress.tick))
+    finally:
+        progress.finish()
+
+
+def build_all(requests: Sequence[Request], jobs: int | None = None) -> list[Path | OpkitError]:
+    """Build many, ``jobs`` at a time (by default one for each core); each result, or what went wrong, in order."""
+    from concurrent.futures import ThreadPoolExecutor  # imported here: it is not needed to load what is built
+
+    jobs = max(1, jobs or _cores())
+    stop = threading.Event()
+    wanted = [_attempt(lambda request=request: _job(request, 1, _stopper(stop))) for request in requests]
+    pool = ThreadPoolExecutor(jobs, thread_name_prefix="opkit-build")
+    futures = {job.key: pool.submit(_attempt, lambda job=job: _ready(job)) for job in _spread(wanted, jobs)}
+    try:
+        _await(list(futures.values()))
+        return [futures[job.key].result() if isinstance(job, _Job) else job for job in wanted]
+    finally:
+        stop.set()  # only an interrupted build has something left to stop
+        pool.shutdown(cancel_futures=True)
+
+
+# ---- what is to be done ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A request with how it is built: ``jobs`` compilers at once; ``tick`` is called while they run."""
+
+    request: Request
+    plan: Plan
+    key: str
+    jobs: int
+    tick: Callable[[], None]
+
+
+def _nothing() -> None:
+    """The tick of a build that nobody watches."""
+
+
+def _job(request: Request, jobs: int, tick: Callable[[], None] = _nothing) -> _Job:
+    steps = plan(request)
+    return _Job(request, steps, inputs.key(request, steps), jobs, tick)
+
+
+def _spread(wanted: Sequence[_Job | OpkitError], jobs: int) -> list[_Job]:
+    """The jobs, those that make the same once; the cores left over by few of them go to their units."""
+    unique = {job.key: job for job in wanted if isinstance(job, _Job)}
+    each = max(1, jobs // max(1, len(unique)))
+    return [dataclasses.replace(job, jobs=each) for job in unique.values()]
+
+
+def _attempt(work: Callable[[], _T]) -> _T | OpkitError:
+    try:
+        return work()
+    except OpkitError as error:
+        return error
+
+
+def _stopper(stop: threading.Event) -> Callable[[], None]:
+    def tick() -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+
+    return tick
+
+
+def _await(futures: list[Future[Path | OpkitError]]) -> None:
+    """Wait for all, telling how many are ready."""
+    from concurrent.futures import wait
+
+    left = set(futures)
+    progress = Progress(lambda: f"built {len(futures) - len(left)} of {len(futures)} kernels")
+    while left:
+        left = wait(left, timeout=_REFRESH).not_done
+        progress.tick()
+    progress.finish()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ---- found -----------------------------------------------------------------------------------------------------------
+
+
+def _ready(job: _Job) -> Path:
+    return _look_up(job.key) or _make(job)
+
+
+def _look_up(identity: str) -> Path | None:
+    """What is built already: remembered and unchanged since it was checked, or found in the cache and checked now."""
+    known = _verified.get(identity)
+    if known is not None and _stamp(known[0]) == known[1]:
+        return known[0]
+    for place in storing.places():
+        path, _ = cache.find(place, identity)
+        if path is not None:
+            return _remember(identity, path)
+    return None
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_ctime_ns
+
+
+def _remember(identity: str, path: Path) -> Path:
+    stamp = _stamp(path)
+    if stamp is not None:
+        _verified[identity] = (path, stamp)
+    return path
+
+
+# ---- made ------------------------------------------------------------------------------------------------------------
+
+
+def _make(job: _Job) -> Path:
+    """Build in the cache, or in what stands in for it; again if someone cleared it under our hands."""
+    for attempt in range(2 * _TRIES):
+        place = storing.place()
+        try:
+            return _remember(job.key, _make_in(place, job))
+        except CacheError:
+            raise
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError) or attempt >= _TRIES:
+                storing.give_up(place, error)
+    raise CacheError(f"{printable(job.request.label)}: what is built vanishes from {storing.place()} again and again.")
+
+
+def _make_in(place: Path, job: _Job) -> Path:
+    with storing.lock(place, job.key, job.tick):
+        found = storing.find(place, job.key)
+        if found is not None:
+            return found
+        with storing.workspace(place, job.key) as folder:
+            _compile(place, folder, job)
+            made = folder / job.plan.file
+            return storing.store(place, job.key, made, _noted(job, made))
+
+
+def _noted(job: _Job, made: Path) -> dict[str, object]:
+    content = made.read_bytes()
+    compiler = job.plan.compiler
+    return {
+        "label": job.request.label,
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "size": len(content),
+        "compiler": {"path": compiler.path, "version": toolchain.version(compiler)},
+        "flags": job.plan.link or job.plan.units[0],
+        "abi": inputs.abi_version(),
+    }
+
+
+def _compile(place: Path, folder: Path, job: _Job) -> None:
+    """Run the commands in ``folder``.
+
+    Raises:
+        CompileError: one failed.
+        OSError: the disk is full, or the folder has gone.
+    """
+    for number, unit in enumerate(job.request.units):
+        text = f"#line 1 {diagnostics.quoted(unit.name)}\n{unit.text}\n"
+        (folder / source_name(number, unit)).write_bytes(text.encode("utf-8", "surrogatepass"))
+    for commands in (job.plan.units, *([(job.plan.link,)] if job.plan.link else [])):
+        ended = processes.run(commands, folder, job.jobs, config.get().build_timeout, job.tick)
+        wrong = next((outcome for outcome in ended if outcome.status != 0), None)
+        if wrong is not None:
+            raise _failure(place, folder, job, wrong)
+    if folder.exists() and not (folder / job.plan.file).is_file():
+        raise _failure(place, folder, job, Outcome(job.plan.link or job.plan.units[0], 0, ""))
+
+
+def _failure(place: Path, folder: Path, job: _Job, wrong: Outcome) -> CompileError:
+    """The exception for a command that failed.
+
+    Raises:
+        OSError: it failed because the folder cannot be written to.
+    """
+    _check_disk(folder, wrong)
+    kept = storing.failed_folder(place, job.key)
+    again = tuple(_kept(argument, kept) for argument in wrong.command)
+    texts = [(unit.name, unit.text) for unit in job.request.units]
+    message = diagnostics.failure(job.request.label, wrong, again, folder, texts)
+    storing.keep_failed(place, job.key, folder)
+    return diagnostics.error(message, wrong.log, again)
+
+
+def _kept(argument: str, kept: Path) -> str:
+    """An argument as it must read outside the folder: the names of files in it with the whole path."""
+    return str(kept / argument) if re.fullmatch(r"unit\d+\.\w+|kernel(\.so)?", argument) else argument
+
+
+def _check_disk(folder: Path, wrong: Outcome) -> None:
+    space = os.statvfs(folder)  # FileNotFoundError where someone cleared the cache
+    full = space.f_blocks > 0 and space.f_bavail * space.f_frsize < _LITTLE
+    if full or _FULL.search(wrong.log):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))

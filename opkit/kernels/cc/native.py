@@ -1,0 +1,285 @@
+"""Kernels from source: ``opkit.c_kernel``, ``opkit.cpp_kernel`` and ``opkit.cuda_kernel``.
+
+What they return is a description: the source, read and understood, but neither bound to an operator nor compiled. That
+comes with :meth:`opkit.CustomOp.register_kernel` and the first call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import linecache
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from opkit.errors import DeclarationError, KernelError
+from opkit.kernels.binding.binding import Constant
+from opkit.kernels.cc import declaration
+from opkit.kernels.cc.declaration import Function
+from opkit.kernels.cc.dtypes import DTYPES
+
+Dtypes = Iterable[Any] | Mapping[str, Iterable[Any]] | None
+ISAS = ("native", "baseline", "avx2", "avx512", "neon")
+_DEFAULT_DTYPES = ("float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Elements:
+    """A library's function of numbers that a kernel applies to each element.
+
+    Attributes:
+        symbol, library: its name, and the path of the library.
+        parameters: the name and the C type of each parameter.
+        returns: the C type of its value.
+        tensors: the parameters that are elements of tensors.
+        parallel: whether several threads may call it at once.
+    """
+
+    symbol: str
+    library: str
+    parameters: tuple[tuple[str, str], ...]
+    returns: str
+    tensors: frozenset[str]
+    parallel: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NativeKernel:
+    """A kernel in C, C++ or CUDA C++, as its author wrote it."""
+
+    language: str  # "c", "c++" or "cuda"
+    text: str
+    file: str  # where the text stands, for the compiler's messages
+    line: int
+    function: Function
+    variables: Mapping[str, tuple[str, ...]]  # type variables, and the element types that each stands for
+    bind: Mapping[str, Constant]
+    flags: tuple[str, ...] = ()
+    sources: tuple[Path, ...] = ()
+    include_dirs: tuple[Path, ...] = ()
+    library_dirs: tuple[Path, ...] = ()
+    libraries: tuple[str, ...] = ()
+    isas: tuple[str, ...] = ("native",)
+    debug: bool = False
+    elements: Elements | None = None  # what it applies to each element, where it does that alone
+    elementwise: bool = False  # it may be called on any run of elements
+
+    @property
+    def name(self) -> str:
+        """The name of the C function."""
+        return self.function.name
+
+    @property
+    def cuda(self) -> bool:
+        """Whether it is in CUDA C++."""
+        return self.language == "cuda"
+
+    @property
+    def device(self) -> str:
+        """The device type that it runs on."""
+        return "cuda" if self.cuda else "cpu"
+
+    def __repr__(self) -> str:
+        return f"<{self.language} kernel {self.name} ({self.file}:{self.line})>"
+
+    def contract_parts(self) -> list[tuple[str, Any]]:
+        """What decides what it computes, for the operator's contract hash."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_HASHED}
+        contents = [path.read_text(encoding="utf-8", errors="replace") for path in self.sources]
+        return [*[(name, str(value)) for name, value in fields.items()], ("contents", tuple(contents))]
+
+
+_NOT_HASHED = {"file", "line", "function", "elements"}
+
+
+def c_kernel(
+    source: str | Path,
+    *,
+    dtypes: Dtypes = None,
+    name: str | None = None,
+    flags: Sequence[str] = (),
+    bind: Mapping[str, Constant] | None = None,
+    libraries: Sequence[str] = (),
+    isa: str | Sequence[str] = "native",
+    debug: bool = False,
+    elementwise: bool = False,
+) -> NativeKernel:
+    """A kernel written in C, to be given to ``register_kernel``.
+
+    The function's parameters are bound by name: to the operator's arguments, to the sizes that its annotations name, to
+    its output ``out`` (``out0``, ``out1``, ... where there are several), and to ``x_numel``, ``x_rank``, ``x_size_0``,
+    ``x_stride_0``, ``xs_len`` of a tensor ``x`` or a list ``xs``. Pointers are to contiguous memory; a parameter
+    ``const opk_tensor* x`` takes any strides. The function returns nothing, or an error code (0: none), or a message
+    (``const char*``, NULL: none); ``opk_fail(format, ...)`` reports from within. No header need be included.
+
+    Args:
+        source: C source, or the path of a file of it. The function that is not ``static`` is the kernel.
+        dtypes: what ``T`` stands for: ``torch.float32``, ... or their names; float32 and float64 by default. Several type
+            variables are given as ``{"T": [...], "I": [...]}``. Each choice is compiled, and picked by the arguments.
+        name: the function, where the source has several.
+        flags: further options for the compiler.
+        bind: other meanings for parameters: numbers, or the names of what they stand for (``{"lda": "k"}``).
+        libraries: shared libraries to link with, by name ("m") or path.
+        isa: the instruction set to compile for: "native" (this machine's), or some of "baseline", "avx2", "avx512",
+            "neon", of which the widest that the machine has is used.
+        debug: build with -g and the address and undefined-behaviour sanitizers, and run in a child process; what they
+            report is raised. Slow, and for finding mistakes only.
+        elementwise: every element of the output comes of the elements at its place in the tensors, which have the output's
+            sizes, and of numbers. Under ``torch.compile`` with opkit's backend it is then called on stretches of
+            elements, by several threads, in the loop of what is before and after it. ``opkit.check`` asks whether it is true.
+
+    Raises:
+        DeclarationError: the function cannot be found in the source, or its declaration cannot be read.
+        KernelError: an option has a value that it cannot have.
+
+    >>> import opkit, torch
+    >>> @opkit.custom_op("doc::doubled", mutates_args=())
+    ... def doubled(x: torch.Tensor) -> torch.Tensor:
+    ...     return x * 2
+    >>> kernel = opkit.c_kernel(
+    ...     "void twice(const T* x, T* out, int64_t x_numel) {"
+    ...     "    for (int64_t i = 0; i < x_numel; i++) out[i] = 2 * x[i];"
+    ...     "}"
+    ... )
+    >>> _ = doubled.register_kernel("cpu", kernel)
+    >>> doubled(torch.ones(2))
+    tensor([2., 2.])
+    """
+    return _kernel(
+        "c", source, dtypes, name, flags, bind, isa, debug, libraries=tuple(libraries), elementwise=elementwise
+    )
+
+
+def cpp_kernel(
+    source: str | Path,
+    *,
+    dtypes: Dtypes = None,
+    name: str | None = None,
+    flags: Sequence[str] = (),
+    bind: Mapping[str, Constant] | None = None,
+    sources: Sequence[str | Path] = (),
+    include_dirs: Sequence[str | Path] = (),
+    library_dirs: Sequence[str | Path] = (),
+    libraries: Sequence[str] = (),
+    isa: str | Sequence[str] = "native",
+    debug: bool = False,
+    elementwise: bool = False,
+) -> NativeKernel:
+    """A kernel written in C++17; see :func:`c_kernel` for what is bound to its parameters, and how.
+
+    Args:
+        source: C++ source, or the path of a file of it, with the kernel as an ``extern "C"`` function.
+        sources: further C++ files that are compiled and linked with it.
+        include_dirs: folders in which headers are looked for.
+        library_dirs: folders in which ``libraries`` are looked for, when it is built and when it is loaded.
+        dtypes, name, flags, bind, libraries, isa, debug, elementwise: as for :func:`c_kernel`.
+    """
+    return _kernel(
+        "c++", source, dtypes, name, flags, bind, isa, debug,
+        sources=_paths(sources), include_dirs=_paths(include_dirs), library_dirs=_paths(library_dirs),
+        libraries=tuple(libraries), elementwise=elementwise,
+    )  # fmt: skip
+
+
+def cuda_kernel(
+    source: str | Path,
+    *,
+    dtypes: Dtypes = None,
+    name: str | None = None,
+    flags: Sequence[str] = (),
+    bind: Mapping[str, Constant] | None = None,
+    sources: Sequence[str | Path] = (),
+    include_dirs: Sequence[str | Path] = (),
+    library_dirs: Sequence[str | Path] = (),
+    libraries: Sequence[str] = (),
+) -> NativeKernel:
+    """A kernel written in CUDA C++, compiled by nvcc.
+
+    The bound function is the host's: an ``extern "C"`` function that launches ``__global__`` functions on its parameter
+    ``cudaStream_t stream``, torch's current stream on the arguments' device, which is the current device during the
+    call. A launch that fails is reported.
+
+    Args:
+        source, dtypes, name, flags, bind, sources, include_dirs, library_dirs, libraries: as for :func:`cpp_kernel`.
+            ``T`` may be ``torch.float16`` (``__half``) and ``torch.bfloat16`` (``__nv_bfloat16``) too.
+    """
+    return _kernel(
+        "cuda", source, dtypes, name, flags, bind, "native", False,
+        sources=_paths(sources), include_dirs=_paths(include_dirs), library_dirs=_paths(library_dirs),
+        libraries=tuple(libraries),
+    )  # fmt: skip
+
+
+def _kernel(
+    language: str,
+    source: str | Path,
+    dtypes: Dtypes,
+    name: str | None,
+    flags: Sequence[str],
+    bind: Mapping[str, Constant] | None,
+    isa: str | Sequence[str],
+    debug: bool,
+    **more: Any,
+) -> NativeKernel:
+    frame = inspect.currentframe()
+    text, file, line = _located(source, frame.f_back.f_back if frame and frame.f_back else None)
+    try:
+        function = declaration.parse(text, name)
+    except DeclarationError as error:
+        raise DeclarationError(f"{file}: {error}") from error
+    return NativeKernel(
+        language, text, file, line, function, _variables(dtypes), dict(bind or {}), tuple(flags), isas=_isas(isa),
+        debug=debug, **more,
+    )  # fmt: skip
+
+
+def _paths(given: Sequence[str | Path]) -> tuple[Path, ...]:
+    return tuple(Path(path).absolute() for path in given)
+
+
+def _located(source: str | Path, frame: FrameType | None) -> tuple[str, str, int]:
+    """The text, and the file and line at which it stands."""
+    if isinstance(source, Path):
+        return source.read_text(encoding="utf-8"), str(source), 1
+    if "\n" not in source and source.endswith((".c", ".cpp", ".cc", ".cxx", ".cu")):
+        raise KernelError(f"{source!r} looks like a path. A str is source itself: pass pathlib.Path({source!r}).")
+    caller = frame.f_code.co_filename if frame is not None else "<source>"
+    written = linecache.getlines(caller) if frame is not None else []
+    wanted = [line for line in source.splitlines() if line.strip()]
+    if not wanted:
+        raise DeclarationError("the source of a kernel is empty")
+    skipped = source.splitlines().index(wanted[0])
+    # a literal's first line shares its line of the file with the quotes, so its end must match, the next one whole
+    for i, text in enumerate(written):
+        following = [line.rstrip("\n") for line in written[i + 1 : i + len(source.splitlines()) - skipped - 1]]
+        rest = source.splitlines()[skipped + 1 : -1]
+        if text.rstrip("\n").endswith(wanted[0]) and following[: len(rest)] == rest:
+            return source, caller, i + 1 - skipped
+    return source, caller if frame is not None else "<source>", frame.f_lineno if frame is not None else 1
+
+
+def _variables(dtypes: Dtypes) -> dict[str, tuple[str, ...]]:
+    given: Mapping[str, Iterable[Any]] = (
+        dtypes if isinstance(dtypes, Mapping) else {"T": _DEFAULT_DTYPES if dtypes is None else dtypes}
+    )
+    return {variable: _named_dtypes(variable, types) for variable, types in given.items()}
+
+
+def _named_dtypes(variable: str, types: Iterable[Any]) -> tuple[str, ...]:
+    names = [str(dtype).removeprefix("torch.") for dtype in ([types] if isinstance(types, str) else types)]
+    for name in names:
+        if name not in DTYPES:
+            raise KernelError(f"dtypes=: {variable} cannot stand for {name!r}. It can stand for {', '.join(DTYPES)}.")
+    if not names:
+        raise KernelError(f"dtypes=: {variable} stands for nothing. Give at least one dtype.")
+    return tuple(dict.fromkeys(names))
+
+
+def _isas(given: str | Sequence[str]) -> tuple[str, ...]:
+    names = (given,) if isinstance(given, str) else tuple(given)
+    wrong = [name for name in names if name not in ISAS]
+    if wrong or not names:
+        raise KernelError(f"isa={given!r}: choose among {', '.join(ISAS)}.")
+    return names

@@ -1,0 +1,272 @@
+"""The compilers: which one is used for a language, and what tells one from another without starting it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+from opkit import config
+from opkit.errors import ToolchainError
+from opkit.kernels.cc.isa import host_isa as host_isa
+from opkit.kernels.cc.isa import isa_flags as isa_flags
+
+_PROBE_SECONDS = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """A compiler that can be run.
+
+    Attributes:
+        path: the program to start.
+        family: "gcc", "clang" or "nvcc".
+        language: "c", "c++" or "cuda".
+        identity: changes when the compiler does: real paths, sizes and times of change. No program is started for it.
+        arguments: what comes before all flags, as in ``CC="ccache gcc"``.
+    """
+
+    path: str
+    family: str
+    language: str
+    identity: str
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """How a command line begins."""
+        return (self.path, *self.arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Language:
+    """How a language's compiler is looked for: opkit's setting, the usual variable, then names; and how it is got."""
+
+    title: str
+    setting: str
+    variable: str
+    names: tuple[str, ...]
+    install: dict[str, str]
+
+
+_LANGUAGES = {
+    "c": _Language(
+        "C",
+        "cc",
+        "CC",
+        ("gcc", "clang", "cc"),
+        {
+            "Debian, Ubuntu": "apt-get install gcc",
+            "Fedora": "dnf install gcc",
+            "macOS": "xcode-select --install",
+            "conda": "conda install -c conda-forge c-compiler",
+        },
+    ),
+    "c++": _Language(
+        "C++",
+        "cxx",
+        "CXX",
+        ("g++", "clang++", "c++"),
+        {
+            "Debian, Ubuntu": "apt-get install g++",
+            "Fedora": "dnf install gcc-c++",
+            "macOS": "xcode-select --install",
+            "conda": "conda install -c conda-forge cxx-compiler",
+        },
+    ),
+    "cuda": _Language(
+        "CUDA",
+        "nvcc",
+        "NVCC",
+        ("nvcc",),
+        {
+            "Debian, Ubuntu": "apt-get install nvidia-cuda-toolkit",
+            "Fedora": "dnf install cuda-toolkit    (from NVIDIA's repository)",
+            "conda": "conda install -c nvidia cuda-nvcc",
+        },
+    ),
+}
+
+_CUDA_FOLDERS = ("CUDA_HOME", "CUDA_PATH")
+_CUDA_DEFAULT = "/usr/local/cuda"
+
+
+def install_command(language: str) -> str | None:
+    """The commands that install a compiler on this system, or None where it has none."""
+    wanted = {"Linux": ("Debian, Ubuntu", "Fedora", "conda"), "Darwin": ("macOS", "conda")}.get(platform.system(), ())
+    commands = _LANGUAGES[language].install
+    return "    or: ".join(commands[system] for system in wanted if system in commands) or None
+
+
+def find(language: str) -> Compiler:
+    """The compiler for ``language`` ("c", "c++" or "cuda"): opkit's setting, ``$CC`` and the like, then the usual names.
+
+    Raises:
+        ToolchainError: there is none, or the one that a setting of opkit names cannot be used.
+    """
+    if language not in _LANGUAGES:
+        raise ToolchainError(f"There is no compiler for the language {language!r}: opkit builds c, c++ and cuda.")
+    found = _search(language, _surroundings(language))
+    if not os.path.exists(found.path):  # it was removed since it was found
+        _search.cache_clear()
+        found = _search(language, _surroundings(language))
+    return dataclasses.replace(found, identity=_identity(found.command))
+
+
+def _surroundings(language: str) -> tuple[str | None, ...]:
+    """All that decides which compiler is found, but for the files on the disk."""
+    about = _LANGUAGES[language]
+    variables = ("PATH", about.variable, *(_CUDA_FOLDERS if language == "cuda" else ()))
+    return getattr(config.get(), about.setting), *(os.environ.get(name) for name in variables)
+
+
+@functools.lru_cache(maxsize=64)
+def _search(language: str, surroundings: tuple[str | None, ...]) -> Compiler:
+    """Look through the candidates; an exception is not remembered, so a compiler installed meanwhile is found."""
+    about, chosen = _LANGUAGES[language], surroundings[0]
+    if chosen is not None:
+        return _from_setting(chosen, language)
+    candidates = (_compiler(command, language) for command in _candidates(language))
+    compiler = next((each for each in candidates if each is not None), None)
+    if compiler is None:
+        raise ToolchainError(_none_found(about))
+    return compiler
+
+
+def _candidates(language: str) -> Iterator[tuple[str, ...]]:
+    about = _LANGUAGES[language]
+    yield from filter(None, [_resolve(os.environ.get(about.variable) or "")])
+    if language == "cuda":
+        yield from (_in_toolkit(os.environ[name]) for name in _CUDA_FOLDERS if os.environ.get(name))
+    yield from filter(None, map(_resolve, about.names))
+    if language == "cuda":
+        yield _in_toolkit(_CUDA_DEFAULT)
+
+
+def _in_toolkit(folder: str) -> tuple[str, ...]:
+    return (os.path.join(folder, "bin", "nvcc"),)
+
+
+def _resolve(text: str) -> tuple[str, ...] | None:
+    """The program that a setting names, with its arguments if it has any ("ccache gcc"); None if it is not there."""
+    whole = shutil.which(text)
+    if whole is not None:
+        return (os.path.abspath(whole),)
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return None
+    path = shutil.which(words[0]) if words else None
+    return None if path is None else (os.path.abspath(path), *words[1:])
+
+
+def _compiler(command: tuple[str, ...], language: str) -> Compiler | None:
+    """The compiler that a command starts; None if it cannot be run or is of no family that opkit knows."""
+    if not os.access(command[0], os.X_OK):
+        return None
+    family = _family(command)
+    if family is None or (family == "nvcc") != (language == "cuda"):
+        return None
+    return Compiler(command[0], family, language, "", command[1:])
+
+
+def _from_setting(text: str, language: str) -> Compiler:
+    about = _LANGUAGES[language]
+    command = _resolve(text)
+    setting = f"OPKIT_{about.setting.upper()}={text!r}"
+    if command is None:
+        raise ToolchainError(f"{setting} names no program that can be run. Correct it, or unset it to have one found.")
+    compiler = _compiler(command, language)
+    if compiler is None:
+        kinds = "nvcc" if language == "cuda" else "gcc or clang"
+        raise ToolchainError(
+            f"{setting} is not {kinds}: {command[0]} --version does not say so. Correct it, or unset it."
+        )
+    return compiler
+
+
+def _none_found(about: _Language) -> str:
+    commands = "\n".join(f"  {system}: {command}" for system, command in about.install.items())
+    setting = f"OPKIT_{about.setting.upper()}"
+    return (
+        f"No {about.title} compiler was found: none of {', '.join(about.names)} is on PATH. Install one, or name one in "
+        f"{setting}:\n{commands}"
+    )
+
+
+# ---- what a compiler is ----------------------------------------------------------------------------------------------
+
+_NAMES = ((re.compile(r"nvcc"), "nvcc"), (re.compile(r"clang(\+\+)?"), "clang"), (re.compile(r"gcc|g\+\+"), "gcc"))
+_SAYS = (("Cuda compilation tools", "nvcc"), ("clang version", "clang"), ("Free Software Foundation", "gcc"))
+
+
+def _family(command: tuple[str, ...]) -> str | None:
+    """By the program's name, that of the file behind it, or by what it says of itself."""
+    names = [] if command[1:] else [command[0], os.path.realpath(command[0])]
+    for name in names:
+        family = _by_name(os.path.basename(name))
+        if family is not None:
+            return family
+    text = _says(command, _identity(command))
+    return next((family for words, family in _SAYS if words in text), None)
+
+
+def _by_name(name: str) -> str | None:
+    """The family that a name tells: of "gcc-12" and "x86_64-linux-gnu-gcc", but not of "gcc" on macOS, a clang.
+
+    >>> _by_name("x86_64-linux-gnu-g++-12"), _by_name("clang-19"), _by_name("cc")
+    ('gcc', 'clang', None)
+    """
+    plain = re.sub(r"-[\d.]+$", "", name).rpartition("-")[2]
+    if platform.system() == "Darwin" and name in ("gcc", "g++"):
+        return None
+    return next((family for pattern, family in _NAMES if pattern.fullmatch(plain)), None)
+
+
+def _identity(command: tuple[str, ...]) -> str:
+    """Which files a command starts, and when they were last changed."""
+    programs = [command[0], *filter(None, map(shutil.which, command[1:]))]
+    return " ".join(map(_stamp, programs))
+
+
+def _stamp(path: str) -> str:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise ToolchainError(f"The compiler {path} was found and cannot be used: {error.strerror}.") from error
+    return f"{os.path.realpath(path)}:{status.st_size}:{status.st_mtime_ns}"
+
+
+@functools.lru_cache(maxsize=64)
+def _says(command: tuple[str, ...], identity: str) -> str:
+    """What ``--version`` prints; nothing if that fails. ``identity`` makes a changed compiler be asked again."""
+    try:
+        run = subprocess.run(
+            [*command, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
+            env=os.environ | {"LC_ALL": "C"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return run.stdout.decode("utf-8", "replace")
+
+
+def version(compiler: Compiler) -> str:
+    """What the compiler says of its version; it is started for that, once.
+
+    >>> version(Compiler("/nonexistent/gcc", "gcc", "c", ""))
+    'gcc of unknown version'
+    """
+    lines = [line.strip() for line in _says(compiler.command, compiler.identity).splitlines() if line.strip()]
+    if compiler.family == "nvcc":
+        lines = [line for line in lines if "release" in line]
+    return lines[0] if lines else f"{compiler.family} of unknown version"

@@ -1,0 +1,1 @@
+"""Functions of shared libraries that are installed."""

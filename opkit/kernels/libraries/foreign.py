@@ -1,0 +1,272 @@
+"""A function of an installed library, from its C declaration to the kernel that calls it.
+
+The kernel is C: the declaration, and a function that takes what the operator has and calls the library's. The library's
+function is declared under a name of opkit's own, with its real name for the linker, so that a header of the library
+in ``preamble`` cannot contradict the declaration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+
+from opkit.errors import DeclarationError
+from opkit.kernels.binding import expressions
+from opkit.kernels.binding.binding import Constant
+from opkit.kernels.cc import declaration
+from opkit.kernels.cc.declaration import CParameter, Function
+from opkit.kernels.cc.dtypes import C_TYPES, CType
+from opkit.kernels.cc.native import NativeKernel
+from opkit.kernels.libraries.shared_library import SharedLibrary
+
+RETURNS = ("code", "ignore")
+_LEADING = re.compile(r"ld\w{0,2}\Z", re.IGNORECASE)
+_UNKNOWN = CType("unknown", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """A declared function. ``text`` is what its author wrote."""
+
+    function: Function
+    text: str
+
+    @property
+    def symbol(self) -> str:
+        """Its name in the library."""
+        return self.function.name
+
+    @property
+    def of_numbers(self) -> bool:
+        """Whether it takes and returns numbers, and nothing else."""
+        function = self.function
+        values = all(not parameter.pointer and is_number(parameter.type) for parameter in function.parameters)
+        return values and bool(function.parameters) and is_number(function.returns)
+
+    def error(self, message: str) -> DeclarationError:
+        """The error to raise about the declaration."""
+        return DeclarationError(f"`{' '.join(self.text.split())}`: {message}")
+
+    def parameter_error(self, parameter: CParameter, message: str) -> DeclarationError:
+        """The error to raise about one of its parameters."""
+        return DeclarationError(f"{self.symbol}, parameter `{parameter.text}`: {message}")
+
+
+def is_number(c_type: str) -> bool:
+    """Whether a C type is a number's."""
+    return c_type.startswith("enum ") or C_TYPES.get(c_type, _UNKNOWN).kind in ("int", "float", "complex", "bool")
+
+
+def parse(text: str, preamble: str = "") -> Foreign:
+    """Read a declaration.
+
+    Raises:
+        DeclarationError: it is not the declaration of one function, or has types that nothing says the size of.
+    """
+    if not isinstance(text, str) or not text.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise DeclarationError(
+            f"declaration={text!r}: give the C declaration of the function, such as 'double tgamma(double x)'."
+        )
+    listed = declaration.functions(text)
+    if len(listed) != 1 or listed[0].body:
+        found = ", ".join(each.name for each in listed) or "none"
+        what = f"the body of {found} is in the library: leave it out" if len(listed) == 1 else f"it declares {found}"
+        raise DeclarationError(f"declaration={text!r}: give the declaration of one function alone; {what}.")
+    foreign = Foreign(declaration.parse(text, listed[0].name, returns=None), text)
+    for parameter in foreign.function.parameters:
+        _check_type(foreign, parameter, preamble)
+    names = [parameter.name for parameter in foreign.function.parameters]
+    if len(set(names)) != len(names):
+        raise foreign.error("two parameters have one name. Give each its own.")
+    return foreign
+
+
+def _check_type(foreign: Foreign, parameter: CParameter, preamble: str) -> None:
+    if parameter.type in C_TYPES or parameter.type.startswith("enum ") or parameter.pointer:
+        return
+    if parameter.type.startswith(("struct ", "union ", "array")):
+        raise foreign.parameter_error(
+            parameter, "a structure or an array of arrays cannot be given. Declare a pointer."
+        )
+    if not preamble:
+        raise foreign.parameter_error(
+            parameter, f"{parameter.type} is no C type. Write the one that it stands for, such as int or int64_t, or "
+            "say what it is in preamble=.",
+        )  # fmt: skip
+
+
+# ---- the declaration for the compiler --------------------------------------------------------------------------------
+
+
+def prototype(foreign: Foreign) -> str:
+    """The library's function declared as ``opk_foreign``."""
+    function = foreign.function
+    label = f"{'_' if sys.platform == 'darwin' else ''}{function.name}"
+    listed = ", ".join(_spelled(parameter) for parameter in function.parameters) or "void"
+    return f'{_returned(foreign)} opk_foreign({listed}) __asm__("{label}");\n'
+
+
+def _spelled(parameter: CParameter) -> str:
+    if parameter.pointer and (parameter.type not in C_TYPES):
+        return "const void*" if parameter.const else "void*"
+    return numeric(parameter.type) if not parameter.pointer else parameter.spelling
+
+
+def numeric(c_type: str) -> str:
+    """The type that a number of this type is passed as: an enumeration is an int."""
+    return "int" if c_type.startswith("enum ") else c_type
+
+
+def _returned(foreign: Foreign) -> str:
+    text = foreign.function.returns
+    return "void*" if text.endswith("*") else numeric(text)
+
+
+# ---- a function of pointers ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """What the kernel takes for one parameter of the library's function, and how that is passed on."""
+
+    parameters: tuple[CParameter, ...]
+    bind: Mapping[str, Constant]
+    argument: str
+    before: str = ""
+
+
+def kernel(
+    foreign: Foreign,
+    library: SharedLibrary,
+    bind: Mapping[str, Constant],
+    names: Collection[str],
+    returns: str = "code",
+    preamble: str = "",
+    flags: Sequence[str] = (),
+) -> NativeKernel:
+    """The kernel that calls a function of pointers and numbers; ``names`` are those of the operator's arguments.
+
+    Raises:
+        DeclarationError: ``bind`` or ``returns`` does not fit the declaration.
+    """
+    check_bind(foreign, bind)
+    given = [_given(foreign, parameter, bind, names) for parameter in foreign.function.parameters]
+    parameters = {parameter.name: parameter for each in given for parameter in each.parameters}
+    meanings = {name: value for each in given for name, value in each.bind.items()}
+    function = Function(f"call_{foreign.symbol}", "int", tuple(parameters.values()), 1)
+    call = f"opk_foreign({', '.join(each.argument for each in given)})"
+    before = "".join(each.before for each in given)
+    helpers = expressions.HELPERS if before else ""
+    text = f"{preamble}\n{helpers}{prototype(foreign)}{_entry(function, before, _ending(foreign, returns, call))}"
+    return native(foreign, library, text, function, meanings, flags)
+
+
+def native(
+    foreign: Foreign,
+    library: SharedLibrary,
+    text: str,
+    function: Function,
+    bind: Mapping[str, Constant],
+    flags: Sequence[str] = (),
+) -> NativeKernel:
+    """The kernel of this text, linked with the library."""
+    return NativeKernel(
+        "c", text, f"<{foreign.symbol} of {library.path}>", 1, function, {}, dict(bind), tuple(flags),
+        library_dirs=library.folders, libraries=(library.path,),
+    )  # fmt: skip
+
+
+def check_bind(foreign: Foreign, bind: Mapping[str, Constant]) -> None:
+    """Raise a DeclarationError where ``bind`` names what the function does not have, or gives no number or name."""
+    names = [parameter.name for parameter in foreign.function.parameters]
+    for name, value in bind.items():
+        if name not in names:
+            raise DeclarationError(
+                f"bind= names {name!r}, but {foreign.symbol} has no such parameter. It has {', '.join(names)}."
+            )
+        if not isinstance(value, (int, float, str, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DeclarationError(
+                f"bind={{{name!r}: {value!r}}}: a parameter is given a number, the name of what it stands for, or None."
+            )
+
+
+def _entry(function: Function, before: str, ending: str) -> str:
+    listed = ", ".join(f"{parameter.spelling} {parameter.name}" for parameter in function.parameters) or "void"
+    return f"int {function.name}({listed}) {{\n{before}{ending}}}\n"
+
+
+def _ending(foreign: Foreign, returns: str, call: str) -> str:
+    """The call, and what becomes of the result."""
+    result = foreign.function.returns
+    if returns not in RETURNS:
+        raise DeclarationError(f'returns={returns!r}: "code" (an error code, 0: none) or "ignore".')
+    if result == "void" or returns == "ignore":
+        return f"    (void){call};\n    return 0;\n"
+    if not (result.startswith("enum ") or C_TYPES.get(result, _UNKNOWN).kind == "int"):
+        raise foreign.error(f'it returns {result}, which is no error code. Say returns="ignore", or write a C kernel.')
+    code = f"    const {numeric(result)} opk_code = {call};\n"
+    return f"{code}    return opk_code == ({numeric(result)})(int)opk_code ? (int)opk_code : -1;\n"
+
+
+def _given(foreign: Foreign, parameter: CParameter, bind: Mapping[str, Constant], names: Collection[str]) -> _Given:
+    own = _taken(parameter)
+    value = bind.get(own.name, own.name)
+    if _is_letter(own, value, names):
+        value = ord(str(value))
+    if not isinstance(value, str):
+        return _Given((own,), {own.name: value}, own.name)
+    if own.pointer and not value.isidentifier():
+        raise foreign.parameter_error(
+            own, f"bind gives it {value!r}, but it is a pointer. Give it a tensor by its name, or None."
+        )
+    if own.pointer or (value.isidentifier() and own.type in C_TYPES and not _LEADING.match(own.name)):
+        return _Given((own,), {own.name: value} if own.name in bind else {}, own.name)
+    return _computed(foreign, own, value)
+
+
+def _taken(parameter: CParameter) -> CParameter:
+    """A parameter of the library's function as the kernel takes it, in types that need no header."""
+    if parameter.pointer and parameter.type not in C_TYPES:
+        return dataclasses.replace(parameter, type="void")
+    return dataclasses.replace(parameter, type=numeric(parameter.type))
+
+
+def _is_letter(parameter: CParameter, value: Constant, names: Collection[str]) -> bool:
+    """``bind={"trans": "N"}`` for a ``char trans``."""
+    return (
+        (parameter.type, parameter.pointer) == ("char", 0)
+        and isinstance(value, str) and len(value) == 1 and value not in names
+    )  # fmt: skip
+
+
+def _computed(foreign: Foreign, parameter: CParameter, text: str) -> _Given:
+    """A parameter that is given the value of an expression. A leading dimension is at least 1, of empty matrices too."""
+    known = C_TYPES.get(parameter.type, _UNKNOWN)
+    if known.kind not in ("int", "unknown"):
+        raise foreign.parameter_error(
+            parameter, f"bind gives it {text!r}, but it is no integer. Give it a number or a name."
+        )
+    found = expressions.parse(text)
+    value = f"opk_max(1ll, {found.c}, &opk_wrong)" if _LEADING.match(parameter.name) else found.c
+    parameters = [CParameter(f"opk_{name}", "int64_t", 0, False, parameter.text) for name in found.names]
+    bind = {f"opk_{name}": name for name in found.names}
+    result = f"opk_of_{parameter.name}"
+    return _Given(tuple(parameters), bind, f"({parameter.type}){result}", _assigned(parameter, result, value, text))
+
+
+def _assigned(parameter: CParameter, result: str, value: str, text: str) -> str:
+    """The computation, refused where the parameter's type is too narrow for the result."""
+    shown = " ".join(text.split()).replace("%", "%%")
+    message = f"{parameter.name}, which is {shown}, does not fit into {parameter.type}"
+    return (
+        f"    int64_t {result};\n    {{\n        int opk_wrong = 0;\n        {result} = {value};\n"
+        f'        if (opk_wrong || {_outside(parameter, result)}) {{ opk_fail("{message}"); return -1; }}\n    }}\n'
+    )
+
+
+def _outside(parameter: CParameter, result: str) -> str:
+    """Whether the parameter's type, which may be known to the compiler alone, would change the number."""
+    unsigned = f"({parameter.type})-1 > 0 && {result} < 0"
+    return f"(int64_t)({parameter.type}){result} != {result} || ({unsigned})"

@@ -1,0 +1,1 @@
+"""Debug builds: one call in a child process, under the sanitizers."""

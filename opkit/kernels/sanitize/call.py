@@ -1,0 +1,226 @@
+"""What a debug build is handed and what it leaves behind: the values of a call, and the files that carry them.
+
+The format of both files stands in ``include/debug_main.c``. A call is blocks of memory, links (places in blocks that hold
+the address of another), and one value for each C parameter; so the child need not know what a tensor is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from opkit import errors
+from opkit.kernels.sanitize.report import Block
+
+_GIVEN, _WRITABLE = 1, 2  # flags of a block
+_RECORD = struct.Struct("<qqqqii")  # opk_tensor: data, sizes, strides, rank, dtype, device_index
+_POINTERS = (0, 8, 16)  # where its first three stand
+_WORD_MASK = 2**64 - 1
+
+Target: TypeAlias = tuple[int, int]
+"""A block's number, and bytes from its start."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Buffer:
+    """Memory that the kernel is given a pointer into.
+
+    The same object given twice is the same memory. A buffer that is not ``writable`` must be unchanged after the call.
+
+    Attributes:
+        name: what messages call it.
+        data: anything with the buffer protocol, C-contiguous; with ``poison`` only its size counts.
+        offset: bytes from its start to where the pointer points.
+        writable: the kernel may write to it, and its bytes are returned.
+        poison: filled with 0xff (NaN, -1), as memory to which nobody wrote yet.
+    """
+
+    name: str
+    data: bytes | bytearray | memoryview
+    offset: int = 0
+    writable: bool = False
+    poison: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TensorValue:
+    """An ``opk_tensor``; ``buffer`` covers its elements from the lowest address to the highest, and no more."""
+
+    buffer: Buffer
+    sizes: Sequence[int]
+    strides: Sequence[int]
+    dtype: int
+    device_index: int = -1
+
+
+Value: TypeAlias = (
+    int | float | str | bytes | Buffer | TensorValue | Sequence[Buffer | None] | Sequence[TensorValue | None] | None
+)
+"""A C parameter's value: an int or a float for a scalar of that kind, None for NULL, a string, a pointer, ``opk_tensor*``.
+
+A list of buffers becomes an array of pointers, a list of tensors an array of ``opk_tensor`` (all zeros for None).
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    label: str
+    data: bytes | bytearray | memoryview
+    size: int
+    writable: bool = False
+    poison: bool = False
+
+    @property
+    def flags(self) -> int:
+        return (0 if self.poison else _GIVEN) | (_WRITABLE if self.writable else 0)
+
+
+class Call:
+    """One call, with a value (name, value) for each C parameter."""
+
+    def __init__(self, values: Sequence[tuple[str, Value]]) -> None:
+        self.nulls = [repr(name) for name, value in values if value is None]
+        self._parameters = dict(values)
+        self._blocks: list[_Planned] = []
+        self._links: list[tuple[int, int, int, int]] = []
+        self._known: dict[int, int] = {}  # id(Buffer): block; the parameters keep the buffers alive
+        self._values = [self._value(name, value) for name, value in values]
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def _value(self, name: str, value: Value) -> tuple[int, int]:
+        match value:
+            case None:
+                return -1, 0
+            case int():
+                return -1, value
+            case float():
+                return -1, struct.unpack("<q", struct.pack("<d", value))[0]
+            case str() | bytes():
+                text = value.encode() if isinstance(value, str) else value
+                return self._add(f"the string {name!r}", text + b"\0"), 0
+            case Buffer():
+                return self._buffer(value)
+            case TensorValue():
+                return self._tensors(f"the opk_tensor of {name!r}", {0: value}, 1), 0
+            case list() | tuple():
+                return self._list(name, value), 0
+        raise errors.ArgumentError(f"a debug call: {name!r} cannot be passed to C: {value!r}.")
+
+    def _list(self, name: str, items: Sequence[Buffer | None] | Sequence[TensorValue | None]) -> int:
+        buffers = {at: item for at, item in enumerate(items) if isinstance(item, Buffer)}
+        tensors = {at: item for at, item in enumerate(items) if isinstance(item, TensorValue)}
+        absent = sum(item is None for item in items)
+        if len(items) != absent + max(len(buffers), len(tensors)):
+            raise errors.ArgumentError(f"a debug call: {name!r} cannot be passed to C: {items!r}.")
+        if not buffers:
+            return self._tensors(f"the list {name!r}", tensors, len(items))
+        targets = {8 * at: self._buffer(buffer) for at, buffer in buffers.items()}
+        return self._linked(f"the list {name!r}", bytes(8 * len(items)), targets)
+
+    def _tensors(self, label: str, tensors: Mapping[int, TensorValue], count: int) -> int:
+        records, targets = bytearray(count * _RECORD.size), {}
+        for at, tensor in tensors.items():
+            start = at * _RECORD.size
+            _RECORD.pack_into(records, start, 0, 0, 0, len(tensor.sizes), tensor.dtype, tensor.device_index)
+            targets |= {start + field: to for field, to in zip(_POINTERS, self._tensor(tensor), strict=True)}
+        return self._linked(label, bytes(records), targets)
+
+    def _tensor(self, value: TensorValue) -> tuple[Target, Target, Target]:
+        name = repr(value.buffer.name)
+        sizes, strides = (struct.pack(f"<{len(numbers)}q", *numbers) for numbers in (value.sizes, value.strides))
+        sized, strided = self._add(f"the sizes of {name}", sizes), self._add(f"the strides of {name}", strides)
+        return self._buffer(value.buffer), (sized, 0), (strided, 0)
+
+    def _linked(self, label: str, data: bytes, targets: Mapping[int, Target]) -> int:
+        block = self._add(label, data)
+        self._links += [(block, at, *target) for at, target in targets.items()]
+        return block
+
+    def _buffer(self, buffer: Buffer) -> Target:
+        if id(buffer) not in self._known:
+            view = memoryview(buffer.data)
+            if not view.c_contiguous:
+                raise errors.ArgumentError(f"a debug call: the memory of {buffer.name!r} is not contiguous.")
+            self._known[id(buffer)] = len(self._blocks)
+            planned = _Planned(repr(buffer.name), buffer.data, view.nbytes, buffer.writable, buffer.poison)
+            self._blocks.append(planned)
+        return self._known[id(buffer)], buffer.offset
+
+    def _add(self, label: str, data: bytes) -> int:
+        self._blocks.append(_Planned(label, data, len(data)))
+        return len(self._blocks) - 1
+
+    def write(self, path: str, instance: int) -> None:
+        """Writes the call of the kernel's ``instance``."""
+        rows = [(block.size, block.flags) for block in self._blocks]
+        words = [instance, len(rows), len(self._links), len(self._values)]
+        words += [word for table in (rows, self._links, self._values) for row in table for word in row]
+        with open(path, "wb") as file:
+            file.write(b"OPKCALL1" + struct.pack(f"<{len(words)}Q", *(word & _WORD_MASK for word in words)))
+            for block in self._blocks:
+                if block.size and not block.poison:
+                    file.write(block.data)
+                    file.write(bytes(-block.size % 8))
+
+    def placed(self, addresses: Sequence[int]) -> list[Block]:
+        """The blocks by name, where the child says it put them."""
+        return [Block(block.label, at, block.size) for block, at in zip(self._blocks, addresses, strict=True)]
+
+    def labels(self, numbers: Sequence[int]) -> str:
+        """The names of some blocks, for a message."""
+        return ", ".join(self._blocks[number].label for number in numbers)
+
+    def written(self, left: Left) -> dict[str, bytes | list[bytes | None]]:
+        """The bytes of what is writable, by parameter."""
+        contents = {number: left.take(block.size) for number, block in enumerate(self._blocks) if block.writable}
+        found = {name: self._content(value, contents) for name, value in self._parameters.items()}
+        return {name: content for name, content in found.items() if content is not None}
+
+    def _content(self, value: Value, contents: Mapping[int, bytes]) -> bytes | list[bytes | None] | None:
+        if isinstance(value, list | tuple):
+            items = [self._one_content(item, contents) for item in value]
+            return items if any(item is not None for item in items) else None
+        return self._one_content(value, contents)
+
+    def _one_content(self, value: object, contents: Mapping[int, bytes]) -> bytes | None:
+        buffer = value.buffer if isinstance(value, TensorValue) else value
+        return contents.get(self._known[id(buffer)]) if isinstance(buffer, Buffer) else None
+
+
+class Left:
+    """The result file of a call with so many blocks, read from front to back.
+
+    Attributes:
+        addresses: where the child put each block; None if it did not come as far as to say so.
+        done: it came to the end.
+    """
+
+    def __init__(self, data: bytes, blocks: int) -> None:
+        self._data, self._at = data, 8
+        whole = data.startswith(b"OPKBASE1") and len(data) >= 8 * (blocks + 1)
+        self.addresses = self.words(blocks) if whole else None
+        self.done = whole and self.take(8) == b"OPKDONE1"
+
+    def take(self, size: int) -> bytes:
+        """The next ``size`` bytes; the padding after them is skipped."""
+        taken = self._data[self._at : self._at + size]
+        self._at += size + -size % 8
+        return taken
+
+    def words(self, count: int) -> tuple[int, ...]:
+        """The next ``count`` words."""
+        return struct.unpack(f"<{count}q", self.take(8 * count))
+
+    def outcome(self) -> tuple[int, str | None]:
+        """The kernel's code and message."""
+        code, length = self.words(2)
+        return code, None if length < 0 else self.take(length).decode(errors="replace")
+
+    def changed(self) -> tuple[int, ...]:
+        """The numbers of the blocks that should not have changed."""
+        (count,) = self.words(1)
+        return self.words(count)

@@ -1,0 +1,219 @@
+"""Debug builds: one call of a kernel in a child process, under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+The kernel's generated unit and :func:`main_unit` are linked into one executable with ``-fsanitize=address,undefined``.
+The child has neither Python nor torch in it: it reads one file, the call, and leaves another, its result. Each
+tensor lies in memory of its own, of exactly its size, so that one element too far is an error there.
+
+Leaks are not looked for: LeakSanitizer has to ptrace its own process, which containers and debuggers forbid (every run
+would then fail), and OpenMP and other libraries keep memory for later on purpose. Data races are not found either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn, cast
+
+from opkit import errors
+from opkit.kernels.sanitize import report as sanitizer_report
+from opkit.kernels.sanitize.call import Buffer, Call, Left, TensorValue, Value
+from opkit.kernels.sanitize.report import Ended
+
+__all__ = ["Buffer", "Result", "TensorValue", "Value", "main_unit", "run"]
+
+_INCLUDE = Path(__file__).parents[1] / "include"
+_KEPT = ("PATH", "LD_LIBRARY_PATH", "TMPDIR", "OMP_NUM_THREADS")  # of the environment; PATH, for llvm-symbolizer
+_SHOWN = 1 << 18  # bytes that are kept of the beginning, and of the end, of what a child prints
+_GRACE = 5.0  # seconds in which a child that took too long can say where it was
+
+_COMMON = {
+    "allow_addr2line": "1",
+    "color": "never",
+    "exitcode": "99",
+    "handle_abort": "1",
+    "handle_sigfpe": "1",
+    "handle_sigill": "1",
+    "handle_sigtrap": "1",
+    "print_stacktrace": "1",
+    "stack_trace_format": f"'{sanitizer_report.FRAME_FORMAT}'",
+    "symbolize": "1",
+}
+_OPTIONS = {
+    "UBSAN_OPTIONS": _COMMON,
+    "ASAN_OPTIONS": {
+        **_COMMON,
+        "detect_leaks": "0",
+        "detect_stack_use_after_return": "1",
+        "redzone": str(
+            sanitizer_report.RED_ZONE
+        ),  # bytes: an index that is some hundred elements off still hits no other tensor
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a call left in which nothing was found.
+
+    Attributes:
+        code: what the kernel returned.
+        message: what it told ``opk_fail``, with file and line; else the text that it returned; else None.
+        written: the bytes of the writable buffers by parameter; for a list, one entry an element (None: not writable).
+    """
+
+    code: int
+    message: str | None
+    written: dict[str, bytes | list[bytes | None]]
+
+
+@functools.cache
+def main_unit() -> str:
+    """The program around the kernel, in C: the other unit of the executable."""
+    before, after = (_INCLUDE / "debug_main.c").read_text(encoding="utf-8").split('#include "opkit.h"\n')
+    header = (_INCLUDE / "opkit.h").read_text(encoding="utf-8")
+    resumed = before.count("\n") + 2
+    return f'#line 1 "debug_main.c"\n{before}#line 1 "opkit.h"\n{header}#line {resumed} "debug_main.c"\n{after}'
+
+
+def run(
+    executable: Path,
+    *,
+    operator: str,
+    kernel: str,
+    instance: int,
+    values: Sequence[tuple[str, Value]],
+    described: str,
+    timeout: float = 60.0,
+) -> Result:
+    """Calls the kernel's ``instance`` in a child process, with a value (name, value) for each C parameter.
+
+    ``described`` says in messages what the operator was called with.
+
+    Raises:
+        SanitizerError: the kernel misused memory, did something undefined, crashed, wrote to what it may only read, or
+            did not finish in ``timeout`` seconds.
+        ToolchainError: the executable does not start.
+    """
+    call, subject = Call(values), f"{operator}: kernel {kernel!r}"
+    with tempfile.TemporaryDirectory(prefix="opkit-debug-") as folder, _quotable(executable) as program:
+        paths = [str(Path(folder, "call")), str(Path(folder, "result"))]
+        call.write(paths[0], instance)
+        ended, left = _start([program, *paths], len(call), timeout)
+    if left.addresses is None:
+        raise errors.ToolchainError(_not_started(subject, ended))
+    return _outcome(call, left, ended, subject, f"It was called with {described}")
+
+
+def _outcome(call: Call, left: Left, ended: Ended, subject: str, called: str) -> Result:
+    if ended.status != 0 or not left.done:
+        _refuse(subject, called, *sanitizer_report.explain(ended, call.placed(left.addresses or ()), call.nulls))
+    code, message = left.outcome()
+    changed = left.changed()
+    if changed:
+        _refuse(subject, called, f"wrote to {call.labels(changed)}, which the operator does not say it writes to.")
+    if ended.printed:
+        sys.stderr.write(ended.printed)
+    return Result(code, message, call.written(left))
+
+
+def _refuse(subject: str, called: str, headline: str, report: Sequence[str] = ()) -> NoReturn:
+    lines = [f"{subject} {headline}", called]
+    if report:
+        lines += ["The report of the debug build:", *(f"  {line}" for line in report)]
+    raise errors.SanitizerError("\n".join(lines))
+
+
+def _not_started(subject: str, ended: Ended) -> str:
+    return (
+        f"{subject}: its debug build does not start here. Check that the compiler's sanitizer libraries (libasan, libubsan) "
+        f"are installed, or build the kernel without debug=True. It {ended.manner} and printed: {ended.printed.strip()!r}"
+    )
+
+
+@contextlib.contextmanager
+def _quotable(executable: Path) -> Iterator[str]:
+    """The executable's path, or that of a copy: clang's symbolizer waits for ever on a path with a quote in it."""
+    path = os.path.realpath(executable)
+    if not any(character in path for character in '"\r\n'):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="opkit-debug-", dir="/tmp") as folder:
+        yield shutil.copy(path, os.path.join(folder, "program"))
+
+
+def _start(command: list[str], blocks: int, timeout: float) -> tuple[Ended, Left]:
+    """Runs the child; if it does not come to ``main``, once more without random addresses.
+
+    The sanitizers of older compilers cannot start where Linux randomises 32 bits of an address, as newer ones do.
+    """
+    ended, left = _attempt(command, blocks, timeout)
+    setarch = shutil.which("setarch")
+    if left.addresses is not None or setarch is None:
+        return ended, left
+    fixed = _attempt([setarch, platform.machine(), "--addr-no-randomize", *command], blocks, timeout)
+    return (ended, left) if fixed[1].addresses is None else fixed
+
+
+def _attempt(command: list[str], blocks: int, timeout: float) -> tuple[Ended, Left]:
+    result = Path(command[-1])
+    result.unlink(missing_ok=True)
+    ended = _supervise(command, timeout)
+    return ended, Left(result.read_bytes() if result.exists() else b"", blocks)
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    options = {name: ":".join(f"{key}={value}" for key, value in table.items()) for name, table in _OPTIONS.items()}
+    return {**kept, **options, "LC_ALL": "C"}
+
+
+def _supervise(command: list[str], timeout: float) -> Ended:
+    """Standard output is the parent's, so that a kernel's printf is seen; standard error is kept for the report."""
+    printed = bytearray()
+    executable = command[-3]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=_environment())
+    except OSError as error:
+        return Ended(executable, 127, None, str(error))
+    with process:
+        reader = threading.Thread(target=_keep, args=(cast(io.BufferedReader, process.stderr), printed), daemon=True)
+        reader.start()
+        late = _wait(process, timeout)
+        reader.join()
+    return Ended(executable, process.returncode, timeout if late else None, printed.decode(errors="replace"))
+
+
+def _wait(process: subprocess.Popen[bytes], timeout: float) -> bool:
+    """Whether it took too long. Then it is aborted, on which the sanitizer prints where it was, and killed."""
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        try:
+            process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        return True
+    except BaseException:  # Control-C: nothing is left behind
+        process.kill()
+        raise
+    return False
+
+
+def _keep(stream: io.BufferedReader, printed: bytearray) -> None:
+    while chunk := stream.read1(_SHOWN):
+        printed += chunk
+        if len(printed) > 3 * _SHOWN:
+            del printed[_SHOWN : len(printed) - _SHOWN]

@@ -1,0 +1,1 @@
+"""``opkit build`` and ``opkit tune``: kernels compiled and tuned ahead of time."""

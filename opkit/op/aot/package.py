@@ -1,0 +1,293 @@
+"""``opkit build``: the native and Triton kernels of a module's operators, compiled ahead of time into its package."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opkit.errors import ArgumentError, OpkitError, PackageError, ToolchainError
+from opkit.kernels.aot import package, portable
+from opkit.kernels.aot.package import CUDA, Library
+from opkit.kernels.cc import compilation, units
+from opkit.kernels.cc import isa as isas
+from opkit.kernels.cc.commands import Request
+from opkit.kernels.cc.progress import Progress
+from opkit.kernels.triton import records
+from opkit.kernels.triton.shipping import TritonBinary
+from opkit.op import registry
+from opkit.op.examples.calls import programs
+from opkit.op.native.function import NativeFunction
+from opkit.op.triton import building
+from opkit.op.triton.function import TritonFunction
+
+if TYPE_CHECKING:
+    from opkit.op.operator import CustomOp
+
+DEFAULT_ISAS = {"x86_64": ("baseline", "avx2", "avx512"), "aarch64": ("neon",)}
+"""What kernels are built for that do not say it themselves, on each kind of machine."""
+
+_ARCHITECTURE = re.compile(r"-(-generate-code|gencode|arch|-gpu-architecture)\b")
+_CUDA_ARCHITECTURES = ("-arch=all-major",)
+_PER_LINE = 12
+
+
+Words = tuple[int, ...]
+_NOTHING: tuple[list[Words], str] = ([], "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What was built.
+
+    Attributes:
+        folder: where it is.
+        libraries: what it holds.
+        programs: the number of each kernel's programs of output sizes, by operator and kernel.
+        left_out: kernels that cannot be built here, and why.
+        python_only: kernels that cannot be used without Python, and why.
+        binaries: the Triton kernels that it holds.
+        tuned: how many tuning results were put in.
+    """
+
+    folder: Path
+    libraries: tuple[Library, ...]
+    programs: dict[tuple[str, str], int]
+    left_out: tuple[str, ...]
+    python_only: tuple[str, ...]
+    binaries: tuple[TritonBinary, ...] = ()
+    tuned: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """One library to build."""
+
+    function: NativeFunction
+    isa: str
+    flags: tuple[str, ...]
+
+    def request(self, programs: Sequence[Words]) -> Request:
+        isa = "baseline" if self.isa == CUDA else self.isa
+        function = self.function
+        return units.request(function.native, function.bound, function.__name__, isa, self.flags, _extra(programs))
+
+
+def _named(function: NativeFunction) -> tuple[str, str]:
+    return function.operator.name, function.__name__
+
+
+def build(
+    module: str,
+    chosen: Sequence[str] = (),
+    output: Path | None = None,
+    jobs: int | None = None,
+    with_programs: bool = False,
+    architectures: Sequence[str] = (),
+    with_tuning: bool = True,
+) -> Report:
+    """Compile the kernels of a module that was imported, and of the modules below its package.
+
+    Args:
+        module: its name. Its operators are built, and those of its package's modules as far as they were imported.
+        chosen: the instruction sets for native kernels that do not name theirs.
+        output: the folder to write to; by default ``_opkit`` in the package's.
+        jobs: how many compilers run at once.
+        with_programs: put programs of output sizes into the libraries, for use without Python.
+        architectures: the GPUs that Triton kernels are compiled for, such as "sm_90" and "gfx942".
+        with_tuning: put the cache's tuning results for the Triton kernels beside them.
+
+    Raises:
+        PackageError: there is nothing to build, a kernel is a debug build or cannot be compiled, or the folder cannot be
+            written to. What the folder held is left as it was.
+        ArgumentError: this kind of machine has no such instruction set, or there is no such architecture.
+    """
+    functions = native_functions(module)
+    _check(functions)
+    folder = output or _folder(module)
+    items = [item for function in functions for item in _items(function, chosen)]
+    found = _programs(functions) if with_programs else {}
+    libraries, notes = _libraries(items, found, portable.root(module) or folder.parent, jobs)
+    compiled = building.build(_kernels(module), architectures, jobs)
+    if not functions and compiled == building.Built():
+        raise _nothing(module)
+    tuned = _tuning(folder, triton_functions(module)) if with_tuning else 0
+    manifest = package.write(folder, libraries, compiled.binaries)
+    counts = {_named(function): len(listed) for function, (listed, _) in found.items()}
+    reasons = tuple(reason for _, reason in found.values() if reason)
+    left_out = (*notes, *compiled.left_out)
+    return Report(folder, manifest.libraries, counts, left_out, reasons, manifest.binaries, tuned)
+
+
+def _libraries(
+    items: Sequence[_Item], found: dict[NativeFunction, tuple[list[Words], str]], root: Path, jobs: int | None
+) -> tuple[list[tuple[Library, Path]], tuple[str, ...]]:
+    """The libraries with the files that they are in now, and notes on those that are left out."""
+    requests = [item.request(found.get(item.function, _NOTHING)[0]) for item in items]
+    built = list(zip(items, compilation.build_all(requests, jobs), strict=True))
+    notes = _failures(built)
+    return [(_library(item, root), path) for item, path in built if isinstance(path, Path)], notes
+
+
+def _tuning(folder: Path, kernels: Sequence[TritonFunction]) -> int:
+    try:
+        return records.ship(folder, [identity for function in kernels for identity in function.identities()])
+    except OSError as error:
+        raise PackageError(f"The package's folder {folder} cannot be written: {error}") from error
+
+
+def operators_of(module: str) -> list[CustomOp[Any, Any]]:
+    """The operators that a module, or one below its package, defines."""
+    above = _package(module)
+    found: list[CustomOp[Any, Any]] = []
+    for op in registry.operators():
+        where = str(getattr(op._operator.function, "__module__", ""))  # pyright: ignore[reportPrivateUsage]
+        if where in (module, above) or where.startswith(f"{above}."):
+            found.append(op)
+    return found
+
+
+def native_functions(module: str) -> list[NativeFunction]:
+    """The native kernels of those operators."""
+    return [function for function in _functions(module) if isinstance(function, NativeFunction)]
+
+
+def triton_functions(module: str) -> list[TritonFunction]:
+    """The Triton kernels of those operators that are launched without Python."""
+    return [function for function in _functions(module) if isinstance(function, TritonFunction)]
+
+
+def _functions(module: str) -> list[Any]:
+    return [kernel.function for _, kernel in _kernels(module)]
+
+
+def _kernels(module: str) -> list[building.OfOperator]:
+    operators = [op._operator for op in operators_of(module)]  # pyright: ignore[reportPrivateUsage]
+    return [(operator, kernel) for operator in operators for kernel in operator.kernels.kernels]
+
+
+def _package(module: str) -> str:
+    """The package whose folder a module's libraries go to: itself, or the one that it is in; a module of its own is one."""
+    if hasattr(sys.modules.get(module), "__path__"):
+        return module
+    return module.rpartition(".")[0] or module
+
+
+def _folder(module: str) -> Path:
+    listed = (*portable.places(_package(module), package.FOLDER), *portable.places(module, package.FOLDER))
+    if not listed:
+        raise PackageError(f"{module} is no file, so there is no folder beside it. Name one with --output.")
+    return listed[0]
+
+
+def _nothing(module: str) -> PackageError:
+    return PackageError(
+        f"{module} defines no operator with a kernel in C, C++, CUDA or Triton. Name the module that defines them, or the "
+        "package that imports it. (Triton kernels that have a pre_hook are compiled at their first launch.)"
+    )
+
+
+def _check(functions: Sequence[NativeFunction]) -> None:
+    debug = next((function for function in functions if function.native.debug), None)
+    if debug is not None:
+        raise PackageError(
+            f"{debug.operator.name}: the kernel {debug.__name__!r} ({debug.native.file}:{debug.native.line}) is a debug "
+            "build, which runs in a process of its own and is no part of a package. Remove debug=True."
+        )
+
+
+# ---- what is to be built ---------------------------------------------------------------------------------------------
+
+
+def _items(function: NativeFunction, chosen: Sequence[str]) -> list[_Item]:
+    said = any(_ARCHITECTURE.match(flag) for flag in function.native.flags)
+    flags = _CUDA_ARCHITECTURES if function.native.cuda and not said else ()
+    return [_Item(function, isa, flags) for isa in _isas(function, chosen)]
+
+
+def _isas(function: NativeFunction, chosen: Sequence[str]) -> list[str]:
+    """The instruction sets of a kernel's libraries: its own as far as this kind of machine has them, or the chosen."""
+    if function.native.cuda:
+        return [CUDA]
+    known = isas.WIDENING.get(isas.machine(), ("baseline",))
+    wrong = next((isa for isa in chosen if isa not in known), None)
+    if wrong is not None:
+        raise ArgumentError(f"--isa {wrong}: kernels on {isas.machine()} are built for {', '.join(known)}.")
+    usual = tuple(chosen) or DEFAULT_ISAS.get(isas.machine(), ("baseline",))
+    own = [isa for isa in function.native.isas if isa in known]
+    if "native" in function.native.isas:
+        own += usual
+    return sorted(dict.fromkeys(own), key=known.index) or ["baseline"]
+
+
+def _programs(functions: Sequence[NativeFunction]) -> dict[NativeFunction, tuple[list[Words], str]]:
+    """The programs of output sizes of each kernel, or why it has none."""
+    found: dict[NativeFunction, tuple[list[Words], str]] = {}
+    progress = Progress(lambda: f"worked out the output sizes of {len(found)} of {len(functions)} kernels")
+    for function in functions:
+        listed, reason = programs(function)
+        found[function] = [program.words for program in listed], reason
+        progress.tick()
+    progress.finish()
+    return found
+
+
+def _extra(listed: Sequence[Sequence[int]]) -> str:
+    """The C array of programs that a library is to hold.
+
+    >>> print(_extra([[2, 7]]))
+    <BLANKLINE>
+    OPK_EXPORT const int64_t opk_programs[];
+    const int64_t opk_programs[] = {
+        2, 7,
+        0
+    };
+    <BLANKLINE>
+    """
+    lines: list[str] = []
+    for words in listed:
+        for start in range(0, len(words), _PER_LINE):
+            lines.append(f"    {', '.join(map(_literal, words[start : start + _PER_LINE]))},")
+    if not lines:
+        return ""
+    body = "\n".join([*lines, "    0"])
+    return f"\nOPK_EXPORT const int64_t opk_programs[];\nconst int64_t opk_programs[] = {{\n{body}\n}};\n"
+
+
+def _literal(word: int) -> str:
+    return str(word) if word > -(2**63) else "-9223372036854775807 - 1"
+
+
+# ---- what was built --------------------------------------------------------------------------------------------------
+
+
+def _failures(built: Sequence[tuple[_Item, Path | OpkitError]]) -> tuple[str, ...]:
+    """Notes on the kernels that are left out, as there is no compiler for the GPU.
+
+    Raises:
+        PackageError: others cannot be built; it has each one's message once.
+    """
+    first = {item.function: error for item, error in reversed(built) if isinstance(error, OpkitError)}
+    left_out = {f: e for f, e in first.items() if f.native.cuda and isinstance(e, ToolchainError)}
+    failed = [error for function, error in reversed(first.items()) if function not in left_out]
+    if failed:
+        messages = "\n\n".join(dict.fromkeys(map(str, failed)))
+        raise PackageError(
+            f"Nothing was written, as {_amount(len(failed))} cannot be built.\n\n{messages}"
+        ) from failed[0]
+    return tuple(f"{function.operator.name}[{function.__name__}]: {error}" for function, error in left_out.items())
+
+
+def _amount(count: int) -> str:
+    return f"{count} kernels" if count > 1 else "1 kernel"
+
+
+def _library(item: _Item, root: Path) -> Library:
+    native, bound = item.function.native, item.function.bound
+    source, files = portable.identity(native, bound, root), portable.files(native, item.request(()), root)
+    return Library(*_named(item.function), item.isa, "", "", 0, source, files)

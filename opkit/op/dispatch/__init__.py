@@ -1,0 +1,1 @@
+"""How a call reaches a kernel: torch's dispatcher, the fast path, kernel selection and plans."""

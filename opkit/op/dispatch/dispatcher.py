@@ -1,0 +1,390 @@
+"""The operator as PyTorch's dispatcher sees it: one Python kernel for each dispatch key that opkit has an answer for.
+
+=======================  ============================================================================================
+key                      answer
+=======================  ============================================================================================
+Autocast*                cast by the policy, then run with autocast off
+FuncTorchBatched         the vmap rule
+Autograd*                gradients, or, while a compiler traces an operator to be inlined, the reference itself
+ADInplaceOrView          version counters of the arguments written to
+CompositeExplicit...     the planned kernel (or one device's key where the operator is limited to devices)
+fake                     the fake rule
+=======================  ============================================================================================
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from opkit.errors import ArgumentTypeError, NameClashError, RuleError
+from opkit.op import torch_private as private
+from opkit.op.core import Operator
+from opkit.op.dispatch.fastcall import FastCalls, GenericCall
+from opkit.op.dispatch.planning import check_arguments, refuse_aliases, schema_mutates
+from opkit.op.dispatch.selection import REFERENCE
+from opkit.op.identity import note_traced
+from opkit.op.rules import autocast, flops, forward, vmap
+from opkit.op.rules.autograd import Call, apply, restore
+from opkit.op.torch_guards import in_guarded_compilation
+
+_HANDLED_BELOW = tuple(
+    getattr(private.DispatchKey, name) for name in ("Python", "Conjugate", "Negative", "ZeroTensor", "Functionalize")
+)
+"""What the dispatcher still does below autograd: subclasses, lazy conjugation, negation and zeros, and functionalisation."""
+
+
+class Dispatcher:
+    """The dispatcher kernels of one operator."""
+
+    def __init__(self, operator: Operator, shown: str) -> None:
+        self.operator = operator
+        self.shown = shown  # how the operator is named in the error that torch's users know
+        self.plain = GenericCall(operator)
+        self.fast = FastCalls()
+        self.flop_formula: Callable[..., int] | None = None
+
+    def refresh(self, slow: Callable[..., Any], forced: bool, renewed: bool) -> Callable[..., Any]:
+        """Forget every plan; returns what a direct call runs from now on.
+
+        Args:
+            slow: goes through the dispatcher.
+            forced: whether a kernel is forced in some thread: then every call asks which.
+            renewed: whether the operator's kernels or rules may have changed.
+        """
+        self.plain.plans.clear()
+        if renewed:
+            self.fast.renew(self.operator, slow, self.autograd, self.plain)
+        if forced:
+            self.fast.suspend(slow, self.autograd, self.plain)
+        elif not renewed:
+            self.fast.resume()
+        return self.fast.call
+
+    # ---- registration ----------------------------------------------------------------------------------------------
+
+    def register(self, library: Any) -> None:
+        """Define the schema and register every kernel in ``library``.
+
+        Raises:
+            NameClashError: another library holds the name.
+        """
+        operator = self.operator
+        tags = [torch.Tag.pt2_compliant_tag, *(t for t in operator.tags if t is not torch.Tag.pt2_compliant_tag)]
+        try:
+            library.define(operator.opname + operator.schema_text, tags=tags)
+        except RuntimeError as error:
+            raise _clash(operator.name, error) from error
+        operator.library = library
+        operator.overload = private.library_utils.lookup_op(operator.name)
+        opname = operator.opname
+        private.register_fake(library, operator.name, self.fake, operator.function)
+        library.impl(opname, self._entrance(), "Autograd", with_keyset=True)
+        library.impl(opname, self.batched, "FuncTorchBatched", with_keyset=True)
+        for device, key in private.autocast_keys().items():
+            library.impl(opname, self._autocast_kernel(device, key), key.name, with_keyset=True)
+        for device in operator.device_types or (None,):
+            self.register_backend(device)
+        self._register_inplace_or_view(library)
+        self._register_effect(library)
+
+    def _register_inplace_or_view(self, library: Any) -> None:
+        schema, opname = self.operator.schema, self.operator.opname
+        if schema._is_view_op():
+            library.m.register_ad_inplace_or_view_fallback(opname)
+        elif schema.is_mutable:
+            library.impl(opname, self.inplace, "ADInplaceOrView", with_keyset=True)
+
+    @private.untraced
+    def inplace(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Advance the version counters of the arguments written to, so that a stale backward raises."""
+        schema = self.operator.schema
+        positions, names = private.library_utils.mutated_args_kwargs(schema)
+        given, named = private.library_utils.fill_defaults(schema, args, kwargs)
+        for value in [*(given[i] for i in positions), *(named[n] for n in names)]:
+            private.custom_ops.increment_version(value)
+        keys = keyset & private.after_inplace_or_view_keyset
+        return self.operator.overload.redispatch(keys, *args, **kwargs)
+
+    def register_backend(self, device: str | None) -> None:
+        """Register the planned kernel for one device type, or for all."""
+        key = "CompositeExplicitAutograd" if device is None else private.dispatch_key_of(device)
+        self.operator.library.impl(self.operator.opname, self.backend, key)
+
+    def _register_effect(self, library: Any) -> None:
+        if self.operator.only_effects:
+            private.register_ordered_effect(self.operator.name, library)
+
+    # ---- kernels ---------------------------------------------------------------------------------------------------
+
+    @private.untraced
+    def backend(self, *args: Any, **kwargs: Any) -> Any:
+        """Below autograd: run the planned kernel."""
+        plan = self.plain.plan(args, kwargs)
+        if private.profiling():
+            with torch.profiler.record_function(f"{self.operator.name}[{plan.kernel}]"):
+                return self._checked(plan.run(*args, **kwargs), args, kwargs)
+        return self._checked(plan.run(*args, **kwargs), args, kwargs)
+
+    def _checked(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = self.operator
+        if operator.is_inplace and result is not args[0]:
+            raise private.tag_error(operator.opname, "inplace must return its first argument")
+        if operator.is_out:
+            _, names = private.library_utils.mutated_args_kwargs(operator.schema)
+            results = result if isinstance(result, tuple) else (result,)
+            if len(results) != len(names) or any(r is not kwargs[n] for r, n in zip(results, names, strict=True)):
+                raise private.tag_error(operator.opname, "out must return its mutable keyword-only arguments")
+        return result
+
+    @private.untraced
+    def fake(self, *args: Any, **kwargs: Any) -> Any:
+        """Sizes, strides, dtypes and devices of the outputs, from the author's rule or the reference."""
+        operator = self.operator
+        note_traced(operator)
+        if operator.given.fake is not None:
+            return operator.flat(operator.given.fake)(*args, **kwargs)
+        if operator.only_effects:
+            return None
+        if private.library_utils.can_generate_trivial_fake_impl(operator.overload):
+            return self._trivial_fake(args, kwargs)
+        check_arguments(operator, args, kwargs)
+        if not operator.transparent(args, kwargs):
+            raise operator.fake_error(self.shown)
+        if not operator.state.volatile:
+            operator.state.guard()
+        return operator.reference(*args, **kwargs)
+
+    def _trivial_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        generate = getattr(private.library_utils, "generate_trivial_fake_impl", None)  # torch 2.13 and newer
+        return None if generate is None else generate(self.operator.overload, *args, **kwargs)
+
+    def _entrance(self) -> Callable[..., Any]:
+        """The Autograd kernel: the fast path where its guard holds, else :meth:`autograd`."""
+        fast = self.fast
+
+        @private.untraced
+        def positional(keyset: Any, *args: Any) -> Any:
+            return fast.dispatched(keyset, *args)
+
+        @private.untraced
+        def general(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            return fast.dispatched(keyset, *args, **kwargs)
+
+        return general if any(a.kwarg_only for a in self.operator.schema.arguments) else positional
+
+    @private.untraced
+    def autograd(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Decide how a call is differentiated, or seen by the compiler."""
+        operator = self.operator
+        if private.dispatch_modes():
+            return self._under_modes(keyset, args, kwargs)
+        if private.forward_ad._current_level >= 0 and self._any_tangent(args, kwargs):
+            return self._forward_mode(keyset, args, kwargs)
+        if private.functorch_level() is not None:
+            return self._transformed(keyset, args, kwargs)
+        if (
+            operator.schema.is_mutable
+            or any(keyset.has(key) for key in _HANDLED_BELOW)
+            or not all(map(_strided, args))
+            or operator.schema._is_view_op()
+        ):
+            return self._unit(keyset, args, kwargs)
+        self._check_given(args)
+        if private.profiling():
+            with torch.profiler.record_function(f"{operator.name}[{self.plain.plan(args, kwargs).kernel}]"):
+                return self.fast.planned(*args, **kwargs)
+        return self.fast.planned(*args, **kwargs)
+
+    def _check_given(self, args: tuple[Any, ...]) -> None:
+        # the dispatcher lets None stand for a tensor, and the kernel would fail on it far from the call
+        for argument, value in zip(self.operator.signature.arguments, args, strict=False):
+            if value is None and argument.type == "Tensor":
+                raise ArgumentTypeError(
+                    f"{self.operator.name}: the argument {argument.name} must be a tensor, got None."
+                )
+
+    def _under_modes(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = self.operator
+        note_traced(operator)
+        if self._reads_matter(args, kwargs):  # when Dynamo traces: AOTAutograd's cache may save it its own trace
+            operator.state.guard()
+        mode = private.fake_mode_in_force()
+        if mode is not None and operator.known_trace(args, kwargs).captures:
+            mode.allow_non_fake_inputs = True  # what the reference captured is a constant of the traced program
+        if flops.counter_in_use():
+            self._install_flops(args, kwargs)
+        level = private.functorch_level()
+        # AOTAutograd enters the level of forward mode unknown to Python, within a transform
+        if (private.forward_ad._current_level >= 0 or level is not None) and self._any_tangent(args, kwargs):
+            return self._forward_mode(keyset, args, kwargs)
+        unit = operator.given.autograd is not None and level is not None
+        if private.functionalizing() and private.compiling() and not unit and operator.inlinable(args, kwargs):
+            return self._inlined(args, kwargs)
+        if level is not None:
+            return self._transformed(keyset, args, kwargs)
+        return self._unit(keyset, args, kwargs)
+
+    def _reads_matter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the reference, or a backward derived from it, becomes part of the program that torch.compile traces."""
+        if not in_guarded_compilation():
+            return False
+        derived = self.operator.given.autograd is None and self._needs_gradient(args, kwargs)
+        return derived or self.operator.inlinable(args, kwargs)
+
+    def _inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = self.operator
+        if operator.given.autograd is None or not self._needs_gradient(args, kwargs):
+            return self._seen_through(*args, **kwargs)
+        call = Call.of(self._seen_through, operator.given.autograd, args, kwargs)
+        return restore(call, apply(operator.autograd_function, call, args))
+
+    def _seen_through(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the reference in the operator's place; a result that is an argument could be written to, and is refused as ever."""
+        result = self.operator.run_reference(*args, **kwargs)
+        plain = pytree.tree_map_only(torch.Tensor, private.without_functional_wrapper, (args, kwargs, result))
+        refuse_aliases(self.operator, REFERENCE, *plain)
+        return result
+
+    def _forward_mode(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = self.operator
+        if operator.given.autograd is not None:
+            call = functools.partial(self._transformed, keyset)
+            return forward.from_backward(operator.name, lambda *args, **kwargs: call(args, kwargs), args, kwargs)
+        if not operator.transparent(args, kwargs):
+            error = RuleError(
+                f"{operator.name}: forward-mode derivatives come from the reference, and there is none in torch. "
+                "Give the operator one with reference=."
+            )
+            error.add_note(operator.opaque_note("forward-mode derivative", "reference="))
+            raise error
+        return operator.run_reference(*args, **kwargs)
+
+    def _transformed(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.operator.composite(args, kwargs):
+            return self.operator.run_reference(*args, **kwargs)
+        with private.single_level_functions_allowed():
+            return self._unit(keyset, args, kwargs)
+
+    def _unit(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = self.operator
+        if not self._needs_gradient(args, kwargs):
+            return self._below_autograd(keyset)(*args, **kwargs)
+        if operator.is_out:
+            raise RuleError(
+                f"{operator.opname}(): functions with out=... arguments don't support automatic differentiation, but one of "
+                "the arguments requires grad."
+            )
+        if operator.composite(args, kwargs) and (operator.mutates or operator.underivable(args, kwargs) is not None):
+            return operator.run_reference(*args, **kwargs)
+        self._refuse_lost_gradient(args, kwargs)
+        below = _recording(self._below_autograd(keyset))
+        call = Call.of(below, operator.rule(args, kwargs), args, kwargs)
+        return restore(call, apply(operator.autograd_function, call, args))
+
+    def _refuse_lost_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        operator = self.operator
+        written = schema_mutates(operator)
+        if operator.is_inplace or operator.transparent(args, kwargs):
+            return
+        for name, tensor in operator.named_tensors(args, kwargs):
+            if name in written and tensor.requires_grad:
+                raise operator.lost_gradient_error(name)
+
+    def _below_autograd(self, keyset: Any) -> Callable[..., Any]:
+        overload = self.operator.overload
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with private.AutoDispatchBelowAutograd():
+                return overload.redispatch(keyset & private.after_autograd_keyset, *args, **kwargs)
+
+        return run
+
+    @staticmethod
+    def _needs_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return private.grad_enabled() and private.any_requires_grad(*args, **kwargs)
+
+    @staticmethod
+    def _any_tangent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return any(private.has_tangent(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+
+    def _install_flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.operator.transparent(args, kwargs):
+            if self.flop_formula is None:
+                self.flop_formula = flops.formula(lambda *a, **k: self.operator.reference(*a, **k))
+            flops.install(self.operator.overload.overloadpacket, self.flop_formula)
+
+    def _autocast_kernel(self, device: str, key: Any) -> Callable[..., Any]:
+        keys = private.DispatchKeySet(key)
+
+        @private.untraced
+        def autocast_kernel(_: Any, *args: Any, **kwargs: Any) -> Any:
+            operator = self.operator
+            given = operator.given.autocast.get(device)
+            with private.ExcludeDispatchKeyGuard(keys):
+                cast_args, cast_kwargs = autocast.cast((args, kwargs), device, operator.autocast, given)
+                return operator.overload(*cast_args, **cast_kwargs)
+
+        return autocast_kernel
+
+    @private.untraced
+    def batched(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """The author's vmap rule, one folded call, the reference mapped, or a loop over the kernel."""
+        operator = self.operator
+        if operator.given.vmap is not None:
+            return private.run_vmap_rule(operator.given.vmap, operator.overload, *args, **kwargs)
+        transparent = operator.transparent(args, kwargs)
+        served = operator.kernels.serves(operator.device(args, kwargs)) or not transparent
+        refused = operator.folds.broken or vmap.fold_refusal(operator.signature, private.batch_dims(args))
+        given = operator.given.autograd is not None and private.recorded_below(args, kwargs)
+        if transparent and not given and (refused or not served):
+            return operator.run_reference(*args, **kwargs)
+        rule = self._looped if refused else functools.partial(self._folded, transparent)
+        return private.run_vmap_rule(rule, operator.overload, *args, **kwargs)
+
+    def _looped(self, info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
+        return vmap.loop(self.operator.overload, info, in_dims, args, kwargs)
+
+    def _folded(self, transparent: bool, info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
+        operator = self.operator
+        folded = vmap.fold(operator.overload, operator.signature, info, in_dims, args, kwargs)
+        key = (tuple(in_dims), tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in args))
+        if not transparent or key in operator.folds.agreed or private.dispatch_modes():
+            return folded
+        if vmap.agrees(operator.run_reference, folded[0], info, in_dims, args, kwargs):
+            operator.folds.agreed.add(key)
+            return folded
+        operator.folds.broken = "the operator does not treat its leading *batch sizes independently"
+        return vmap.loop(operator.run_reference, info, in_dims, args, kwargs)
+
+
+def _strided(arg: Any) -> bool:
+    if isinstance(arg, torch.Tensor):
+        return arg.layout is torch.strided
+    return not isinstance(arg, (list, tuple)) or all(map(_strided, arg))
+
+
+def _recording(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, within an autograd function's forward, so that the transforms around this one record it as well."""
+    if private.functorch_level() is None:
+        return run
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad(), private.forward_grad_enabled():
+            return run(*args, **kwargs)
+
+    return recorded
+
+
+def _clash(name: str, error: RuntimeError) -> NameClashError:
+    found = re.search(r"Original registration: registered at ([^\n]*?)\.?(\n|$)", str(error))
+    holder = f"registered at {found[1]}" if found else str(error).splitlines()[0]
+    return NameClashError(f"{name} is already defined by another library, {holder}. Choose another name or namespace.")

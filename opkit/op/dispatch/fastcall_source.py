@@ -1,0 +1,271 @@
+"""The source of an operator's fast calls (``fastcall``), written for its own parameters.
+
+A call is like an earlier one if its arguments have the same types, its flags are equal (numbers, how long lists are, what is
+None), and the guard holds for its tensors, which stand one after another, those of lists too. The guard comes last: it wants as
+many tensors as it knows.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from opkit.op.core import Operator
+from opkit.op.schema.annotations import without_none
+from opkit.op.schema.signature import Parameter
+
+_SCALAR_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "dtype": torch.dtype, "device": torch.device}
+_TENSORS = ("tensor", "tensors")
+_LISTS = (list, tuple, Sequence)
+_NUMBERS = (int, float, bool)
+_RESERVED = {"plan", "result", "training", "entry", "keyset", "flags", "type", "len", "tuple", "any"}
+
+_TEMPLATE = """
+def call({parameters}):
+    if {types}:
+        flags = ({flags})
+        for entry in entries:
+            if ({like} and not (profiling() or function_modes() or dispatch_modes())
+                    and forward_ad._current_level < 0):
+                result = entry.go({copied})
+                if {returned}:
+                    returned_argument()
+                return result
+    if (dispatch_modes() or functorch_level() is not None or function_modes() or profiling() or any_autocast()
+            or jit_tracing() or forward_ad._current_level >= 0{unusual}):
+        return slow({passed})
+    return planned({copied})
+
+def dispatched(keyset, {parameters}):
+    if {types}:
+        flags = ({flags})
+        for entry in entries:
+            if {like} and not (profiling() or dispatch_modes()) and forward_ad._current_level < 0:
+                result = entry.go({passed})
+                if {returned}:
+                    returned_argument()
+                return result
+    return decide(keyset, {passed})
+
+def bound({parameters}):
+    if {types}:
+        flags = ({flags})
+        for entry in entries:
+            if {like}:
+                return entry.go
+    return None
+
+def planned({parameters}):
+    try:
+        plan = plans.get({key})
+    except AttributeError:  # None for a tensor, which the dispatcher lets through
+        return generic({passed})
+    if plan is None:
+        plan = new_plan({key}, ({positional}), {named})
+    if {gradients}:
+        if plan.train is None:
+            new_training(plan, ({positional}), {named})
+        result = plan.train({passed})
+        training = 1
+    else:
+        result = plan.run({passed})
+        training = 0
+    if {returned}:
+        returned_argument()
+    plan.uses += 1
+    if plan.uses >= plan.patience:
+        install(training, plan, ({tensors},), ({flags}))
+    return result
+"""
+
+
+_RECORDED = "(entry.recorded is None or entry.recorded is grad_enabled())"  # which the guard does not ask
+
+
+def has_fast_form(operator: Operator) -> bool:
+    """Whether such functions can be written for the operator's signature."""
+    schema, parameters = operator.schema, operator.signature.parameters
+    known = all(p.kind == "tensor" or p.kind in _SCALAR_TYPES or _is_list(p) for p in parameters)
+    named_apart = not any(p.name in _RESERVED or p.name.startswith("_opkit") for p in parameters)
+    plain = not (schema.is_mutable or schema._is_view_op() or operator.signature.flattened)  # pyright: ignore[reportPrivateUsage]
+    same_names = [p.name for p in parameters] == [a.name for a in schema.arguments]
+    return (
+        any(p.kind in _TENSORS for p in parameters)
+        and known
+        and named_apart
+        and plain
+        and same_names
+        and len(schema.returns) > 0
+    )
+
+
+def _is_list(p: Parameter) -> bool:
+    return p.kind == "tensors" or _items(p) is not None
+
+
+def _items(p: Parameter) -> type | None:
+    """The type of a list's items, where they are numbers."""
+    bare, _ = without_none(p.annotation)
+    found = typing.get_args(bare) if typing.get_origin(bare) in _LISTS else ()
+    return found[0] if p.kind == "other" and p.codec is None and found and found[0] in _NUMBERS else None
+
+
+def source(operator: Operator, namespace: dict[str, Any]) -> str:
+    """The functions ``call``, ``dispatched``, ``bound`` and ``planned``; what they need goes to ``namespace``."""
+    parameters = operator.signature.parameters
+    conditional = any(
+        kernel.when is not None or kernel.autotune or kernel.prepared for kernel in operator.kernels.kernels
+    )
+    flags = "".join(f"{flag}, " for p in parameters for flag in _flags(p, conditional))
+    text = _TEMPLATE.format(
+        parameters=_parameter_list(parameters, namespace),
+        types=" and ".join(test for p in parameters for test in _type_tests(p, namespace)) or "True",
+        like=f"{'flags == entry.flags and ' if flags else ''}{_RECORDED} and entry.check({_tensors(parameters)})",
+        tensors=_tensors(parameters),
+        flags=flags,
+        unusual="".join(_unusual(p, operator, namespace) for p in parameters),
+        key=_key(parameters, conditional, bool(operator.kernels.kernels)),
+        passed=_passed(parameters, lambda p: p.name),
+        copied=_passed(parameters, _copied),
+        positional="".join(f"{p.name}, " for p in parameters if not p.keyword_only),
+        named="{" + ", ".join(f"'{p.name}': {p.name}" for p in parameters if p.keyword_only) + "}",
+        gradients=_gradients(parameters),
+        returned=_returned(operator),
+    )
+    for name in _HELPERS:  # the helpers' names are prefixed, so that no parameter can hide one
+        text = text.replace(f"{name}(", f"_opkit_{name}(").replace(f" {name}:", f" _opkit_{name}:")
+    text = text.replace("forward_ad.", "_opkit_forward_ad.").replace("plans.get", "_opkit_plans.get")
+    return text.replace("def _opkit_planned(", "def planned(")
+
+
+_HELPERS = ("profiling", "function_modes", "returned_argument", "dispatch_modes", "functorch_level", "any_autocast", "slow",
+            "jit_tracing", "planned", "decide", "generic", "new_plan", "new_training", "install", "grad_enabled",
+            "entries")  # fmt: skip
+
+
+def _parameter_list(parameters: tuple[Parameter, ...], namespace: dict[str, Any]) -> str:
+    written: list[str] = []
+    for p in parameters:
+        if p.keyword_only and "*" not in written:
+            written.append("*")
+        if p.required:
+            written.append(p.name)
+        else:
+            namespace[f"_opkit_default_{p.name}"] = p.default
+            written.append(f"{p.name}=_opkit_default_{p.name}")
+    return ", ".join(written)
+
+
+def _passed(parameters: tuple[Parameter, ...], written: Callable[[Parameter], str]) -> str:
+    return ", ".join(f"{p.name}={written(p)}" if p.keyword_only else written(p) for p in parameters)
+
+
+def _copied(p: Parameter) -> str:
+    """A list as the dispatcher would give it: one that the caller does not have."""
+    if not _is_list(p):
+        return p.name
+    return f"({p.name} and {p.name}[:])" if p.optional else f"{p.name}[:]"
+
+
+def _returned(operator: Operator) -> str:
+    """Whether the result is an argument; several results come in a tuple."""
+    one = len(operator.schema.returns) == 1
+    return (
+        " or ".join(
+            f"result is {p.name}"
+            for p in operator.signature.parameters
+            if one and p.kind == "tensor" and not p.optional
+        )
+        or "False"
+    )
+
+
+def _tensors(parameters: tuple[Parameter, ...]) -> str:
+    """The tensors of a call, one after another."""
+    absent = "*(() if {0} is None else ({0},))"
+    spread = {"tensor": ("{0}", absent), "tensors": ("*{0}", "*({0} or ())")}
+    return ", ".join(spread[p.kind][p.optional].format(p.name) for p in parameters if p.kind in spread)
+
+
+def _flags(p: Parameter, conditional: bool) -> list[str]:
+    """What of an argument, beside what the guard looks at, decides whether two calls are alike."""
+    absent = f"None if {p.name} is None else " if p.optional else ""
+    if p.kind == "tensors":
+        return [f"({absent}len({p.name}))"]
+    if _is_list(p):
+        return [f"({absent}tuple({p.name}))"]
+    if p.kind == "tensor":
+        return [f"{p.name} is None"] if p.optional else []
+    return [p.name] if p.kind != "float" or conditional else []
+
+
+def _type_tests(p: Parameter, namespace: dict[str, Any]) -> list[str]:
+    if p.kind == "tensor":
+        return []
+    if _is_list(p):
+        namespace["_opkit_list"] = list
+        tests = f"type({p.name}) is _opkit_list" + "".join(f" and {test}" for test in _item_tests(p, namespace))
+        return [f"({p.name} is None or {tests})" if p.optional else tests]
+    namespace[f"_opkit_type_{p.kind}"] = _SCALAR_TYPES[p.kind]
+    test = f"type({p.name}) is _opkit_type_{p.kind}"
+    return [f"({p.name} is None or {test})" if p.optional else test]
+
+
+def _item_tests(p: Parameter, namespace: dict[str, Any]) -> list[str]:
+    item = _items(p)
+    if item is None:
+        return []
+    namespace |= {"_opkit_set": set, "_opkit_map": map, "_opkit_type": type, f"_opkit_only_{item.__name__}": {item}}
+    return [f"(not {p.name} or _opkit_set(_opkit_map(_opkit_type, {p.name})) == _opkit_only_{item.__name__})"]
+
+
+def _unusual(p: Parameter, operator: Operator, namespace: dict[str, Any]) -> str:
+    if p.kind in _TENSORS:
+        test = _unusual_tensor(p.name if p.kind == "tensor" else "_opkit_item", bool(operator.kernels.kernels))
+    else:
+        test = f"not ({' and '.join(_type_tests(p, namespace))})"
+        return f" or {test}"
+    if p.kind == "tensors":
+        wrong = f"any([{test} for _opkit_item in {p.name}])"
+        test = f"(type({p.name}) is not _opkit_list or {wrong})"
+    return f" or ({p.name} is not None and {test})" if p.optional else f" or {test}"
+
+
+def _unusual_tensor(name: str, kernels: bool) -> str:
+    # a body or kernel may read memory as it lies: no lazy negation or zeros, and for a kernel no sparse layout
+    test = f"type({name}) not in _opkit_plain_types or {name}.is_neg() or {name}.is_conj() or {name}._is_zerotensor()"
+    if kernels:
+        test += f" or {name}.layout is not _opkit_strided"
+    return f"({test})"
+
+
+def _key(parameters: tuple[Parameter, ...], conditional: bool, kernels: bool) -> str:
+    parts: list[str] = []
+    for p in parameters:
+        if p.kind in _TENSORS:
+            name = p.name if p.kind == "tensor" else "_opkit_item"
+            text = f"{name}.shape, {name}.dtype, {name}.device" + (f", {name}.stride()" if kernels else "")
+            if p.kind == "tensors":
+                text = f"(*[({text}) for _opkit_item in {p.name}],)"
+            parts.append(f"None if {p.name} is None else ({text})" if p.optional else text)
+        else:
+            parts += _flags(p, conditional)
+    return f"({', '.join(parts)},)"
+
+
+def _gradients(parameters: tuple[Parameter, ...]) -> str:
+    wanted: list[str] = []
+    for p in parameters:
+        if p.kind in _TENSORS:
+            test = (
+                f"{p.name}.requires_grad"
+                if p.kind == "tensor"
+                else f"any([_opkit_item.requires_grad for _opkit_item in {p.name}])"
+            )
+            wanted.append(f"({p.name} is not None and {test})" if p.optional else test)
+    return f"grad_enabled() and ({' or '.join(wanted)})"

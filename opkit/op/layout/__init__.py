@@ -1,0 +1,1 @@
+"""Sizes, strides and dtypes of outputs, derived from the reference as small programs."""

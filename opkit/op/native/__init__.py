@@ -1,0 +1,1 @@
+"""Kernels that run through torch's dispatcher without Python: those in C, C++, CUDA and Triton."""

@@ -1,0 +1,184 @@
+"""Kernels that run through torch's dispatcher without Python: what those in C, C++, CUDA and Triton have in common.
+
+Such a kernel is registered as the boxed kernel of an operator of its own, ``opkit_native::...``, which has the schema of
+the operator it serves and one argument more, the sizes of the outputs. Python's plans call that. Once calls of some shape
+were verified, the sizes are left to a program (see ``layout``), and with the bridge the operator itself is served without
+Python.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import abc
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opkit.kernels.binding.facts import Facts
+from opkit.op import torch_names
+from opkit.op import torch_private as private
+from opkit.op.core import Operator
+from opkit.op.facts import check_passable, kind_of
+from opkit.op.layout import outputs as layout
+from opkit.op.native import bridged
+from opkit.op.trace.state import State
+
+if TYPE_CHECKING:
+    from opkit import _core
+
+_NAMESPACE = "opkit_native"
+_MOST_PROGRAMS = 64
+_count = itertools.count()
+
+
+class CompiledFunction(abc.ABC):
+    """A compiled kernel as the function of a :class:`opkit.op.dispatch.selection.Kernel`."""
+
+    def __init__(self, operator: Operator, name: str) -> None:
+        check_passable(operator)
+        self.operator = operator
+        self.__name__ = name
+        self.library: _core.KernelLibrary | None = None
+        self._overload: Any = None
+        self._programs: list[tuple[int, ...]] = []
+        self._read: tuple[Any, ...] = ()  # values that may decide sizes: looked up again in each call
+        self._sizes: tuple[Any, State] | None = None  # the fake implementation that gives them, and what it reads
+        self._derived_from: Any = None  # both, as the programs were made
+        self._lock = threading.RLock()
+        self._kept: list[Any] = []  # what must live as long as the registration
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = self.prepare(args, kwargs)
+        if self._read and function is not self._overload:  # other values are read now than when it was settled
+            self.settle(args, kwargs, function)
+        return function(*args, **kwargs)
+
+    # ---- what each kind of kernel says of itself -------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> str:
+        """The device type that it runs on."""
+
+    @property
+    @abc.abstractmethod
+    def facts(self) -> Facts:
+        """The operator as the kernel sees it."""
+
+    @abc.abstractmethod
+    def contract_parts(self) -> list[tuple[str, Any]]:
+        """What decides what the kernel computes."""
+
+    @abc.abstractmethod
+    def refusal(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        """Why the kernel does not take a call; empty where it does."""
+
+    @abc.abstractmethod
+    def ready(self) -> bool:
+        """Make the kernel ready to run; False, with one warning, where this machine lacks what that takes."""
+
+    @abc.abstractmethod
+    def open(self) -> _core.KernelLibrary:
+        """The kernel as the runtime has it."""
+
+    # ---- calls -----------------------------------------------------------------------------------------------------
+
+    def load(self) -> _core.KernelLibrary:
+        """Put the kernel into the dispatcher, once."""
+        with self._lock:
+            if self.library is None:
+                library = self.open()
+                library.forget_programs()  # those are of the reference that it was built with
+                self._overload = self._registered(library)
+                self.library = library
+            return self.library
+
+    def _registered(self, library: _core.KernelLibrary) -> Any:
+        operator = self.operator
+        name = f"{operator.namespace}__{operator.opname.replace('.', '__')}__{next(_count)}"
+        fragment = torch.library.Library(_NAMESPACE, "FRAGMENT")
+        fragment.define(name + schema_with_layout(operator))
+        fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        key = private.dispatch_key_of(self.device)
+        keys = [key] if _always_has_tensors(operator) else [key, "BackendSelect"]  # by which calls without tensors come
+        self._kept = [fragment, *[library.register(f"{_NAMESPACE}::{name}", key, True) for key in keys]]
+        return torch_names.hidden_operator(f"{_NAMESPACE}::{name}")
+
+    def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """A function for calls of exactly these shapes; it builds the kernel when first asked."""
+        self.load()
+        with self._lock:
+            self._forget_outdated()
+            if self._fitting(args, kwargs):
+                return self._overload
+        return functools.partial(self._overload, opk_layout=layout.layout_of(self.operator, args, kwargs))
+
+    def settle(self, args: Sequence[Any], kwargs: dict[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
+        """After such a call was verified: calls of its kind, at other sizes too, need no layout from Python any more."""
+        if self.library is None:
+            return function
+        with self._lock:
+            self._forget_outdated()
+            if not self._fitting(args, kwargs):
+                program = layout.derive(self.operator, args, kwargs) if len(self._programs) < _MOST_PROGRAMS else None
+                if not isinstance(program, layout.Program):
+                    return self if self._takes_floats() else function
+                self.library.add_program(list(program.words))
+                self._programs.append(program.words)
+            function = functools.partial(self._unless_changed, self._read) if self._read else self._overload
+        if function is self._overload:
+            bridged.offer(self)
+        return self if self._sized_by_floats(args, kwargs) else function
+
+    def _unless_changed(self, read: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        """Run a call for which there is a program, unless other values are read now or were meanwhile."""
+        assert self._sizes is not None
+        unchanged = self._read is read and self._sizes[1].of_sizes() == read
+        return (self._overload if unchanged else self)(*args, **kwargs)
+
+    def _takes_floats(self) -> bool:
+        return any(argument.kind == "float" for argument in self.facts.arguments)
+
+    def _sized_by_floats(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether the sizes hold for these floats alone, of which a plan says nothing."""
+        values = [v + 1.25 if isinstance(v, float) else v for v in layout.operands(self.operator, args, kwargs)]
+        return self._takes_floats() and not self._fits(values)
+
+    def _forget_outdated(self) -> None:
+        """Forget the sizes that another fake implementation gave, or that were given while other values were to be read."""
+        operator, fake = self.operator, self.operator.given.fake
+        if self._sizes is None or self._sizes[0] is not fake:
+            self._sizes = fake, operator.state if fake is None else State(operator.name, fake)
+        read = self._sizes[1].of_sizes()
+        if self._derived_from != (fake, read):
+            assert self.library is not None
+            self.library.forget_programs()
+            self._programs.clear()
+            self._derived_from, self._read = (fake, read), read
+
+    def _fitting(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        return self._fits(layout.operands(self.operator, args, kwargs))
+
+    def _fits(self, values: Sequence[Any]) -> bool:
+        kinds = [argument.kind for argument in self.facts.arguments]
+        return any(layout.run(words, kinds, values) is not None for words in self._programs)
+
+
+def _always_has_tensors(operator: Operator) -> bool:
+    return any(
+        kind_of(a) == "tensor" and not str(a.real_type).startswith("Optional") for a in operator.schema.arguments
+    )
+
+
+def schema_with_layout(operator: Operator) -> str:
+    """The operator's schema with the argument ``opk_layout`` after the others."""
+    head, arrow, returns = operator.schema_text.rpartition(" -> ")
+    arguments = operator.schema.arguments
+    separator = "" if not arguments else ", "
+    star = "" if any(a.kwarg_only for a in arguments) else "*, "
+    return f"{head.rstrip()[:-1]}{separator}{star}int[]? opk_layout=None){arrow}{returns}"

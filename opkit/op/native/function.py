@@ -1,0 +1,171 @@
+"""Kernels in C, C++ and CUDA of an operator: bound to its arguments, and built at the first call."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from opkit.errors import KernelError, NoCompilerWarning, ToolchainError
+from opkit.kernels.aot import package
+from opkit.kernels.binding.binding import Bound, bind
+from opkit.kernels.binding.facts import Facts
+from opkit.kernels.binding.slots import ANY_DTYPE, Slot
+from opkit.kernels.cc import compilation, runs, units
+from opkit.kernels.cc.commands import Request
+from opkit.kernels.cc.dtypes import DTYPES
+from opkit.kernels.cc.native import NativeKernel
+from opkit.op import kernel_kinds
+from opkit.op.core import Operator
+from opkit.op.dispatch.selection import Kernel
+from opkit.op.facts import facts_of
+from opkit.op.layout import outputs as layout
+from opkit.op.native.compiled import CompiledFunction
+
+if TYPE_CHECKING:
+    from opkit import _core
+
+_POINTERS = ("DATA", "TENSOR", "DATA_LIST", "TENSOR_LIST")
+_NAMES = {dtype.number: dtype.name for dtype in DTYPES.values()}
+
+
+class NativeFunction(CompiledFunction):
+    """A kernel from source."""
+
+    def __init__(self, operator: Operator, native: NativeKernel, name: str) -> None:
+        super().__init__(operator, name)
+        self.native = native
+        self.bound: Bound = bind(
+            native.function, facts_of(operator), tuple(native.variables), native.bind, name, cuda=native.cuda
+        )
+        self.taken = runs.taken(native, self.bound) if native.elementwise else ()
+        self._unbuildable = ""
+
+    @property
+    def device(self) -> str:
+        """The device type that it runs on."""
+        return self.native.device
+
+    @property
+    def facts(self) -> Facts:
+        """The operator as the kernel sees it."""
+        return self.bound.facts
+
+    def contract_parts(self) -> list[tuple[str, Any]]:
+        """What decides what the kernel computes."""
+        return self.native.contract_parts()
+
+    # ---- which calls it takes --------------------------------------------------------------------------------------
+
+    def refusal(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        """Why the kernel does not take a call; empty where it does."""
+        if self._unbuildable:
+            return self._unbuildable
+        values = layout.operands(self.operator, args, kwargs)
+        chosen: dict[str, torch.dtype] = {}
+        for slot in self.bound.slots:
+            if slot.source not in _POINTERS or slot.argument >= len(values):
+                continue
+            for tensor in pytree.tree_leaves(values[slot.argument]):
+                if isinstance(tensor, torch.Tensor) and (reason := self._mismatch(slot, tensor, chosen)):
+                    return reason
+        return ""
+
+    def _mismatch(self, slot: Slot, tensor: torch.Tensor, chosen: dict[str, torch.dtype]) -> str:
+        if tensor.layout is not torch.strided:
+            return f"{slot.name} is {tensor.layout}; it takes dense tensors"
+        if slot.dtype == ANY_DTYPE:
+            return ""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if slot.dtype > ANY_DTYPE:
+            allowed: Sequence[str] = [_NAMES[slot.dtype]]
+        else:
+            variable = self.bound.variables[-2 - slot.dtype]
+            allowed = self.native.variables[variable]
+            if chosen.setdefault(variable, tensor.dtype) != tensor.dtype:
+                return (
+                    f"{slot.name} has {tensor.dtype} and an argument before it {chosen[variable]}; it takes equal ones"
+                )
+        if dtype in allowed:
+            return ""
+        return f"{slot.name} has {tensor.dtype}; it takes {', '.join(f'torch.{name}' for name in allowed)}"
+
+    # ---- building --------------------------------------------------------------------------------------------------
+
+    def build(self) -> Path:
+        """Compile the kernel, or find it in the cache.
+
+        Raises:
+            CompileError: the compiler refused the source.
+            ToolchainError: there is no compiler.
+        """
+        return compilation.build(self.request())
+
+    def request(self) -> Request:
+        """What the compiler is asked for."""
+        return units.request(self.native, self.bound, self.__name__, flags=_cuda_flags(self.native))
+
+    def ready(self) -> bool:
+        """Build and load the kernel; False, with one warning, where this machine has no compiler for it."""
+        try:
+            _ = self.build() if self.native.debug else self.load()
+        except ToolchainError as error:
+            self._unbuildable = str(error).splitlines()[0].rstrip(":")
+            warnings.warn(
+                f"{self.operator.name}: the kernel {self.__name__} is not used, the reference runs in its place. {error}",
+                NoCompilerWarning,
+                stacklevel=2,
+            )
+        return not self._unbuildable
+
+    def open(self) -> _core.KernelLibrary:
+        """The library that was built ahead of time, or that is built now."""
+        from opkit import _core
+
+        module = getattr(self.operator.function, "__module__", "")
+        built = package.load(module, self.native, self.bound, self.__name__)
+        return built or _core.KernelLibrary(str(self.build()))
+
+    def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """A function for calls of exactly these shapes; it builds the kernel when first asked."""
+        if self.native.debug:
+            from opkit.op.native import sanitized
+
+            return sanitized.runner(self)
+        return super().prepare(args, kwargs)
+
+
+def _cuda_flags(native: NativeKernel) -> list[str]:
+    """Compile for the GPUs that are here, unless the author says for which."""
+    if (
+        not native.cuda
+        or any("arch" in flag or "gencode" in flag for flag in native.flags)
+        or not torch.cuda.is_available()
+    ):
+        return []
+    found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return [f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in sorted(found)]
+
+
+def build_all(operators: Sequence[Operator], jobs: int | None = None) -> list[Path | Exception]:
+    """Build every native kernel of some operators, several at a time."""
+    functions = [k.function for op in operators for k in op.kernels.kernels if isinstance(k.function, NativeFunction)]
+    return list(compilation.build_all([function.request() for function in functions], jobs))
+
+
+def _kernel(operator: Operator, native: NativeKernel, device: str | None, name: str) -> Kernel:
+    if device != native.device:
+        raise KernelError(
+            f"{operator.name}: {native.name} is a {native.language} kernel, which runs on {native.device} tensors; "
+            f'register it with register_kernel("{native.device}", ...), not for {device!r}.'
+        )
+    return Kernel(name, device, NativeFunction(operator, native, name), native=True)
+
+
+kernel_kinds.register(NativeKernel, _kernel)

@@ -1,0 +1,264 @@
+"""Debug builds: a kernel's call in a child process, under the sanitizers. See ``opkit.kernels.sanitize.sanitizer``."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import array
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from opkit.errors import KernelError
+from opkit.kernels.binding.facts import Shape
+from opkit.kernels.binding.slots import Slot
+from opkit.kernels.sanitize import sanitizer
+from opkit.kernels.sanitize.sanitizer import Buffer, TensorValue, Value
+from opkit.op.layout import outputs as layout
+from opkit.op.layout.program import DTYPES, dtype_number
+
+if TYPE_CHECKING:
+    from opkit.op.native.function import NativeFunction
+
+_DTYPES = {dtype_number(dtype): dtype for dtype in DTYPES}
+_TYPECODES = {"ints": "q", "floats": "d", "bools": "B"}
+_POINTEES = {"int": "q", "float": "d", "bool": "B", "dtype": "i"}
+
+
+def runner(function: NativeFunction) -> Callable[..., Any]:
+    """A function that runs ``function`` in a child process; what the sanitizers find there is raised."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _Call(function, args, kwargs).run()
+
+    return run
+
+
+class _Call:
+    def __init__(self, function: NativeFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.function, self.bound = function, function.bound
+        self.operator = function.operator
+        self.values = layout.operands(self.operator, args, kwargs)
+        self.outputs = _allocated(layout.layout_of(self.operator, args, kwargs))
+        self.sizes = self._named_sizes()
+        self.written = self._written()
+        self.buffers: dict[tuple[int, bool], Buffer] = {}  # by tensor, and whether it is passed contiguous
+        self.tensors: dict[str, tuple[torch.Tensor, bool]] = {}  # by buffer's name: where results go
+
+    def run(self) -> Any:
+        listed = [(slot.name, self._value(slot)) for slot in self.bound.slots]
+        result = sanitizer.run(
+            self.function.build(),
+            operator=self.operator.name,
+            kernel=self.function.__name__,
+            instance=self._instance(),
+            values=listed,
+            described=self._described(),
+        )
+        if result.message or result.code:
+            told = result.message or f"it returned the error code {result.code}"
+            raise KernelError(f"{self.operator.name} (kernel {self.function.__name__}): {told}")
+        self._write_back(result.written)
+        return self._returned()
+
+    # ---- tensors ---------------------------------------------------------------------------------------------------
+
+    def _written(self) -> list[Any]:
+        """The tensors that the operator writes to, whatever else they are given as."""
+        pairs = zip(self.bound.facts.arguments, self.values, strict=True)
+        return [tensor for argument, value in pairs if argument.written for tensor in pytree.tree_leaves(value)]
+
+    def _tensors_of(self, slot: Slot) -> Any:
+        count = len(self.values)
+        if slot.argument < count:
+            return self.values[slot.argument]
+        new = [number for number, output in enumerate(self.bound.facts.outputs) if output.alias is None]
+        return self.outputs[new.index(slot.argument - count)]
+
+    def _buffer(self, name: str, tensor: torch.Tensor | None, slot: Slot, pointed: bool) -> Buffer | None:
+        if tensor is None:
+            return None
+        key = (id(tensor), pointed)
+        if key not in self.buffers:
+            fresh = any(tensor is output for output in self.outputs)
+            writable = fresh or any(tensor is written for written in self.written)
+            content = _bytes(_memory(tensor, pointed))
+            self.buffers[key] = Buffer(name, content, writable=writable, poison=fresh)
+            self.tensors[name] = (tensor, pointed)
+        return self.buffers[key]
+
+    def _described_tensor(self, name: str, tensor: torch.Tensor | None, slot: Slot) -> TensorValue | None:
+        buffer = self._buffer(name, tensor, slot, False)
+        if tensor is None or buffer is None:
+            return None
+        return TensorValue(buffer, tensor.shape, tensor.stride(), dtype_number(tensor.dtype))
+
+    def _write_back(self, written: dict[str, Any]) -> None:
+        for name, (tensor, pointed) in self.tensors.items():
+            content = written.get(name)
+            if content and tensor.numel():
+                memory = _memory(tensor, pointed)
+                memory.copy_(torch.frombuffer(bytearray(content), dtype=tensor.dtype).view(memory.shape))
+                if pointed and memory.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(memory)
+
+    def _returned(self) -> Any:
+        new = iter(self.outputs)
+        results = [next(new) if o.alias is None else self.values[o.alias] for o in self.bound.facts.outputs]
+        return None if not results else results[0] if len(results) == 1 else tuple(results)
+
+    # ---- values ----------------------------------------------------------------------------------------------------
+
+    def _value(self, slot: Slot) -> Value:
+        return _VALUES[slot.source](self, slot)
+
+    def _data(self, slot: Slot) -> Value:
+        return self._buffer(slot.name, self._tensors_of(slot), slot, True)
+
+    def _tensor(self, slot: Slot) -> Value:
+        return self._described_tensor(slot.name, self._tensors_of(slot), slot)
+
+    def _data_list(self, slot: Slot) -> Value:
+        listed = self._tensors_of(slot)
+        return (
+            None if listed is None else [self._buffer(f"{slot.name}[{i}]", t, slot, True) for i, t in enumerate(listed)]
+        )
+
+    def _tensor_list(self, slot: Slot) -> Value:
+        listed = self._tensors_of(slot)
+        return (
+            None
+            if listed is None
+            else [self._described_tensor(f"{slot.name}[{i}]", t, slot) for i, t in enumerate(listed)]
+        )
+
+    def _scalar(self, slot: Slot) -> Value:
+        value = self.values[slot.argument]
+        if isinstance(value, torch.dtype):
+            return dtype_number(value)
+        return float(value) if slot.member == "f" else int(value)
+
+    def _scalar_pointer(self, slot: Slot) -> Value:
+        value = self.values[slot.argument]
+        if value is None:
+            return None
+        number = dtype_number(value) if isinstance(value, torch.dtype) else value
+        code = _POINTEES[self.bound.facts.arguments[slot.argument].kind]
+        return Buffer(slot.name, array.array(code, [number]).tobytes())
+
+    def _string(self, slot: Slot) -> Value:
+        return self.values[slot.argument]
+
+    def _list(self, slot: Slot) -> Value:
+        value = self.values[slot.argument]
+        code = _TYPECODES[self.bound.facts.arguments[slot.argument].kind]
+        return None if value is None else Buffer(slot.name, array.array(code, value).tobytes())
+
+    def _length(self, slot: Slot) -> Value:
+        value = self.values[slot.argument]
+        return 0 if value is None else len(value.encode() if isinstance(value, str) else value)
+
+    def _measure(self, slot: Slot) -> Value:
+        tensor = self._tensors_of(slot)
+        return 0 if tensor is None else _MEASURES[slot.source](tensor, slot.detail)
+
+    def _named_size(self, slot: Slot) -> Value:
+        return self.sizes.get(self.bound.facts.sizes[slot.detail], 0)
+
+    def _constant(self, slot: Slot) -> Value:
+        return slot.constant
+
+    def _named_sizes(self) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for argument, value in zip(self.bound.facts.arguments, self.values, strict=True):
+            if argument.shape is not None:
+                for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                    sizes |= {} if tensor is None else _bound_sizes(argument.shape, tensor.shape)
+        return sizes
+
+    def _instance(self) -> int:
+        chosen: dict[int, str] = {}
+        for slot in self.bound.slots:
+            if slot.dtype <= -2 and slot.source in ("DATA", "TENSOR", "DATA_LIST", "TENSOR_LIST"):
+                found = self._tensors_of(slot)
+                for tensor in found if isinstance(found, (list, tuple)) else [found]:
+                    if tensor is not None:
+                        chosen[-2 - slot.dtype] = str(tensor.dtype).removeprefix("torch.")
+        variables = [self.function.native.variables[name] for name in self.bound.variables]
+        wanted = [chosen.get(number, "") for number in range(len(variables))]
+        choices = list(itertools.product(*variables))
+        return next(i for i, c in enumerate(choices) if all(w in ("", t) for w, t in zip(wanted, c, strict=True)))
+
+    def _described(self) -> str:
+        named = zip(self.bound.facts.arguments, self.values, strict=True)
+        return ", ".join(f"{argument.name}={_shown(value)}" for argument, value in named)
+
+
+_VALUES: dict[str, Callable[[_Call, Slot], Value]] = {
+    "DATA": _Call._data,  # pyright: ignore[reportPrivateUsage]
+    "TENSOR": _Call._tensor,  # pyright: ignore[reportPrivateUsage]
+    "DATA_LIST": _Call._data_list,  # pyright: ignore[reportPrivateUsage]
+    "TENSOR_LIST": _Call._tensor_list,  # pyright: ignore[reportPrivateUsage]
+    "SCALAR": _Call._scalar,  # pyright: ignore[reportPrivateUsage]
+    "SCALAR_POINTER": _Call._scalar_pointer,  # pyright: ignore[reportPrivateUsage]
+    "STRING": _Call._string,  # pyright: ignore[reportPrivateUsage]
+    "VALUES": _Call._list,  # pyright: ignore[reportPrivateUsage]
+    "LENGTH": _Call._length,  # pyright: ignore[reportPrivateUsage]
+    "NAMED_SIZE": _Call._named_size,  # pyright: ignore[reportPrivateUsage]
+    **dict.fromkeys(("NUMEL", "RANK", "SIZE", "STRIDE"), _Call._measure),  # pyright: ignore[reportPrivateUsage]
+    **dict.fromkeys(("INT_CONSTANT", "FLOAT_CONSTANT"), _Call._constant),  # pyright: ignore[reportPrivateUsage]
+}
+_MEASURES: dict[str, Callable[[torch.Tensor, int], int]] = {
+    "NUMEL": lambda tensor, _: tensor.numel(),
+    "RANK": lambda tensor, _: tensor.ndim,
+    "SIZE": lambda tensor, dim: tensor.shape[dim],
+    "STRIDE": lambda tensor, dim: tensor.stride(dim),
+}
+
+
+def _allocated(words: Sequence[int]) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    at = 0
+    while at < len(words):
+        dtype, rank = words[at], words[at + 1]
+        sizes, strides = words[at + 2 : at + 2 + rank], words[at + 2 + rank : at + 2 + 2 * rank]
+        tensors.append(torch.empty_strided(sizes, strides, dtype=_DTYPES[dtype]))
+        at += 2 + 2 * rank
+    return tensors
+
+
+def _memory(tensor: torch.Tensor, pointed: bool) -> torch.Tensor:
+    """The elements that the kernel may reach: a row-major tensor (a copy where need be), or all from first to last."""
+    if pointed:
+        return tensor.detach().contiguous()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in pairs) if tensor.numel() else 0
+    return tensor.detach().as_strided((span,), (1,))
+
+
+def _bytes(memory: torch.Tensor) -> bytes:
+    if memory.numel() == 0:
+        return b""
+    return memory.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _bound_sizes(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
+    first, last = len(shape.before), len(sizes) - len(shape.after)
+    named = [*zip(shape.before, sizes[:first], strict=True), *zip(shape.after, sizes[last:], strict=True)]
+    found = {name: size for name, size in named if isinstance(name, str)}
+    if shape.variadic:
+        found[shape.variadic] = functools.reduce(lambda a, b: a * b, sizes[first:last], 1)
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        strides = "" if value.is_contiguous() else f" strides {value.stride()}"
+        return f"{tuple(value.shape)} {value.dtype}{strides}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    return repr(value)
