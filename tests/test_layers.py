@@ -36,6 +36,8 @@ _NEVER = {"opkit.compiler.ir": "torch", "opkit.compiler.lower": "torch", "opkit.
 # What `import opkit` must leave for later.
 _SLOW = (
     "triton",
+    "cffi",
+    "pycparser",
     "hypothesis",
     "matplotlib",
     "jaxtyping",

@@ -19,6 +19,7 @@ PARAMETERS = [
     ("const T* __restrict__ x", ("x", "T", 1, True), "const T*"),
     ("const T *__restrict x", ("x", "T", 1, True), "const T*"),
     ("T x[]", ("x", "T", 1, False), "T*"),
+    ("const T x[n]", ("x", "T", 1, True), "const T*"),
     ("const T x[16]", ("x", "T", 1, True), "const T*"),
     ("T x[restrict static 4]", ("x", "T", 1, False), "T*"),
     ("T* const* xs", ("xs", "T", 2, False), "T* const*"),
@@ -30,16 +31,17 @@ PARAMETERS = [
     ("int64_t n", ("n", "int64_t", 0, False), "int64_t"),
     ("std::int64_t n", ("n", "int64_t", 0, False), "int64_t"),
     ("std::size_t n", ("n", "size_t", 0, False), "size_t"),
-    ("unsigned long int n", ("n", "long unsigned", 0, False), "long unsigned"),
-    ("unsigned n", ("n", "unsigned", 0, False), "unsigned"),
+    ("unsigned long int n", ("n", "unsigned long", 0, False), "unsigned long"),
+    ("unsigned n", ("n", "unsigned int", 0, False), "unsigned int"),
     ("signed n", ("n", "int", 0, False), "int"),
+    ("long int unsigned n", ("n", "unsigned long", 0, False), "unsigned long"),
     ("long long n", ("n", "long long", 0, False), "long long"),
-    ("signed char* x", ("x", "char signed", 1, False), "char signed*"),
+    ("signed char* x", ("x", "signed char", 1, False), "signed char*"),
     ("const char* mode", ("mode", "char", 1, True), "const char*"),
     ("bool flag", ("flag", "bool", 0, False), "bool"),
     ("_Bool flag", ("flag", "_Bool", 0, False), "_Bool"),
-    ("float _Complex* z", ("z", "_Complex float", 1, False), "_Complex float*"),
-    ("double complex* z", ("z", "_Complex double", 1, False), "_Complex double*"),
+    ("float _Complex* z", ("z", "float _Complex", 1, False), "float _Complex*"),
+    ("double complex* z", ("z", "double _Complex", 1, False), "double _Complex*"),
     ("const std::complex<float>* z", ("z", "std::complex<float>", 1, True), "const std::complex<float>*"),
     ("const opk_tensor* x", ("x", "opk_tensor", 1, True), "const opk_tensor*"),
     ("const struct opk_tensor* x", ("x", "opk_tensor", 1, True), "const opk_tensor*"),
@@ -121,6 +123,7 @@ RETURNED = [
     ("const char* f(int a)", "const char*"),
     ("char const * f(int a)", "const char*"),
     ("EXPORT int f(int a)", "int"),
+    ("EXPORT int32_t f(int a)", "int32_t"),
     ('extern "C" __attribute__((noinline)) void f(int a)', "void"),
 ]
 
@@ -225,7 +228,7 @@ VARIABLES = [
 
 def test_variables_that_the_linker_sees():
     for source, names in VARIABLES:
-        (item,) = scanner.items(scanner.plain(source))
+        (item,) = scanner.top_level_items(scanner.plain(source))
         assert scanner.variables(item) == names, source
 
 

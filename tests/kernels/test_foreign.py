@@ -26,11 +26,11 @@ def test_prototypes():
         ),
         (
             "unsigned long f(size_t n, const char* s, double x[3])",
-            "long unsigned opk_foreign(size_t, const char*, double*)",
+            "unsigned long opk_foreign(size_t, const char*, double*)",
         ),
         ("int f(const gsl_vector* v, FILE* file, void (*callback)(int))", "int opk_foreign(const void*, void*, void*)"),
         ("const char* f(void)", "void* opk_foreign(void)"),
-        ("double _Complex cexp(double complex z)", "_Complex double opk_foreign(_Complex double)"),
+        ("double _Complex cexp(double complex z)", "double _Complex opk_foreign(double _Complex)"),
     ):
         read = foreign.parse(text)
         assert foreign.prototype(read).startswith(prototype + ' __asm__("'), text

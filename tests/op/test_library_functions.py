@@ -65,7 +65,7 @@ def test_what_is_returned_can_be_ignored(name, small):
         f"{name}_total", small, declared, reference=summed, bind={"y": "out", "n": "n * 1"}, returns="ignore"
     )
     assert op(torch.ones(3, dtype=F64)).item() == 3
-    with pytest.raises(RuntimeError, match="n, which is n \\* 1, does not fit into short unsigned"):
+    with pytest.raises(RuntimeError, match="n, which is n \\* 1, does not fit into unsigned short"):
         op(torch.ones(2**16, dtype=F64))
     opkit.remove(f"{name}_total")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from opkit.errors import DeclarationError
 from opkit.kernels.binding.facts import Facts
 from opkit.kernels.binding.slots import ANY_DTYPE, BY_KIND, Scope, Slot, Target, c_type, integer, variable
-from opkit.kernels.cc.declaration import CParameter, Function
+from opkit.kernels.cc.declaration import CFunction, CParameter
 
 LISTS = ("tensors", "ints", "floats", "bools")
 
@@ -22,7 +22,7 @@ Constant = int | float | str | None
 class Bound:
     """A C function whose every parameter is accounted for. ``variables`` are the type variables that calls decide."""
 
-    function: Function
+    function: CFunction
     facts: Facts
     slots: tuple[Slot, ...]
     variables: tuple[str, ...]
@@ -147,7 +147,7 @@ def _slot(scope: Scope, parameter: CParameter, constants: Mapping[str, Constant]
     raise _unknown(scope, parameter, name)
 
 
-def _check_constants(scope: Scope, function: Function, constants: Mapping[str, Constant]) -> None:
+def _check_constants(scope: Scope, function: CFunction, constants: Mapping[str, Constant]) -> None:
     names = [parameter.name for parameter in function.parameters]
     for name in constants:
         if name not in names:
@@ -186,7 +186,7 @@ def _renumbered(slots: Sequence[Slot], variables: tuple[str, ...]) -> tuple[tupl
 
 
 def bind(
-    function: Function,
+    function: CFunction,
     facts: Facts,
     variables: Sequence[str] = (),
     constants: Mapping[str, Constant] | None = None,

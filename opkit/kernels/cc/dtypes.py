@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +68,10 @@ class CType:
 
 
 def _integers() -> dict[str, CType]:
-    words = {"short": 16, "int": 32, "long": 64, "long long": 64, "char signed": 8}
+    words = {"short": 16, "int": 32, "long": 64, "long long": 64, "signed char": 8}
     signed = {name: CType("int", f"int{bits}", bits) for name, bits in words.items()}
-    words = {"char unsigned": 8, "short unsigned": 16, "unsigned": 32, "long unsigned": 64, "long long unsigned": 64}
-    unsigned = {name: CType("int", f"uint{bits}", bits, False) for name, bits in words.items()}
+    words = {"char": 8, "short": 16, "int": 32, "long": 64, "long long": 64}
+    unsigned = {f"unsigned {name}": CType("int", f"uint{bits}", bits, False) for name, bits in words.items()}
     fixed = {f"int{bits}_t": CType("int", f"int{bits}", bits) for bits in (8, 16, 32, 64)}
     ufixed = {f"uint{bits}_t": CType("int", f"uint{bits}", bits, False) for bits in (8, 16, 32, 64)}
     named = {name: CType("int", "int64", 64) for name in ("ssize_t", "ptrdiff_t", "intptr_t")}
@@ -86,8 +85,8 @@ def _elements() -> dict[str, CType]:
         "bfloat16": ("__bf16", "opk_bf16", "__nv_bfloat16", "nv_bfloat16"),
         "float32": ("float",),
         "float64": ("double",),
-        "complex64": ("_Complex float", "cuFloatComplex", "std::complex<float>"),
-        "complex128": ("_Complex double", "cuDoubleComplex", "std::complex<double>"),
+        "complex64": ("float _Complex", "cuFloatComplex", "std::complex<float>"),
+        "complex128": ("double _Complex", "cuDoubleComplex", "std::complex<double>"),
         "bool": ("_Bool", "bool"),
     }
     return {text: CType(DTYPES[name].kind, name) for name, texts in spellings.items() for text in texts}
@@ -97,19 +96,7 @@ C_TYPES: dict[str, CType] = {
     **_integers(),
     **_elements(),
     "char": CType("char", None),
-    "double long": CType("float", None),
+    "long double": CType("float", None),
     "void": CType("void", None),
 }
-"""The C types by their words in alphabetical order; see :func:`canonical`."""
-
-
-def canonical(words: Iterable[str]) -> str:
-    """One spelling of a C type that may be spelled in many ways.
-
-    >>> canonical(["unsigned", "long", "int"]), canonical(["signed"]), canonical(["T"])
-    ('long unsigned', 'int', 'T')
-    """
-    listed = sorted(words)
-    if {"short", "long", "unsigned", "signed"} & set(listed):
-        listed = [word for word in listed if word != "int" and (word != "signed" or "char" in listed)]
-    return " ".join(listed) or "int"
+"""The C types by the spelling that :mod:`opkit.kernels.cc.declaration` gives them."""

@@ -17,7 +17,7 @@ from typing import Any
 from opkit.errors import DeclarationError, KernelError
 from opkit.kernels.binding.binding import Constant
 from opkit.kernels.cc import declaration
-from opkit.kernels.cc.declaration import Function
+from opkit.kernels.cc.declaration import CFunction
 from opkit.kernels.cc.dtypes import DTYPES
 
 Dtypes = Iterable[Any] | Mapping[str, Iterable[Any]] | None
@@ -53,7 +53,7 @@ class NativeKernel:
     text: str
     file: str  # where the text stands, for the compiler's messages
     line: int
-    function: Function
+    function: CFunction
     variables: Mapping[str, tuple[str, ...]]  # type variables, and the element types that each stands for
     bind: Mapping[str, Constant]
     flags: tuple[str, ...] = ()

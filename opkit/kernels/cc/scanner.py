@@ -97,7 +97,7 @@ def plain(text: str, every_branch: bool = False) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class TopLevelItem:
     """A declaration or definition at file scope; ``head`` is its text before a function's body, or all of it."""
 
     start: int
@@ -113,7 +113,7 @@ def _is_function(head: str) -> bool:
     return "=" not in re.sub(r"\([^()]*\)", "", bare)
 
 
-def items(code: str) -> Iterator[Item]:
+def top_level_items(code: str) -> Iterator[TopLevelItem]:
     """Each item at file scope, or within ``extern "C" {}``, of text from which :func:`plain` has taken the rest."""
     start = position = scopes = 0
     while match := _MARK.search(code, position):
@@ -125,18 +125,18 @@ def items(code: str) -> Iterator[Item]:
             position = closing(code, position - 1)
             head = code[start : match.end() - 1]
             if _is_function(head) or re.match(r"\s*(?:inline\s+)?namespace\b", head):
-                yield Item(start, head, True, scopes > 0 or '"C"' in head)
+                yield TopLevelItem(start, head, True, scopes > 0 or '"C"' in head)
                 start = position
         else:
             if mark == ";" and head.strip():
-                yield Item(start, head, False, scopes > 0 or '"C"' in head)
+                yield TopLevelItem(start, head, False, scopes > 0 or '"C"' in head)
             scopes, start = max(0, scopes - (mark == "}")), position
     if code[start:].strip():
-        yield Item(start, code[start:], False, scopes > 0 or '"C"' in code[start:])
+        yield TopLevelItem(start, code[start:], False, scopes > 0 or '"C"' in code[start:])
 
 
 @dataclasses.dataclass(frozen=True)
-class FoundFunction:
+class ScannedFunction:
     """A function at file scope: offsets are into the whole text. ``parameters`` is what its parentheses hold."""
 
     name: str
@@ -163,7 +163,7 @@ def _opening(head: str, end: int) -> int:
     return -1
 
 
-def function(item: Item) -> FoundFunction | None:
+def as_function(item: TopLevelItem) -> ScannedFunction | None:
     """The item as a function, or None."""
     end = len(_TRAILING.sub("", item.head))
     opening = _opening(item.head, end) if item.head[:end].endswith(")") else -1
@@ -178,7 +178,7 @@ def function(item: Item) -> FoundFunction | None:
         return None
     start = item.start + named.start("name") - len(prefix[cut:].lstrip())
     inside = item.head[opening + 1 : end - 1]
-    return FoundFunction(
+    return ScannedFunction(
         named["name"], start, shown.strip(), inside, item.start + opening + 1, item.body, item.c_linkage
     )
 
@@ -187,7 +187,7 @@ _VARIABLE = re.compile(r"\b([A-Za-z_]\w*)\s*(?:\[[^\]]*\]\s*)*(?:\Z|(?=[,=;{]))"
 _NO_VARIABLE = {"static", "extern", "typedef", "using", "template", "namespace", "constexpr", "friend", "static_assert"}
 
 
-def variables(item: Item) -> tuple[str, ...]:
+def variables(item: TopLevelItem) -> tuple[str, ...]:
     """The names of the variables with external linkage that an item without a function's body defines."""
     text = re.sub(r"=[^,]*", " ", _without_braces(item.head))
     words = re.findall(r"\w+", text)

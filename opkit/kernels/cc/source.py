@@ -104,8 +104,8 @@ def _cuda_headers(instance: _Instance) -> str:
     return "".join(f"#include <{name}>\n" for name in dict.fromkeys(names)) if instance.language == "cuda" else ""
 
 
-def _views(text: str) -> list[list[scanner.Item]]:
-    return [list(scanner.items(scanner.plain(text, every_branch))) for every_branch in (False, True)]
+def _views(text: str) -> list[list[scanner.TopLevelItem]]:
+    return [list(scanner.top_level_items(scanner.plain(text, every_branch))) for every_branch in (False, True)]
 
 
 @functools.lru_cache(maxsize=8)
@@ -113,7 +113,7 @@ def _external(text: str, plain_c: bool) -> tuple[str, ...]:
     """The names that the source defines for the linker; in C++ those alone that a namespace does not keep apart."""
     names: list[str] = []
     for item in itertools.chain.from_iterable(_views(text)):
-        function = scanner.function(item)
+        function = scanner.as_function(item)
         if function is not None and function.body and "static" not in function.words and (plain_c or item.c_linkage):
             names.append(function.name)
         if function is None and (plain_c or item.c_linkage):
@@ -125,7 +125,7 @@ def _external(text: str, plain_c: bool) -> tuple[str, ...]:
 def _defined(text: str) -> frozenset[str]:
     """The functions and variables at file scope, static ones too."""
     found = [item for items in _views(text) for item in items]
-    functions = [function.name for function in map(scanner.function, found) if function is not None]
+    functions = [function.name for function in map(scanner.as_function, found) if function is not None]
     heads = [re.sub(r"\b(?:static|extern)\b", "", item.head) for item in found]
     variables = [
         scanner.variables(dataclasses.replace(item, head=head)) for item, head in zip(found, heads, strict=True)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from opkit.kernels.binding.binding import Constant
-from opkit.kernels.cc.declaration import TENSOR, CParameter, Function
+from opkit.kernels.cc.declaration import TENSOR, CFunction, CParameter
 from opkit.kernels.cc.dtypes import C_TYPES
 from opkit.kernels.cc.native import Elements, NativeKernel
 from opkit.kernels.libraries import foreign as foreigns
@@ -156,7 +156,7 @@ class Elementwise:
 def dtype_of(c_type: str) -> str:
     """The element type that a C type is, or "" where torch has none.
 
-    >>> dtype_of("double"), dtype_of("enum kind"), dtype_of("double long")
+    >>> dtype_of("double"), dtype_of("enum kind"), dtype_of("long double")
     ('float64', 'int32', '')
     """
     known = C_TYPES.get("int" if c_type.startswith("enum ") else c_type)
@@ -200,7 +200,7 @@ def kernel(
     foreign = function.foreign
     taken = [_parameter(parameter, parameter in function.tensors) for parameter in foreign.function.parameters]
     out = CParameter("opk_out", TENSOR, 1, True, foreign.text, element=foreign.function.returns)
-    entry = Function(f"call_{foreign.symbol}", "int", (*taken, out), 1)
+    entry = CFunction(f"call_{foreign.symbol}", "int", (*taken, out), 1)
     running = _PARALLEL % _GRAIN if parallel else _SERIAL
     pieces = (
         preamble,
@@ -260,7 +260,7 @@ def _applied(function: Elementwise, places: Sequence[str]) -> str:
     return f"{places[0]} = opk_foreign({', '.join(given)});"
 
 
-def _entry(function: Elementwise, entry: Function) -> str:
+def _entry(function: Elementwise, entry: CFunction) -> str:
     listed = ", ".join(f"{parameter.spelling} {parameter.name}" for parameter in entry.parameters)
     tensors = ", ".join(("opk_out", *(parameter.name for parameter in function.tensors)))
     sizes = ", ".join(f"sizeof({text})" for text in _types(function))

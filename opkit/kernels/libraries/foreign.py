@@ -16,7 +16,7 @@ from opkit.errors import DeclarationError
 from opkit.kernels.binding import expressions
 from opkit.kernels.binding.binding import Constant
 from opkit.kernels.cc import declaration
-from opkit.kernels.cc.declaration import CParameter, Function
+from opkit.kernels.cc.declaration import CFunction, CParameter
 from opkit.kernels.cc.dtypes import C_TYPES, CType
 from opkit.kernels.cc.native import NativeKernel
 from opkit.kernels.libraries.shared_library import SharedLibrary
@@ -30,7 +30,7 @@ _UNKNOWN = CType("unknown", None)
 class Foreign:
     """A declared function. ``text`` is what its author wrote."""
 
-    function: Function
+    function: CFunction
     text: str
 
     @property
@@ -155,7 +155,7 @@ def kernel(
     given = [_given(foreign, parameter, bind, names) for parameter in foreign.function.parameters]
     parameters = {parameter.name: parameter for each in given for parameter in each.parameters}
     meanings = {name: value for each in given for name, value in each.bind.items()}
-    function = Function(f"call_{foreign.symbol}", "int", tuple(parameters.values()), 1)
+    function = CFunction(f"call_{foreign.symbol}", "int", tuple(parameters.values()), 1)
     call = f"opk_foreign({', '.join(each.argument for each in given)})"
     before = "".join(each.before for each in given)
     helpers = expressions.HELPERS if before else ""
@@ -167,7 +167,7 @@ def native(
     foreign: Foreign,
     library: SharedLibrary,
     text: str,
-    function: Function,
+    function: CFunction,
     bind: Mapping[str, Constant],
     flags: Sequence[str] = (),
 ) -> NativeKernel:
@@ -192,7 +192,7 @@ def check_bind(foreign: Foreign, bind: Mapping[str, Constant]) -> None:
             )
 
 
-def _entry(function: Function, before: str, ending: str) -> str:
+def _entry(function: CFunction, before: str, ending: str) -> str:
     listed = ", ".join(f"{parameter.spelling} {parameter.name}" for parameter in function.parameters) or "void"
     return f"int {function.name}({listed}) {{\n{before}{ending}}}\n"
 
