@@ -83,10 +83,10 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
     def _refresh(self, renewed: bool = True) -> None:
         operator = self._operator
         self._opoverload = operator.overload
-        planned = self._dispatcher.refresh(self._dispatched, operator.forced > 0, renewed)
+        through = self._dispatched if self._flattened else private.builtin(operator.overload)
+        planned = self._dispatcher.refresh(through, operator.forced > 0, renewed)
         private.use_pyobj_dispatch(operator.overload, not operator.bridged.serving)
-        direct = operator.bridged.serving and not self._flattened
-        self._call: Callable[..., Any] = private.builtin(operator.overload) if direct else planned
+        self._call: Callable[..., Any] = through if operator.bridged.serving and not self._flattened else planned
 
     def _force(self, change: int) -> None:
         with self._operator.lock:

@@ -63,8 +63,8 @@ def current_stream(gpu: int) -> int:
 
 
 def builtin(overload: Any) -> Callable[..., Any]:
-    """The compiled function behind an OpOverload, which calls the dispatcher."""
-    return overload._op
+    """The compiled function behind an OpOverload, which calls the dispatcher, so that profilers record the operator."""
+    return getattr(overload, "_cpp_dispatch_handle", overload._op)  # of torch 2.14, whose _op may bypass the dispatcher
 
 
 def use_pyobj_dispatch(overload: Any, enabled: bool) -> None:

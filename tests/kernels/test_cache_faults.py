@@ -34,7 +34,8 @@ STUB = f"""
 import sys, types
 sys.modules["opkit"] = types.ModuleType("opkit")
 sys.modules["opkit"].__path__ = {[str(Path(opkit.__file__).parent)]!r}
-from opkit.kernels import cache, compilation
+from opkit.kernels.cc import compilation
+from opkit.kernels.store import cache
 from opkit.kernels.cc.compilation import Request, Unit, build
 TEXT = {TEXT!r}
 """
