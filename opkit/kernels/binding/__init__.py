@@ -1,1 +1,1 @@
-"""What each parameter of a C function receives: arguments, outputs, named sizes and expressions."""
+"""Bind the parameters of a C function, by name, to arguments, outputs, named sizes and expressions."""

@@ -1,4 +1,4 @@
-"""What each parameter of a C function is given: names matched to an operator's arguments, outputs and named sizes."""
+"""Match the names of a C function's parameters to an operator's arguments, outputs and named sizes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from opkit.errors import DeclarationError
 from opkit.kernels.binding.facts import Facts
+from opkit.kernels.binding.names import measure, output_numbers
 from opkit.kernels.binding.slots import ANY_DTYPE, BY_KIND, Scope, Slot, Target, c_type, integer, variable
 from opkit.kernels.cc.declaration import CFunction, CParameter
 
 LISTS = ("tensors", "ints", "floats", "bools")
 
 Constant = int | float | str | None
-"""What ``bind={...}`` may give a parameter: a number, another name for it, or None for a null pointer."""
+"""A value of ``bind={...}``: a number, another name for the parameter, or None for a null pointer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A C function whose every parameter is accounted for. ``variables`` are the type variables that calls decide."""
+    """A C function with a slot for every parameter. ``variables`` are the type variables that a call's dtypes decide."""
 
     function: CFunction
     facts: Facts
@@ -37,22 +38,12 @@ def _output_target(facts: Facts, number: int, name: str) -> Target:
 
 
 def _targets(facts: Facts, names: Sequence[str]) -> dict[str, Target]:
-    count = len(facts.outputs)
-    common = ["out"] if count == 1 else [f"out{number}" for number in range(count)]
-    outputs = [(name, number) for listed in (common, names) for number, name in enumerate(listed)]
-    arguments = [
-        Target(argument.name, number, argument.kind, argument.optional, argument.written)
+    arguments = {
+        argument.name: Target(argument.name, number, argument.kind, argument.optional, argument.written)
         for number, argument in enumerate(facts.arguments)
-    ]
-    found = {name: _output_target(facts, number, name) for name, number in outputs if name}
-    named = {target.name: target for target in arguments}
-    return {**named, **found, **named}
-
-
-_DERIVED = re.compile(
-    r"(?P<of>\w+?)_(?:(?P<what>len|length|numel|rank|ndim)|(?P<dim>size|stride)_(?P<minus>m?)(?P<k>\d+))\Z"
-)
-_MEASURES = {"numel": "NUMEL", "rank": "RANK", "ndim": "RANK", "size": "SIZE", "stride": "STRIDE"}
+    }
+    outputs = output_numbers(facts, names)
+    return {**arguments, **{name: _output_target(facts, number, name) for name, number in outputs.items()}}
 
 
 def _named_target(scope: Scope, parameter: CParameter, name: str) -> Slot | None:
@@ -69,15 +60,11 @@ def _length(scope: Scope, parameter: CParameter, name: str) -> Slot | None:
 
 
 def _measure(scope: Scope, parameter: CParameter, name: str) -> Slot | None:
-    match = _DERIVED.match(name)
-    target = scope.targets.get(match["of"]) if match else None
-    if match is None or target is None or target.kind != "tensor":
+    argument, source, dimension = measure(name) or ("", "", 0)
+    target = scope.targets.get(argument)
+    if target is None or target.kind != "tensor" or source == "LENGTH":
         return None
-    what = match["what"] or match["dim"]
-    if what not in _MEASURES:
-        return None
-    detail = int(match["k"] or 0) * (-1 if match["minus"] else 1)
-    return integer(scope, parameter, Slot(name, _MEASURES[what], target.number, detail))
+    return integer(scope, parameter, Slot(name, source, target.number, dimension))
 
 
 def _named_size(scope: Scope, parameter: CParameter, name: str) -> Slot | None:
@@ -112,12 +99,12 @@ def _unknown(scope: Scope, parameter: CParameter, name: str) -> DeclarationError
     hint = f" Nearest: {', '.join(near)}." if near else ""
     return scope.error(
         parameter, f"{name!r} stands for nothing that the operator has. It could be {', '.join(known)}{measures}.{hint} "
-        f"Rename it, or say what it is given: bind={{{parameter.name!r}: ...}}.",
+        f"Rename it, or say what it receives: bind={{{parameter.name!r}: ...}}.",
     )  # fmt: skip
 
 
 def _constant(scope: Scope, parameter: CParameter, value: int | float | None) -> Slot:
-    """The slot of a number from ``bind={...}``; None is a null pointer."""
+    """Return the slot of a number from ``bind={...}``; None is a null pointer."""
     kind = c_type(parameter).kind
     if (value is None) != bool(parameter.pointer):
         raise scope.error(
@@ -157,7 +144,7 @@ def _check_constants(scope: Scope, function: CFunction, constants: Mapping[str, 
 
 
 def _check_outputs(scope: Scope, names: Sequence[str], slots: Sequence[Slot]) -> None:
-    """Every new output must reach the kernel, which would leave it unwritten otherwise."""
+    """Raise unless a parameter receives every new output: the kernel would leave it unwritten."""
     written = {slot.argument for slot in slots if slot.source in ("DATA", "TENSOR")}
     for number, output in enumerate(scope.facts.outputs):
         if output.alias is None and len(scope.facts.arguments) + number not in written:
@@ -170,15 +157,16 @@ def _check_outputs(scope: Scope, names: Sequence[str], slots: Sequence[Slot]) ->
 
 
 def _determined(scope: Scope, slots: Sequence[Slot]) -> Iterator[Slot]:
-    """Where no pointer tells what the only type variable is, plain opk_tensor parameters are tensors of it."""
-    told = any(slot.dtype <= variable(0) for slot in slots)
+    """Give plain opk_tensor parameters the only type variable as their dtype, where no pointer decides it."""
+    decided = any(slot.dtype <= variable(0) for slot in slots)
     for slot in slots:
         plain = slot.source in ("TENSOR", "TENSOR_LIST") and slot.dtype == ANY_DTYPE
-        yield dataclasses.replace(slot, dtype=variable(0)) if plain and len(scope.variables) == 1 and not told else slot
+        takes = plain and len(scope.variables) == 1 and not decided
+        yield dataclasses.replace(slot, dtype=variable(0)) if takes else slot
 
 
 def _renumbered(slots: Sequence[Slot], variables: tuple[str, ...]) -> tuple[tuple[Slot, ...], tuple[str, ...]]:
-    """The slots and type variables without the variables that no tensor tells."""
+    """Return the slots and type variables without the variables that no tensor decides."""
     used = sorted({-2 - slot.dtype for slot in slots if slot.dtype <= variable(0)})
     numbers = {variable(old): variable(new) for new, old in enumerate(used)}
     renumbered = (dataclasses.replace(slot, dtype=numbers.get(slot.dtype, slot.dtype)) for slot in slots)
@@ -194,10 +182,10 @@ def bind(
     outputs: Sequence[str] | None = None,
     cuda: bool = False,
 ) -> Bound:
-    """What each parameter of ``function`` is given.
+    """Bind each parameter of ``function`` to what it receives in a call of the operator.
 
-    ``constants`` (an author's ``bind={...}``) gives parameters numbers or other names, and goes first. ``outputs`` are
-    names for the outputs in place of the schema's. Raises DeclarationError for the first parameter that does not fit.
+    ``constants`` (an author's ``bind={...}``) gives parameters numbers or other names, and takes precedence. ``outputs``
+    are names for the outputs in place of the schema's. Raises DeclarationError for the first parameter that does not fit.
     """
     names = tuple(outputs) if outputs is not None else tuple(output.name for output in facts.outputs)
     kernel = kernel_name or function.name
@@ -209,5 +197,5 @@ def bind(
     _check_constants(scope, function, constants or {})
     slots = [_slot(scope, parameter, constants or {}) for parameter in function.parameters]
     _check_outputs(scope, names, slots)
-    slots, told = _renumbered(list(_determined(scope, slots)), scope.variables)
-    return Bound(function, facts, slots, told)
+    slots, decided = _renumbered(list(_determined(scope, slots)), scope.variables)
+    return Bound(function, facts, slots, decided)

@@ -1,4 +1,4 @@
-"""Numbers that a C function is given and that follow from an operator's own: ``bind={"lda": "max(1, k)"}``, in C.
+"""Translate expressions of sizes and integer arguments, such as ``bind={"lda": "max(1, k)"}``, to C.
 
 An expression has integers, names, ``+ - * // %``, parentheses, ``min`` and ``max``, with Python's meaning. What does not
 fit into 64 bits, and a division by zero, make the call fail.
@@ -58,14 +58,14 @@ _FUNCTIONS = {"min": "opk_min", "max": "opk_max"}
 
 @dataclasses.dataclass(frozen=True)
 class Expression:
-    """``c`` stands for the value, in terms of an ``int64_t opk_<name>`` for each of ``names`` and ``int opk_wrong``."""
+    """An expression in C: ``c`` uses an ``int64_t opk_<name>`` for each of ``names``, and sets ``int opk_wrong`` on failure."""
 
     c: str
     names: tuple[str, ...]
 
 
 def parse(text: str) -> Expression:
-    """The expression in C.
+    """Translate an expression to C.
 
     >>> parse("max(1, k)")
     Expression(c='opk_max(1ll, opk_k, &opk_wrong)', names=('k',))
@@ -90,19 +90,14 @@ def _c(node: ast.expr, text: str, names: dict[str, None]) -> str:
     function, operands = _called(node)
     if not function:
         raise _refused(text)
-    parts = [_c(operand, text, names) for operand in operands]
-    return _joined(function, parts)
-
-
-def _joined(function: str, parts: list[str]) -> str:
-    result = parts[0]
-    for part in parts[1:]:
-        result = f"{function}({result}, {part}, &opk_wrong)"
-    return result
+    first, *others = [_c(operand, text, names) for operand in operands]
+    for other in others:
+        first = f"{function}({first}, {other}, &opk_wrong)"
+    return first
 
 
 def _called(node: ast.expr) -> tuple[str, list[ast.expr]]:
-    """The C function of an operation, and its operands; "" where it has none."""
+    """Return the C function of an operation ("" where there is none) and its operands."""
     if isinstance(node, ast.BinOp):
         return _OPERATIONS.get(type(node.op), ""), [node.left, node.right]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

@@ -1,4 +1,4 @@
-"""What a kernel's parameters can be bound to: an operator's arguments, outputs and named sizes, in plain data.
+"""Describe an operator's arguments, outputs and named sizes, to which a kernel's parameters are bound, in plain data.
 
 The operator layer fills these in; nothing here knows of torch.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 
 KINDS = ("tensor", "tensors", "int", "float", "bool", "str", "dtype", "ints", "floats", "bools", "ignored")
-"""What an argument can be, in the order of ``opk_kind`` in ``include/opkit.h``."""
+"""The kinds of arguments, in the order of ``opk_kind`` in ``include/opkit.h``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes by name (str), number (int), or any (None); ``variadic`` stands between ``before`` and ``after``.
+    """A shape's sizes: named (str), fixed (int), or any (None); ``variadic`` lies between ``before`` and ``after``.
 
-    ``variadic`` is a name, "" for an unnamed run of sizes, or None where there is none.
+    ``variadic`` is a name, "" for an unnamed run of sizes, or None where there is no such run.
 
     >>> Shape(("b",), "seq", ("d",)).names
     ('b', 'seq', 'd')
@@ -27,7 +27,7 @@ class Shape:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The sizes that have names."""
+        """The names of the sizes that have one."""
         listed = (*self.before, *([self.variadic] if self.variadic else ()), *self.after)
         return tuple(size for size in listed if isinstance(size, str))
 
@@ -54,7 +54,7 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """An operator as a C function's parameters see it.
+    """The interface of an operator: what a kernel's parameters can receive.
 
     ``schema`` is the whole schema, name included: "demo::double(Tensor x) -> Tensor".
     """

@@ -1,4 +1,4 @@
-"""How a parameter of a C function takes an argument: for each kind of argument, the C types that fit it."""
+"""Check the C type of a parameter against the kind of argument that it receives, and make its slot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANY_DTYPE = -1
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """What one parameter of the C function is given: a row of ``opk_parameter``, and how the trampoline casts it.
+    """The source of one C parameter's value: a row of ``opk_parameter``, and the cast in the trampoline.
 
     ``source`` is the end of an ``opk_source``'s name. ``argument`` is an argument's number, or the number of arguments
     plus an output's. ``member`` is the one of ``opk_value`` that holds the value.
@@ -35,7 +35,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """An argument or an output, as the parameters that are given it see it."""
+    """An argument or an output that a parameter can receive."""
 
     name: str
     number: int
@@ -47,7 +47,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """What names mean to one kernel."""
+    """The meaning of names for one kernel."""
 
     facts: Facts
     variables: tuple[str, ...]
@@ -56,34 +56,37 @@ class Scope:
     targets: Mapping[str, Target]
 
     def error(self, parameter: CParameter, message: str) -> DeclarationError:
-        """The error to raise about a parameter."""
+        """Return the error to raise about a parameter."""
         return DeclarationError(f"{self.where}, parameter `{parameter.text}`: {message}")
 
     @property
     def where(self) -> str:
-        """What an error begins with."""
+        """The beginning of an error's message."""
         return f"{self.facts.operator}, kernel {self.kernel!r}"
 
 
 def variable(number: int) -> int:
-    """``OPK_VARIABLE(number)``."""
+    """Return ``OPK_VARIABLE(number)``."""
     return -2 - number
 
 
 def c_type(parameter: CParameter) -> CType:
-    """The parameter's type as the table has it."""
+    """Return the row of ``C_TYPES`` for a parameter's type; of an unknown type, the kind "unknown"."""
     return C_TYPES.get(parameter.type, CType("unknown", None))
 
 
 def _element(scope: Scope, parameter: CParameter, name: str) -> int:
-    """The dtype that a pointer to ``name`` asks for."""
+    """Return the number of the dtype that a pointer to ``name`` requires."""
     if name in scope.variables:
         return variable(scope.variables.index(name))
     known = C_TYPES.get(name)
     if known is None or (known.dtype is None and known.kind != "void"):
-        stands = f"one of the type variables {', '.join(scope.variables)}" if scope.variables else "T with dtypes=..."
+        variables = (
+            f"one of the type variables {', '.join(scope.variables)}" if scope.variables else "T with dtypes=..."
+        )
         raise scope.error(
-            parameter, f"{name} is no element type. Write {stands}, a C type such as float or int64_t, or void for any."
+            parameter,
+            f"{name} is no element type. Write {variables}, a C type such as float or int64_t, or void for any.",
         )
     return ANY_DTYPE if known.dtype is None else DTYPES[known.dtype].number
 
@@ -155,7 +158,7 @@ _POINTEES = {
 
 
 def _pointer(scope: Scope, parameter: CParameter, target: Target, source: str, kind: str) -> Slot:
-    """A pointer to a scalar, or to a list's elements."""
+    """Return the slot of a pointer to a scalar, or to a list's elements."""
     wanted, accepted = _POINTEES[kind]
     if parameter.pointer != 1 or not parameter.const or c_type(parameter).dtype not in accepted:
         what = "a list" if source == "VALUES" else ("optional" if target.optional else "a value")
@@ -211,11 +214,11 @@ BY_KIND: Mapping[str, Callable[[Scope, CParameter, Target], Slot]] = {
     "tensor": _tensor, "tensors": _tensors, "str": _string, "ignored": _ignored,
     **dict.fromkeys(("int", "float", "bool", "dtype"), _scalar), **dict.fromkeys(("ints", "floats", "bools"), _values),
 }  # fmt: skip
-"""From an argument\'s kind to what binds a parameter to it."""
+"""The function that binds a parameter to an argument, by the argument's kind."""
 
 
 def integer(scope: Scope, parameter: CParameter, slot: Slot) -> Slot:
-    """The slot of a size or a length, which must be taken by a wide enough integer."""
+    """Return the slot of a size or a length; raise unless the parameter is an integer of 32 or 64 bits."""
     taken = c_type(parameter)
     if parameter.pointer or taken.kind != "int" or taken.bits < 32:
         raise scope.error(

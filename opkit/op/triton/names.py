@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 
 from opkit.kernels.binding.facts import Facts
+from opkit.kernels.binding.names import measure, output_numbers
 
-_MEASURE = re.compile(r"(?P<of>\w+?)_(?:(?P<what>len|numel|rank|ndim)|(?P<dim>size|stride)_(?P<minus>m?)(?P<k>\d+))\Z")
-_MEASURES = {"numel": "NUMEL", "rank": "RANK", "ndim": "RANK", "size": "SIZE", "stride": "STRIDE", "len": "LENGTH"}
 _SCALARS = {"int": "SCALAR", "float": "SCALAR", "bool": "SCALAR", "dtype": "SCALAR", "str": "STRING"}
 _LISTS = ("ints", "floats", "bools")
 
@@ -20,8 +18,8 @@ def measured(name: str) -> str:
     >>> measured("x_stride_0"), measured("x")
     ('x', '')
     """
-    match = _MEASURE.match(name)
-    return match["of"] if match else ""
+    found = measure(name)
+    return found[0] if found else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +74,11 @@ class Names:
         return Source(name, "NAMED_SIZE", "int", 0, self.sizes.index(name)) if name in self.sizes else None
 
     def _measure(self, name: str) -> Source | None:
-        match = _MEASURE.match(name)
-        number, kind = self._targets.get(match["of"], (0, "")) if match else (0, "")
-        what = "" if match is None else match["what"] or match["dim"]
-        if match is None or (kind != "tensor") != (what == "len"):
+        argument, origin, dimension = measure(name) or ("", "", 0)
+        number, kind = self._targets.get(argument, (0, ""))
+        if not kind or (kind != "tensor") != (origin == "LENGTH"):
             return None
-        return Source(name, _MEASURES[what], "int", number, int(match["k"] or 0) * (-1 if match["minus"] else 1))
+        return Source(name, origin, "int", number, dimension)
 
     def _pointer(self, name: str) -> Source | None:
         bare = name.removesuffix("_ptr")
@@ -90,11 +87,8 @@ class Names:
 
 
 def _targets(facts: Facts, names: Sequence[str]) -> Mapping[str, tuple[int, str]]:
-    arguments = {argument.name: (number, argument.kind) for number, argument in enumerate(facts.arguments)}
-    common = ["out"] if len(facts.outputs) == 1 else [f"out{number}" for number in range(len(facts.outputs))]
-    found: dict[str, tuple[int, str]] = {}
-    for listed in (common, names):
-        for number, name in enumerate(listed):
-            alias = facts.outputs[number].alias
-            found[name] = (len(facts.arguments) + number if alias is None else alias, "tensor")
-    return {**arguments, **{name: target for name, target in found.items() if name not in arguments}}
+    targets = {argument.name: (number, argument.kind) for number, argument in enumerate(facts.arguments)}
+    for name, number in output_numbers(facts, names).items():
+        alias = facts.outputs[number].alias
+        targets[name] = (len(facts.arguments) + number if alias is None else alias, "tensor")
+    return targets
