@@ -1,1 +1,1 @@
-"""How a kernel comes to run: declarations, compilers, the build cache, and what a call passes to C."""
+"""Declare, bind, build, cache and load kernels in C, C++, CUDA and Triton."""

@@ -1,1 +1,1 @@
-"""Kernels compiled ahead of time and shipped inside a Python package."""
+"""Load and write kernels that were compiled ahead of time and are shipped inside a Python package."""

@@ -1,1 +1,1 @@
-"""Kernels in C, C++ and CUDA: declarations, compilers, flags and the source that is compiled."""
+"""Declare and compile kernels in C, C++ and CUDA: declarations, generated source, compilers and flags."""

@@ -1,7 +1,7 @@
-"""The functions of the C library that a C kernel may use without including a header.
+"""Declare the functions of the C library that a C kernel uses without including a header.
 
-Those that a source names and does not define are declared for it, as the headers declare them, so that including the
-headers as well does no harm.
+Those that a source names and does not define are declared as the headers declare them, so that including the headers as
+well does no harm.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _used(text: str, defined: Collection[str]) -> list[str]:
 
 
 def declarations(text: str, defined: Collection[str], cpp: bool) -> str:
-    """Declarations of what ``text`` (blanked of literals) names, without what it defines itself.
+    """Return declarations of the functions that ``text`` (without literals) names and does not define.
 
     >>> declarations("y = expf(x);", (), cpp=False)
     'float expf(float);\\n'
@@ -77,7 +77,8 @@ def declarations(text: str, defined: Collection[str], cpp: bool) -> str:
 
 
 def macros(text: str, defined: Collection[str]) -> dict[str, str]:
-    """What ``isnan(x)`` and the like stand for, where the text has them. No header may be included while they do.
+    """Return the definitions of the macros ``isnan(x)`` and the like that the text uses. No header may be included
+    while they are defined.
 
     ``x * 1.0f`` makes a float of the types that C++ has as classes, and leaves a double as it is.
     """

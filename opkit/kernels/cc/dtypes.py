@@ -1,4 +1,4 @@
-"""Element types: what each is in torch, in ``opkit.h``, and in C, C++ and CUDA; and the C types that authors write."""
+"""Map element types between torch, ``opkit.h``, C, C++ and CUDA, and C types to element types."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _TABLE = (
 )
 
 DTYPES: dict[str, Dtype] = {dtype.name: dtype for dtype in _TABLE}
-"""Every element type, by the name that torch gives it."""
+"""Every element type, by its name in torch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CType:
-    """A type that an author may write: the element type that a pointer to it asks for, and, of an integer, its size."""
+    """A C type: the dtype of the elements that a pointer to it points to, and the size of an integer."""
 
     kind: str
     dtype: str | None
@@ -59,7 +59,7 @@ class CType:
 
     @property
     def limits(self) -> tuple[int | None, int | None]:
-        """What an int64_t must lie within to be converted unchanged; None where nothing can go wrong."""
+        """The range in which an int64_t is converted without change; None where every value fits."""
         if self.kind != "int" or (self.signed and self.bits == 64):
             return None, None
         if not self.signed:

@@ -1,7 +1,7 @@
-"""Kernels from source: ``opkit.c_kernel``, ``opkit.cpp_kernel`` and ``opkit.cuda_kernel``.
+"""Declare kernels from source: ``opkit.c_kernel``, ``opkit.cpp_kernel`` and ``opkit.cuda_kernel``.
 
-What they return is a description: the source, read and understood, but neither bound to an operator nor compiled. That
-comes with :meth:`opkit.CustomOp.register_kernel` and the first call.
+They return a description: the source and the declaration of its function. :meth:`opkit.CustomOp.register_kernel` binds it to
+an operator, and the first call compiles it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Elements:
     """A library's function of numbers that a kernel applies to each element.
 
     Attributes:
-        symbol, library: its name, and the path of the library.
+        symbol: the name of the function.
+        library: the path of the library.
         parameters: the name and the C type of each parameter.
         returns: the C type of its value.
         tensors: the parameters that are elements of tensors.
@@ -51,10 +52,10 @@ class NativeKernel:
 
     language: str  # "c", "c++" or "cuda"
     text: str
-    file: str  # where the text stands, for the compiler's messages
+    file: str  # that holds the text, for the compiler's messages
     line: int
     function: CFunction
-    variables: Mapping[str, tuple[str, ...]]  # type variables, and the element types that each stands for
+    variables: Mapping[str, tuple[str, ...]]  # type variables, and the element types of each
     bind: Mapping[str, Constant]
     flags: tuple[str, ...] = ()
     sources: tuple[Path, ...] = ()
@@ -63,8 +64,8 @@ class NativeKernel:
     libraries: tuple[str, ...] = ()
     isas: tuple[str, ...] = ("native",)
     debug: bool = False
-    elements: Elements | None = None  # what it applies to each element, where it does that alone
-    elementwise: bool = False  # it may be called on any run of elements
+    elements: Elements | None = None  # the function that it applies to each element, and does nothing else
+    elementwise: bool = False  # it may be called on any range of elements
 
     @property
     def name(self) -> str:
@@ -85,7 +86,7 @@ class NativeKernel:
         return f"<{self.language} kernel {self.name} ({self.file}:{self.line})>"
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What decides what it computes, for the operator's contract hash."""
+        """Return the parts that decide its results, for the operator's contract hash."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_HASHED}
         contents = [path.read_text(encoding="utf-8", errors="replace") for path in self.sources]
         return [*[(name, str(value)) for name, value in fields.items()], ("contents", tuple(contents))]
@@ -106,29 +107,29 @@ def c_kernel(
     debug: bool = False,
     elementwise: bool = False,
 ) -> NativeKernel:
-    """A kernel written in C, to be given to ``register_kernel``.
+    """Declare a kernel in C, to pass to ``register_kernel``.
 
     The function's parameters are bound by name: to the operator's arguments, to the sizes that its annotations name, to
     its output ``out`` (``out0``, ``out1``, ... where there are several), and to ``x_numel``, ``x_rank``, ``x_size_0``,
     ``x_stride_0``, ``xs_len`` of a tensor ``x`` or a list ``xs``. Pointers are to contiguous memory; a parameter
-    ``const opk_tensor* x`` takes any strides. The function returns nothing, or an error code (0: none), or a message
-    (``const char*``, NULL: none); ``opk_fail(format, ...)`` reports from within. No header need be included.
+    ``const opk_tensor* x`` takes any strides. The function returns nothing, or an error code (0: success), or a message
+    (``const char*``, NULL: success); ``opk_fail(format, ...)`` reports an error from anywhere in it. It needs no headers.
 
     Args:
-        source: C source, or the path of a file of it. The function that is not ``static`` is the kernel.
-        dtypes: what ``T`` stands for: ``torch.float32``, ... or their names; float32 and float64 by default. Several type
-            variables are given as ``{"T": [...], "I": [...]}``. Each choice is compiled, and picked by the arguments.
-        name: the function, where the source has several.
+        source: C source, or the path of a file. The function that is not ``static`` is the kernel.
+        dtypes: the dtypes of ``T``: ``torch.float32``, ... or their names; float32 and float64 by default. Write several
+            type variables as ``{"T": [...], "I": [...]}``. Each choice is compiled, and selected by the arguments.
+        name: the function, if the source has several.
         flags: further options for the compiler.
-        bind: other meanings for parameters: numbers, or the names of what they stand for (``{"lda": "k"}``).
+        bind: other values for parameters: numbers, or other names (``{"lda": "k"}``).
         libraries: shared libraries to link with, by name ("m") or path.
         isa: the instruction set to compile for: "native" (this machine's), or some of "baseline", "avx2", "avx512",
-            "neon", of which the widest that the machine has is used.
-        debug: build with -g and the address and undefined-behaviour sanitizers, and run in a child process; what they
-            report is raised. Slow, and for finding mistakes only.
-        elementwise: every element of the output comes of the elements at its place in the tensors, which have the output's
-            sizes, and of numbers. Under ``torch.compile`` with opkit's backend it is then called on stretches of
-            elements, by several threads, in the loop of what is before and after it. ``opkit.check`` asks whether it is true.
+            "neon": the widest that the machine has is used.
+        debug: build with -g and the address and undefined-behaviour sanitizers, and run in a child process; their
+            reports are raised. Slow: only for debugging.
+        elementwise: every element of the output depends only on the elements at its index in the tensors, which have the
+            output's sizes, and on numbers. Under ``torch.compile`` with opkit's backend the kernel is then called on
+            ranges of elements, by several threads, in one fused loop. ``opkit.check`` checks that the claim is true.
 
     Raises:
         DeclarationError: the function cannot be found in the source, or its declaration cannot be read.
@@ -167,13 +168,13 @@ def cpp_kernel(
     debug: bool = False,
     elementwise: bool = False,
 ) -> NativeKernel:
-    """A kernel written in C++17; see :func:`c_kernel` for what is bound to its parameters, and how.
+    """Declare a kernel in C++17; see :func:`c_kernel` for how its parameters are bound.
 
     Args:
-        source: C++ source, or the path of a file of it, with the kernel as an ``extern "C"`` function.
+        source: C++ source, or the path of a file, with the kernel as an ``extern "C"`` function.
         sources: further C++ files that are compiled and linked with it.
-        include_dirs: folders in which headers are looked for.
-        library_dirs: folders in which ``libraries`` are looked for, when it is built and when it is loaded.
+        include_dirs: folders to search for headers.
+        library_dirs: folders to search for ``libraries``, when it is built and when it is loaded.
         dtypes, name, flags, bind, libraries, isa, debug, elementwise: as for :func:`c_kernel`.
     """
     return _kernel(
@@ -195,9 +196,9 @@ def cuda_kernel(
     library_dirs: Sequence[str | Path] = (),
     libraries: Sequence[str] = (),
 ) -> NativeKernel:
-    """A kernel written in CUDA C++, compiled by nvcc.
+    """Declare a kernel in CUDA C++, compiled by nvcc.
 
-    The bound function is the host's: an ``extern "C"`` function that launches ``__global__`` functions on its parameter
+    The bound function runs on the host: an ``extern "C"`` function that launches ``__global__`` functions on its parameter
     ``cudaStream_t stream``, torch's current stream on the arguments' device, which is the current device during the
     call. A launch that fails is reported.
 
@@ -235,12 +236,12 @@ def _kernel(
     )  # fmt: skip
 
 
-def _paths(given: Sequence[str | Path]) -> tuple[Path, ...]:
-    return tuple(Path(path).absolute() for path in given)
+def _paths(paths: Sequence[str | Path]) -> tuple[Path, ...]:
+    return tuple(Path(path).absolute() for path in paths)
 
 
 def _located(source: str | Path, frame: FrameType | None) -> tuple[str, str, int]:
-    """The text, and the file and line at which it stands."""
+    """Return the text, and the file and line where it begins."""
     if isinstance(source, Path):
         return source.read_text(encoding="utf-8"), str(source), 1
     if "\n" not in source and source.endswith((".c", ".cpp", ".cc", ".cxx", ".cu")):
@@ -261,10 +262,10 @@ def _located(source: str | Path, frame: FrameType | None) -> tuple[str, str, int
 
 
 def _variables(dtypes: Dtypes) -> dict[str, tuple[str, ...]]:
-    given: Mapping[str, Iterable[Any]] = (
+    variables: Mapping[str, Iterable[Any]] = (
         dtypes if isinstance(dtypes, Mapping) else {"T": _DEFAULT_DTYPES if dtypes is None else dtypes}
     )
-    return {variable: _named_dtypes(variable, types) for variable, types in given.items()}
+    return {variable: _named_dtypes(variable, types) for variable, types in variables.items()}
 
 
 def _named_dtypes(variable: str, types: Iterable[Any]) -> tuple[str, ...]:
@@ -273,13 +274,13 @@ def _named_dtypes(variable: str, types: Iterable[Any]) -> tuple[str, ...]:
         if name not in DTYPES:
             raise KernelError(f"dtypes=: {variable} cannot stand for {name!r}. It can stand for {', '.join(DTYPES)}.")
     if not names:
-        raise KernelError(f"dtypes=: {variable} stands for nothing. Give at least one dtype.")
+        raise KernelError(f"dtypes=: {variable} has no dtypes. Give at least one.")
     return tuple(dict.fromkeys(names))
 
 
-def _isas(given: str | Sequence[str]) -> tuple[str, ...]:
-    names = (given,) if isinstance(given, str) else tuple(given)
+def _isas(isa: str | Sequence[str]) -> tuple[str, ...]:
+    names = (isa,) if isinstance(isa, str) else tuple(isa)
     wrong = [name for name in names if name not in ISAS]
     if wrong or not names:
-        raise KernelError(f"isa={given!r}: choose among {', '.join(ISAS)}.")
+        raise KernelError(f"isa={isa!r}: choose among {', '.join(ISAS)}.")
     return names

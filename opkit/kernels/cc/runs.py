@@ -1,6 +1,6 @@
-"""Kernels that compute elements: what their authors declare so may be called on any run of elements, by several threads.
+"""Check the parameters of elementwise kernels, which may be called on any range of elements, by several threads.
 
-Such a kernel takes pointers to elements, numbers, and how many elements there are; nothing else would mean the same for a
+Such a kernel takes pointers to elements, numbers, and the number of elements; anything else would have another meaning for a
 part of the tensors.
 """
 
@@ -23,22 +23,22 @@ EXPORT = """\
 OPK_EXPORT opk_trampoline opk_entry(int32_t number);
 opk_trampoline opk_entry(int32_t number) { return opk_instances[number].call; }
 """
-"""What a library of such a kernel has besides: its functions on values, by the numbers of their types."""
+"""A function that the library of such a kernel exports too: its trampolines, by the numbers of their types."""
 
 Kind = Literal["elements", "result", "count", "number", "constant"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """What a parameter takes.
+    """The value that a parameter takes.
 
     Attributes:
-        kind: elements of a tensor, memory for the result's, how many there are, the number of an argument, or always the same.
+        kind: elements of a tensor, memory for the result's, their count, the number of an argument, or a constant.
         argument: the argument's number.
         member: the member of ``opk_value`` that holds it: "p", "i" or "f".
-        constant: what is always the same.
-        c_type: of a number: the type that it is taken as, or the type variable that stands for it; "" if every one fits.
-        dtype: of elements: the name of their type, or the type variable that stands for it.
+        constant: the value of a constant.
+        c_type: of a number: its C type, or the type variable of it; "" if every number fits.
+        dtype: of elements: the name of their type, or the type variable of it.
     """
 
     kind: Kind
@@ -53,10 +53,10 @@ _NAMES = {dtype.number: dtype.name for dtype in DTYPES.values()}
 
 
 def taken(native: NativeKernel, bound: Bound) -> tuple[Taken, ...]:
-    """What each parameter of an elementwise kernel takes.
+    """Return the value that each parameter of an elementwise kernel takes.
 
     Raises:
-        DeclarationError: it takes something that means another thing for a part of the tensors.
+        DeclarationError: it takes something that has another meaning for a part of the tensors.
     """
     where = f"{bound.facts.operator}, kernel {native.name!r}"
     if len(bound.facts.outputs) != 1 or bound.facts.outputs[0].alias is not None:
@@ -97,10 +97,10 @@ def _dtype(bound: Bound, number: int) -> str:
 
 
 def _is_every_size(bound: Bound, slot: Slot) -> bool:
-    """Whether a named size is all that there is of every tensor: it counts the elements."""
+    """Whether a named size is the only dimension of every tensor, and so counts the elements."""
     name = bound.facts.sizes[slot.detail]
-    given = [*bound.facts.arguments, *bound.facts.outputs]
-    shapes = [each.shape for each in given if getattr(each, "kind", "tensor") == "tensor"]
+    arguments = [argument.shape for argument in bound.facts.arguments if argument.kind == "tensor"]
+    shapes = [*arguments, *(output.shape for output in bound.facts.outputs)]
     return all(shape is not None and _sizes(shape) == [name] for shape in shapes)
 
 
@@ -109,8 +109,8 @@ def _sizes(shape: Shape) -> list[str | int | None]:
 
 
 def types(taken: tuple[Taken, ...], native: NativeKernel, have: Mapping[int, str]) -> dict[str, str] | None:
-    """What the type variables stand for where arguments (by number; the output is the last) have these dtypes; None if the
-    kernel does not take them."""
+    """Return the dtypes of the type variables where arguments (by number; the output is the last) have the dtypes ``have``;
+    None if the kernel does not take them."""
     found: dict[str, str] = {}
     for each in taken:
         if each.kind not in ("elements", "result"):

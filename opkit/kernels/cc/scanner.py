@@ -1,6 +1,6 @@
-"""What stands at file scope of C, C++ or CUDA text, found without a compiler.
+"""Find functions, variables and includes at file scope of C, C++ or CUDA text, without a compiler.
 
-Comments, literals and directives become spaces first, so every offset and line number stays what it was.
+Comments, literals and directives are first replaced by spaces, so every offset and line number stays the same.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def _spaces(text: str) -> str:
 
 def _blank_literal(match: re.Match[str]) -> str:
     token = match.group()
-    kept = token in ('"C"', '"C++"') or not (token[0] in "\"'/" or token.endswith('"'))
-    return token if kept else _spaces(token)
+    is_code = token in ('"C"', '"C++"') or not (token[0] in "\"'/" or token.endswith('"'))
+    return token if is_code else _spaces(token)
 
 
 @functools.lru_cache(maxsize=8)
 def without_literals(text: str) -> str:
-    """The text with its comments and literals blanked."""
+    """Return the text with its comments and literals blanked."""
     return _LITERAL.sub(_blank_literal, text)
 
 
-def _live(match: re.Match[str], stack: list[tuple[bool, bool]]) -> None:
-    """Follow one directive; an entry of the stack: (this branch is read, some branch of it was)."""
+def _update_branches(match: re.Match[str], stack: list[tuple[bool, bool]]) -> None:
+    """Update the stack for one directive. Each entry: (this branch is read, an earlier or this branch is read)."""
     word, rest = match["word"], match["rest"].strip()
     if word in ("if", "ifdef", "ifndef"):
         taken = not (word == "if" and rest == "0")
@@ -57,20 +57,20 @@ def _live(match: re.Match[str], stack: list[tuple[bool, bool]]) -> None:
 
 
 def without_directives(code: str, every_branch: bool = False) -> str:
-    """The text without directives and, unless ``every_branch``, with the first branch alone of each ``#if``."""
+    """Blank directives and, unless ``every_branch``, all branches but the first of each ``#if``."""
     pieces: list[str] = []
     stack: list[tuple[bool, bool]] = []
     position = 0
     for match in _DIRECTIVE.finditer(code):
         piece = code[position : match.start()]
         pieces += [piece if every_branch or all(read for read, _ in stack) else _spaces(piece), _spaces(match.group())]
-        _live(match, stack)
+        _update_branches(match, stack)
         position = match.end()
     return "".join((*pieces, code[position:]))
 
 
 def closing(code: str, opening: int) -> int:
-    """Where the bracket that opens at ``opening`` has been closed: just behind it, or the end of the text."""
+    """Return the offset after the bracket that closes the one at ``opening``, or the end of the text."""
     mark, depth = code[opening], 0
     for match in re.compile(rf"[{re.escape(mark + _PAIRS[mark])}]").finditer(code, opening):
         depth += 1 if match.group() == mark else -1
@@ -92,13 +92,13 @@ def _without_attributes(code: str) -> str:
 
 @functools.lru_cache(maxsize=8)
 def plain(text: str, every_branch: bool = False) -> str:
-    """Code alone: no comments, literals, directives or attributes, each character where it was."""
+    """Blank comments, literals, directives and attributes; every other character keeps its offset."""
     return _without_attributes(without_directives(without_literals(text), every_branch))
 
 
 @dataclasses.dataclass(frozen=True)
 class TopLevelItem:
-    """A declaration or definition at file scope; ``head`` is its text before a function's body, or all of it."""
+    """A declaration or definition at file scope; ``head`` is its text up to a function's body, or all of it."""
 
     start: int
     head: str
@@ -114,7 +114,7 @@ def _is_function(head: str) -> bool:
 
 
 def top_level_items(code: str) -> Iterator[TopLevelItem]:
-    """Each item at file scope, or within ``extern "C" {}``, of text from which :func:`plain` has taken the rest."""
+    """Yield each item at file scope, or within ``extern "C" {}``, of code from :func:`plain`."""
     start = position = scopes = 0
     while match := _MARK.search(code, position):
         mark, opening, position = match.group()[-1], match.start(), match.end()
@@ -137,7 +137,7 @@ def top_level_items(code: str) -> Iterator[TopLevelItem]:
 
 @dataclasses.dataclass(frozen=True)
 class ScannedFunction:
-    """A function at file scope: offsets are into the whole text. ``parameters`` is what its parentheses hold."""
+    """A function at file scope. Offsets are into the whole text; ``parameters`` is the text in its parentheses."""
 
     name: str
     start: int
@@ -154,7 +154,7 @@ class ScannedFunction:
 
 
 def _opening(head: str, end: int) -> int:
-    """Where the parenthesis that ends before ``end`` begins, or -1."""
+    """Return the offset of the parenthesis that the one before ``end`` closes, or -1."""
     depth = 0
     for place in range(end - 1, -1, -1):
         depth += (head[place] == ")") - (head[place] == "(")
@@ -164,7 +164,7 @@ def _opening(head: str, end: int) -> int:
 
 
 def as_function(item: TopLevelItem) -> ScannedFunction | None:
-    """The item as a function, or None."""
+    """Return the item as a function; None if it is none."""
     end = len(_TRAILING.sub("", item.head))
     opening = _opening(item.head, end) if item.head[:end].endswith(")") else -1
     named = _NAME.search(item.head[: max(opening, 0)])
@@ -188,7 +188,7 @@ _NO_VARIABLE = {"static", "extern", "typedef", "using", "template", "namespace",
 
 
 def variables(item: TopLevelItem) -> tuple[str, ...]:
-    """The names of the variables with external linkage that an item without a function's body defines."""
+    """Return the names of the variables with external linkage that an item defines."""
     text = re.sub(r"=[^,]*", " ", _without_braces(item.head))
     words = re.findall(r"\w+", text)
     if item.body or _NO_VARIABLE & set(words) or "(" in text or len(words) < 2:
@@ -206,7 +206,7 @@ def _without_braces(text: str) -> str:
 
 
 def _scopes(code: str) -> tuple[int, int]:
-    """How many braces are open at the end of the code: of ``extern "C"``, and others."""
+    """Count the braces that are open at the end of the code: of ``extern "C"``, and others."""
     stack: list[bool] = []
     for match in _MARK.finditer(code):
         if match.group().endswith("{"):
@@ -217,7 +217,7 @@ def _scopes(code: str) -> tuple[int, int]:
 
 
 def includes(text: str) -> list[tuple[int, int, int]]:
-    """Each ``#include`` at file scope: where its line starts and ends, and how many ``extern "C" {`` it is in."""
+    """Return each ``#include`` at file scope: start and end of its line, and its depth of ``extern "C" {``."""
     code = plain(text)
     found = []
     for match in _DIRECTIVE.finditer(without_literals(text)):

@@ -1,4 +1,4 @@
-"""From a kernel bound to an operator to what the compiler is asked for."""
+"""Make the build request of a kernel that is bound to an operator."""
 
 from __future__ import annotations
 
@@ -18,34 +18,30 @@ from opkit.kernels.sanitize import sanitizer
 def request(
     native: NativeKernel, bound: Bound, name: str, isa: str | None = None, flags: Sequence[str] = (), extra: str = ""
 ) -> Request:
-    """What to build for ``native``: a shared library, or with ``debug=True`` a program with the sanitizers in it.
+    """Return the build request of ``native``: a shared library, or with ``debug=True`` an executable with sanitizers.
 
     Args:
         native: the author's kernel.
-        bound: it, bound to an operator.
+        bound: the kernel bound to an operator.
         name: the kernel's name among those of its operator.
         isa: the instruction set; by default the widest of the kernel's own that this machine has.
-        flags: for the compiler, beside the author's.
+        flags: for the compiler, in addition to the author's.
         extra: C that is added to the description of the kernel.
     """
-    listed = [
-        *source.generate(
-            bound, native.text, native.variables, name, native.file, native.line, native.language, native.cuda
-        )
-    ]
-    extra += runs.EXPORT if native.elementwise else ""
-    listed[-1] = dataclasses.replace(listed[-1], text=listed[-1].text + extra)
-    listed += [Unit(str(path), path.read_text(encoding="utf-8"), native.language) for path in native.sources]
-    if native.debug:
-        listed.append(Unit("<opkit>", sanitizer.main_unit(), "c"))
-    beside = dict.fromkeys(
-        Path(file).absolute().parent for file in (native.file, *native.sources) if Path(file).is_file()
+    *units, last = source.generate(
+        bound, native.text, native.variables, name, native.file, native.line, native.language, native.cuda
     )
+    extra += runs.EXPORT if native.elementwise else ""
+    units.append(dataclasses.replace(last, text=last.text + extra))
+    units += [Unit(str(path), path.read_text(encoding="utf-8"), native.language) for path in native.sources]
+    if native.debug:
+        units.append(Unit("<opkit>", sanitizer.main_unit(), "c"))
+    files = [Path(file) for file in (native.file, *native.sources) if Path(file).is_file()]
     return Request(
         label=f"{bound.facts.operator}[{name}]",
-        units=tuple(listed),
+        units=tuple(units),
         flags=(*native.flags, *flags),
-        include_dirs=(*native.include_dirs, *beside),
+        include_dirs=(*native.include_dirs, *dict.fromkeys(file.absolute().parent for file in files)),
         library_dirs=native.library_dirs,
         libraries=native.libraries,
         isa=isa or chosen_isa(native.isas),
@@ -55,10 +51,10 @@ def request(
 
 
 def chosen_isa(listed: Sequence[str]) -> str:
-    """The widest of some instruction sets that this machine has; "native" is its own, whatever that is.
+    """Return the widest of some instruction sets that this machine has; "native" is always the machine's own.
 
     Raises:
-        ToolchainError: it has none of them.
+        ToolchainError: the machine has none of them.
     """
     if "native" in listed:
         return "native"

@@ -1,1 +1,1 @@
-"""Functions of shared libraries that are installed."""
+"""Find functions of installed shared libraries, and make kernels that call them."""

@@ -1,1 +1,1 @@
-"""Debug builds: one call in a child process, under the sanitizers."""
+"""Run one call of a kernel in a child process, under the address and undefined-behaviour sanitizers."""
