@@ -8,7 +8,7 @@ import time
 import pytest
 
 from opkit import errors
-from opkit.kernels.cc import compilation, inputs
+from opkit.kernels.cc import build_key, compilation
 from opkit.kernels.cc.compilation import Request, Unit, build, key
 from opkit.kernels.store import cache, storing
 
@@ -54,7 +54,7 @@ def test_what_an_entry_says(place):
     noted = json.loads((path.parent / "entry.json").read_text())
     assert noted["label"] == "demo::seven"
     assert noted["size"] == path.stat().st_size
-    assert noted["abi"] == inputs.abi_version() == 1
+    assert noted["abi"] == build_key.abi_version() == 1
     assert set(noted["compiler"]) == {"path", "version"}
     (entry,) = cache.entries()
     assert (entry.key, entry.label, entry.path, entry.size) == (key(make()), "demo::seven", path, noted["size"])

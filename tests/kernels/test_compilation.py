@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from opkit import errors
-from opkit.kernels.cc import commands, compilation, diagnostics, inputs, progress, toolchain
+from opkit.kernels.cc import build_key, commands, compilation, diagnostics, progress, toolchain
 from opkit.kernels.cc.compilation import Request, Unit, build, build_all, key
 
 DOUBLE = '__attribute__((visibility("default"))) double twice(double x) { return 2 * x; }\n'
@@ -139,7 +139,7 @@ def test_the_label_is_not_in_the_key():
 
 def test_the_processor_is_in_the_key_of_native_code_alone(monkeypatch):
     native, baseline = key(make(isa="native")), key(make(isa="baseline"))
-    monkeypatch.setattr(inputs, "cpu_features", lambda: ("other",))
+    monkeypatch.setattr(build_key, "cpu_features", lambda: ("other",))
     assert key(make(isa="native")) != native
     assert key(make(isa="baseline")) == baseline
 
@@ -148,7 +148,7 @@ def test_the_abi_and_the_surroundings_are_in_the_key(monkeypatch):
     before = key(make())
     monkeypatch.setenv("CPATH", "/somewhere")
     changed = key(make())
-    monkeypatch.setattr(inputs, "abi_version", lambda: 99)
+    monkeypatch.setattr(build_key, "abi_version", lambda: 99)
     assert len({before, changed, key(make())}) == 3
 
 
@@ -304,7 +304,7 @@ def test_without_a_compiler_build_all_returns_the_errors(settings):
 
 
 def test_a_build_that_is_quick_says_nothing(capfd, monkeypatch):
-    monkeypatch.setattr(progress, "_PATIENCE", 60.0)
+    monkeypatch.setattr(progress, "_DELAY", 60.0)
     build(make())
     assert capfd.readouterr().err == ""
 
@@ -349,8 +349,8 @@ def test_a_slow_build_is_told_of(monkeypatch, settings, tmp_path, terminal):
     wrapper.write_text('#!/bin/sh\nsleep 0.1\nexec gcc "$@"\n')
     wrapper.chmod(0o755)
     settings(cc=str(wrapper))
-    monkeypatch.setattr(progress, "_PATIENCE", 0.05)
-    monkeypatch.setattr(progress, "_EVERY", 0.02)
+    monkeypatch.setattr(progress, "_DELAY", 0.05)
+    monkeypatch.setattr(progress, "_INTERVAL", 0.02)
     monkeypatch.setattr(sys, "stderr", Terminal(terminal))
     build(dataclasses.replace(make(), label="demo::two\nlines"))
     build_all([make(DOUBLE + "\n"), make(DOUBLE + " ")])
@@ -362,7 +362,7 @@ def test_a_slow_build_is_told_of(monkeypatch, settings, tmp_path, terminal):
 
 
 def test_a_closed_stderr_does_no_harm(monkeypatch):
-    monkeypatch.setattr(progress, "_PATIENCE", -1.0)
+    monkeypatch.setattr(progress, "_DELAY", -1.0)
     monkeypatch.setattr(sys, "stderr", None)
     assert build(make()).exists()
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from opkit.errors import BuildCacheWarning, PackageError
 from opkit.kernels.aot import portable
 from opkit.kernels.binding.binding import Bound
-from opkit.kernels.cc import inputs
+from opkit.kernels.cc import build_key
 from opkit.kernels.cc import isa as isas
 from opkit.kernels.cc.native import NativeKernel
 from opkit.kernels.triton.shipping import FOLDER as BINARIES
@@ -185,10 +185,10 @@ def _usable() -> tuple[str, ...]:
 def _check_origin(manifest: Manifest, library: Library, native: NativeKernel, bound: Bound, package: Path) -> None:
     if manifest.machine != isas.machine():
         raise PackageError(f"{manifest.folder} was built for {manifest.machine}, and this is {isas.machine()}")
-    if manifest.abi != inputs.abi_version():
+    if manifest.abi != build_key.abi_version():
         raise PackageError(
             f"{manifest.folder} was built for version {manifest.abi} of opkit's kernel interface, and this opkit has "
-            f"version {inputs.abi_version()}"
+            f"version {build_key.abi_version()}"
         )
     edited = [path for path, content in library.files.items() if _differs(package / path, content)]
     if library.source != portable.identity(native, bound, package) or edited:
@@ -268,7 +268,7 @@ def write(
             libraries.append(_put(folder, library, path))
         for binary, image in compiled:
             binaries.append(_put_binary(folder, binary, image))
-        manifest = Manifest(folder, inputs.abi_version(), isas.machine(), tuple(libraries), tuple(binaries))
+        manifest = Manifest(folder, build_key.abi_version(), isas.machine(), tuple(libraries), tuple(binaries))
         _replace(folder / MANIFEST, _text(manifest).encode("ascii"))
     except OSError as error:
         _remove(folder, {each.file for each in (*libraries, *binaries)} - before)

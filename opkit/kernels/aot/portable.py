@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from opkit.kernels.binding.binding import Bound
-from opkit.kernels.cc import inputs
+from opkit.kernels.cc import build_key
 from opkit.kernels.cc.commands import Request
 from opkit.kernels.cc.native import NativeKernel
 
@@ -86,7 +86,7 @@ def identity(native: NativeKernel, bound: Bound, folder: Path) -> str:
 def files(native: NativeKernel, request: Request, folder: Path) -> dict[str, str]:
     """The sha256 of the package's own headers and further sources that go into a kernel, by their path in ``folder``."""
     sources = ((str(path), sha256_of(path)) for path in native.sources)
-    found = {_within(path, folder): content for path, content in (*sources, *inputs.headers(request))}
+    found = {_within(path, folder): content for path, content in (*sources, *build_key.headers(request))}
     return {path: content for path, content in sorted(found.items()) if path}
 
 

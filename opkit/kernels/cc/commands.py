@@ -1,4 +1,4 @@
-"""The command lines that make a request's file: one for a single unit, else one for each unit and one to link."""
+"""Choose the compilers of a build request and write their command lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from opkit.kernels.cc.toolchain import Compiler
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """One translation unit. ``language`` is "c", "c++" or "cuda"; messages call its lines by ``name``."""
+    """One translation unit. ``language`` is "c", "c++" or "cuda"; ``name`` is its file name in compiler messages."""
 
     name: str
     text: str
@@ -27,18 +27,18 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be built.
+    """A library or program to build.
 
     Attributes:
-        label: what people know it by: "demo::rms_norm". It decides nothing.
+        label: its name in messages: "demo::rms_norm". It does not change the result.
         units: the translation units.
-        flags: for the compiler, each one argument. Paths in them must be absolute.
-        include_dirs: where ``#include`` looks; a change of a header there that is included is noticed.
-        library_dirs: where libraries are looked for, now and when the result is loaded.
+        flags: arguments of the compiler. Paths in them must be absolute.
+        include_dirs: folders to search for headers; a changed header that is included causes a rebuild.
+        library_dirs: folders to search for libraries, now and when the result is loaded.
         libraries: names ("openblas"), file names ("libopenblas.so.0") or paths.
         isa: "native", or a named instruction set.
         kind: "shared" (a library) or "executable".
-        debug: with debugging information, and with the address and undefined-behaviour sanitizers.
+        debug: add debugging information, and the address and undefined-behaviour sanitizers.
     """
 
     label: str
@@ -53,8 +53,11 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The commands, which run in the folder that holds the units' files: ``units`` side by side, then ``link``."""
+class BuildPlan:
+    """The commands of a build, which run in the folder of the units' files: ``units`` in parallel, then ``link``.
+
+    A single unit is compiled and linked by one command.
+    """
 
     compilers: tuple[Compiler, ...]
     units: tuple[tuple[str, ...], ...]
@@ -63,7 +66,7 @@ class Plan:
 
     @property
     def compiler(self) -> Compiler:
-        """The one that links."""
+        """The compiler that links."""
         return self.compilers[0]
 
 
@@ -75,7 +78,7 @@ _RANK = ("c", "c++", "cuda")
 _DIALECTS = {"c": "-std=gnu11", "c++": "-std=gnu++17"}
 _C_MISTAKES = (
     "-Werror=implicit-function-declaration",  # these are errors by default from gcc 14 and clang 16 on;
-    "-Werror=incompatible-pointer-types",  # before, a misspelt function would be found out by the loader
+    "-Werror=incompatible-pointer-types",  # before that, only the loader finds a misspelt function
     "-Werror=int-conversion",
 )
 _FAST = ("-O3", "-fno-math-errno")
@@ -87,7 +90,7 @@ _DEBUG = (
     "-fno-sanitize-recover=undefined",
 )
 _SHARED = ("-fPIC", "-fvisibility=hidden")
-_LOOSE = ("-ffast-math", "-Ofast", "-funsafe-math-optimizations")
+_FAST_MATH = ("-ffast-math", "-Ofast", "-funsafe-math-optimizations")
 _QUIET = {"gcc": ("-fno-diagnostics-show-caret", "-ftabstop=1"), "clang": ("-fno-caret-diagnostics",)}
 _NVCC = ("-O3", "-std=c++17")
 _NVCC_SHARED = ("-Xcompiler", "-fPIC,-fexceptions,-fvisibility=hidden")
@@ -96,16 +99,16 @@ _OPENMP = re.compile(r'^[ \t]*#[ \t]*pragma[ \t]+omp\b|_Pragma\s*\(\s*"\s*omp\b'
 
 
 def source_name(number: int, unit: Unit) -> str:
-    """The name of a unit's file: nothing of its own name, which can hold anything."""
+    """Return the name of a unit's file; the unit's own name may hold any characters, so it is not part of it."""
     return f"unit{number}{_SUFFIXES[unit.language]}"
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> BuildPlan:
     """Choose the compilers and write the commands.
 
     Raises:
         ToolchainError: a compiler that is needed was not found.
-        ArgumentError: the request cannot be built as it stands.
+        ArgumentError: the request cannot be built.
     """
     _check(request)
     languages = [unit.language for unit in request.units]
@@ -114,10 +117,10 @@ def plan(request: Request) -> Plan:
         languages = ["cuda"] * len(languages)
         _check_nvcc(request)
     compilers = {language: toolchain.find(language) for language in dict.fromkeys([main, *languages])}
-    if len(request.units) == 1 and not _links_apart(request, compilers[main]):
-        return Plan((compilers[main],), (_together(request, compilers[main]),), None, FILES[request.kind])
+    if len(request.units) == 1 and not _links_separately(request, compilers[main]):
+        return BuildPlan((compilers[main],), (_compile_and_link(request, compilers[main]),), None, FILES[request.kind])
     units = [_compile(request, number, compilers[language]) for number, language in enumerate(languages)]
-    return Plan(tuple(compilers.values()), tuple(units), _link(request, compilers[main]), FILES[request.kind])
+    return BuildPlan(tuple(compilers.values()), tuple(units), _link(request, compilers[main]), FILES[request.kind])
 
 
 def _check(request: Request) -> None:
@@ -131,11 +134,13 @@ def _check(request: Request) -> None:
     texts = (*_arguments(request), *(unit.name + unit.text for unit in request.units))
     wrong = next((text for text in texts if "\0" in text), None)
     if wrong is not None:
-        raise ArgumentError(f"{request.label}: {wrong[:80]!r} holds a NUL character, which a compiler cannot be given.")
+        raise ArgumentError(
+            f"{request.label}: {wrong[:80]!r} holds a NUL character, which cannot be passed to a compiler."
+        )
 
 
 def _arguments(request: Request) -> list[str]:
-    """All that a request adds to command lines."""
+    """Return every text that a request adds to command lines."""
     return [*request.flags, *request.libraries, *_folders(request)]
 
 
@@ -144,7 +149,7 @@ def _folders(request: Request) -> list[str]:
 
 
 def _check_nvcc(request: Request) -> None:
-    """nvcc starts the compilers that it drives through a shell, badly quoted: "$(...)" in an argument would be run."""
+    """Refuse characters that a shell expands: nvcc starts other compilers through one, and would run "$(...)"."""
     for text in (*_arguments(request), config.get().cxx or ""):
         if _SHELL.search(text):
             raise ArgumentError(
@@ -158,13 +163,13 @@ def _check_nvcc(request: Request) -> None:
             )
 
 
-def _links_apart(request: Request, compiler: Compiler) -> bool:
+def _links_separately(request: Request, compiler: Compiler) -> bool:
     """Whether a flag must not reach the linker.
 
-    OpenMP's would load a second OpenMP into torch; those of loose arithmetic make gcc before 13 link what turns subnormal
-    numbers off in the whole process.
+    OpenMP's would load a second OpenMP into torch; flags of fast arithmetic make gcc before 13 link code that turns
+    subnormal numbers off in the whole process.
     """
-    loose = any(flag in _LOOSE for flag in request.flags)
+    loose = any(flag in _FAST_MATH for flag in request.flags)
     return request.kind == "shared" and (loose or bool(_openmp(request, request.units[0], compiler)))
 
 
@@ -175,11 +180,11 @@ def _openmp(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]
         return ("-Xcompiler", "-fopenmp")
     if compiler.family == "gcc":
         return ("-fopenmp",)
-    # clang calls LLVM's OpenMP, and torch for Linux comes with GNU's: "omp simd" is heeded there and the rest is not.
+    # clang calls LLVM's OpenMP, and torch for Linux ships GNU's: only "omp simd" has an effect there.
     return ("-Xclang", "-fopenmp") if sys.platform == "darwin" else ("-fopenmp-simd",)
 
 
-def _together(request: Request, compiler: Compiler) -> tuple[str, ...]:
+def _compile_and_link(request: Request, compiler: Compiler) -> tuple[str, ...]:
     flags = (*_flags(request, request.units[0], compiler), *_openmp(request, request.units[0], compiler))
     source = source_name(0, request.units[0])
     return (
@@ -215,7 +220,7 @@ def _shared(request: Request) -> tuple[str, ...]:
 
 
 def _flags(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]:
-    """What a unit is compiled with: opkit's flags, then the request's, which may say otherwise."""
+    """Return the flags of a unit: opkit's, then the request's, which override them."""
     includes = tuple(f"-I{os.path.abspath(folder)}" for folder in request.include_dirs)
     return (*(_nvcc if compiler.family == "nvcc" else _host)(request, unit, compiler), *includes, *request.flags)
 
@@ -243,14 +248,14 @@ def _libraries(request: Request, compiler: Compiler) -> tuple[str, ...]:
 
 
 def _rpath(folder: str, compiler: Compiler) -> tuple[str, ...]:
-    """Where the loader looks for libraries; in one argument for nvcc, which wants quotes for blanks in it."""
+    """Return the flags that add a folder to the loader's search; nvcc needs one argument, quoted because of blanks."""
     return (
         ("-Xlinker", f'"-rpath={folder}"') if compiler.family == "nvcc" else ("-Xlinker", "-rpath", "-Xlinker", folder)
     )
 
 
 def _library(name: str) -> str:
-    """How the linker is told of a library: a path as it is, a file name after "-l:", else a name after "-l".
+    """Return the linker's argument for a library: a path as it is, a file name after "-l:", else a name after "-l".
 
     >>> _library("openblas"), _library("libopenblas.so.0"), _library("/usr/lib/libz.so.1")
     ('-lopenblas', '-l:libopenblas.so.0', '/usr/lib/libz.so.1')
@@ -260,11 +265,11 @@ def _library(name: str) -> str:
     return f"-l:{name}" if re.search(r"\.(so|a|dylib)(\.[\d.]+)?$", name) else f"-l{name}"
 
 
-def native(plan: Plan, request: Request) -> bool:
-    """Whether what is made depends on this very processor's features."""
+def is_native(plan: BuildPlan, request: Request) -> bool:
+    """Whether the result depends on the features of this processor."""
     return effective(request.isa) == "native" and any(compiler.family != "nvcc" for compiler in plan.compilers)
 
 
 def families(compilers: Sequence[Compiler]) -> str:
-    """For people: "gcc", or "gcc and nvcc"."""
+    """Return the families of compilers for messages: "gcc", or "gcc and nvcc"."""
     return " and ".join(dict.fromkeys(compiler.family for compiler in compilers))

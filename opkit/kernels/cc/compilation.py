@@ -1,4 +1,4 @@
-"""From C, C++ and CUDA to a file that can be loaded: found in the build cache, or compiled into it.
+"""Compile C, C++ and CUDA to a shared library or a program, through the build cache.
 
 path = build(Request("demo::double", (Unit("double.c", text, "c"),)))
 """
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from opkit import config
 from opkit.errors import CacheError, CompileError, OpkitError
-from opkit.kernels.cc import diagnostics, inputs, processes, toolchain
-from opkit.kernels.cc.commands import Plan, families, plan, source_name
+from opkit.kernels.cc import build_key, diagnostics, processes, toolchain
+from opkit.kernels.cc.commands import BuildPlan, families, plan, source_name
 from opkit.kernels.cc.commands import Request as Request
 from opkit.kernels.cc.commands import Unit as Unit
 from opkit.kernels.cc.processes import Outcome
@@ -31,24 +31,26 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|Read-only file system")
-_LITTLE = 1 << 20  # bytes; a compiler that fails with less than this left on the disk failed for that reason
+_DISK_FULL = 1 << 20  # bytes; a compiler that fails with less than this free failed because the disk is full
 _TRIES = 3
 _REFRESH = 0.1
 
-_verified: dict[str, tuple[Path, tuple[int, ...]]] = {}  # what this process has checked, by key, with its stamp
+_verified: dict[
+    str, tuple[Path, tuple[int, ...]]
+] = {}  # files that this process has checked, by key, with their stamps
 
 
 def key(request: Request) -> str:
-    """sha256 over everything that decides the result: texts, flags, compilers, headers, the processor where it counts.
+    """Return the sha256 of everything that decides the result: texts, flags, compilers, headers, and the processor if native.
 
     Raises:
         ToolchainError: a compiler that is needed was not found.
     """
-    return inputs.key(request, plan(request))
+    return build_key.key(request, plan(request))
 
 
 def build(request: Request) -> Path:
-    """The built file: a checked one from the cache, or, where that has none, a new one.
+    """Return the built file: a checked one from the cache, or, if it has none, a new one.
 
     Raises:
         ToolchainError: a compiler that is needed was not found.
@@ -68,14 +70,14 @@ def build(request: Request) -> Path:
 
 
 def build_all(requests: Sequence[Request], jobs: int | None = None) -> list[Path | OpkitError]:
-    """Build many, ``jobs`` at a time (by default one for each core); each result, or what went wrong, in order."""
+    """Build many, ``jobs`` at a time (by default one for each core); return each file, or its error, in order."""
     from concurrent.futures import ThreadPoolExecutor  # imported here: it is not needed to load what is built
 
     jobs = max(1, jobs or _cores())
     stop = threading.Event()
     wanted = [_attempt(lambda request=request: _job(request, 1, _stopper(stop))) for request in requests]
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="opkit-build")
-    futures = {job.key: pool.submit(_attempt, lambda job=job: _ready(job)) for job in _spread(wanted, jobs)}
+    futures = {job.key: pool.submit(_attempt, lambda job=job: _cached_or_built(job)) for job in _spread(wanted, jobs)}
     try:
         _await(list(futures.values()))
         return [futures[job.key].result() if isinstance(job, _Job) else job for job in wanted]
@@ -84,31 +86,31 @@ def build_all(requests: Sequence[Request], jobs: int | None = None) -> list[Path
         pool.shutdown(cancel_futures=True)
 
 
-# ---- what is to be done ----------------------------------------------------------------------------------------------
+# ---- jobs -------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A request with how it is built: ``jobs`` compilers at once; ``tick`` is called while they run."""
+    """A request and the way to build it: ``jobs`` compilers at once; ``tick`` is called while they run."""
 
     request: Request
-    plan: Plan
+    plan: BuildPlan
     key: str
     jobs: int
     tick: Callable[[], None]
 
 
 def _nothing() -> None:
-    """The tick of a build that nobody watches."""
+    """The tick of a build without progress."""
 
 
 def _job(request: Request, jobs: int, tick: Callable[[], None] = _nothing) -> _Job:
     steps = plan(request)
-    return _Job(request, steps, inputs.key(request, steps), jobs, tick)
+    return _Job(request, steps, build_key.key(request, steps), jobs, tick)
 
 
 def _spread(wanted: Sequence[_Job | OpkitError], jobs: int) -> list[_Job]:
-    """The jobs, those that make the same once; the cores left over by few of them go to their units."""
+    """Return the distinct jobs; if there are fewer than cores, each compiles several units at once."""
     unique = {job.key: job for job in wanted if isinstance(job, _Job)}
     each = max(1, jobs // max(1, len(unique)))
     return [dataclasses.replace(job, jobs=each) for job in unique.values()]
@@ -130,7 +132,7 @@ def _stopper(stop: threading.Event) -> Callable[[], None]:
 
 
 def _await(futures: list[Future[Path | OpkitError]]) -> None:
-    """Wait for all, telling how many are ready."""
+    """Wait for all, and show how many are ready."""
     from concurrent.futures import wait
 
     left = set(futures)
@@ -145,15 +147,15 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# ---- found -----------------------------------------------------------------------------------------------------------
+# ---- cache -----------------------------------------------------------------------------------------------------------
 
 
-def _ready(job: _Job) -> Path:
+def _cached_or_built(job: _Job) -> Path:
     return _look_up(job.key) or _make(job)
 
 
 def _look_up(identity: str) -> Path | None:
-    """What is built already: remembered and unchanged since it was checked, or found in the cache and checked now."""
+    """Return the file if this process has checked it and it is unchanged, or if the cache has it; check it then."""
     known = _verified.get(identity)
     if known is not None and _stamp(known[0]) == known[1]:
         return known[0]
@@ -179,11 +181,11 @@ def _remember(identity: str, path: Path) -> Path:
     return path
 
 
-# ---- made ------------------------------------------------------------------------------------------------------------
+# ---- build -----------------------------------------------------------------------------------------------------------
 
 
 def _make(job: _Job) -> Path:
-    """Build in the cache, or in what stands in for it; again if someone cleared it under our hands."""
+    """Build in the cache, or in its fallback; retry if someone clears it meanwhile."""
     for attempt in range(2 * _TRIES):
         place = storing.place()
         try:
@@ -193,7 +195,7 @@ def _make(job: _Job) -> Path:
         except OSError as error:
             if not isinstance(error, FileNotFoundError) or attempt >= _TRIES:
                 storing.give_up(place, error)
-    raise CacheError(f"{printable(job.request.label)}: what is built vanishes from {storing.place()} again and again.")
+    raise CacheError(f"{printable(job.request.label)}: built files vanish from {storing.place()} again and again.")
 
 
 def _make_in(place: Path, job: _Job) -> Path:
@@ -203,12 +205,12 @@ def _make_in(place: Path, job: _Job) -> Path:
             return found
         with storing.workspace(place, job.key) as folder:
             _compile(place, folder, job)
-            made = folder / job.plan.file
-            return storing.store(place, job.key, made, _noted(job, made))
+            file = folder / job.plan.file
+            return storing.store(place, job.key, file, _metadata(job, file))
 
 
-def _noted(job: _Job, made: Path) -> dict[str, object]:
-    content = made.read_bytes()
+def _metadata(job: _Job, file: Path) -> dict[str, object]:
+    content = file.read_bytes()
     compiler = job.plan.compiler
     return {
         "label": job.request.label,
@@ -216,7 +218,7 @@ def _noted(job: _Job, made: Path) -> dict[str, object]:
         "size": len(content),
         "compiler": {"path": compiler.path, "version": toolchain.version(compiler)},
         "flags": job.plan.link or job.plan.units[0],
-        "abi": inputs.abi_version(),
+        "abi": build_key.abi_version(),
     }
 
 
@@ -225,7 +227,7 @@ def _compile(place: Path, folder: Path, job: _Job) -> None:
 
     Raises:
         CompileError: one failed.
-        OSError: the disk is full, or the folder has gone.
+        OSError: the disk is full, or the folder was removed.
     """
     for number, unit in enumerate(job.request.units):
         text = f"#line 1 {diagnostics.quoted(unit.name)}\n{unit.text}\n"
@@ -240,27 +242,27 @@ def _compile(place: Path, folder: Path, job: _Job) -> None:
 
 
 def _failure(place: Path, folder: Path, job: _Job, wrong: Outcome) -> CompileError:
-    """The exception for a command that failed.
+    """Return the exception for a command that failed.
 
     Raises:
         OSError: it failed because the folder cannot be written to.
     """
     _check_disk(folder, wrong)
-    kept = storing.failed_folder(place, job.key)
-    again = tuple(_kept(argument, kept) for argument in wrong.command)
+    failed = storing.failed_folder(place, job.key)
+    again = tuple(_outside(argument, failed) for argument in wrong.command)
     texts = [(unit.name, unit.text) for unit in job.request.units]
     message = diagnostics.failure(job.request.label, wrong, again, folder, texts)
     storing.keep_failed(place, job.key, folder)
     return diagnostics.error(message, wrong.log, again)
 
 
-def _kept(argument: str, kept: Path) -> str:
-    """An argument as it must read outside the folder: the names of files in it with the whole path."""
-    return str(kept / argument) if re.fullmatch(r"unit\d+\.\w+|kernel(\.so)?", argument) else argument
+def _outside(argument: str, folder: Path) -> str:
+    """Return an argument for a command that runs outside ``folder``: the names of files in it become whole paths."""
+    return str(folder / argument) if re.fullmatch(r"unit\d+\.\w+|kernel(\.so)?", argument) else argument
 
 
 def _check_disk(folder: Path, wrong: Outcome) -> None:
     space = os.statvfs(folder)  # FileNotFoundError where someone cleared the cache
-    full = space.f_blocks > 0 and space.f_bavail * space.f_frsize < _LITTLE
+    full = space.f_blocks > 0 and space.f_bavail * space.f_frsize < _DISK_FULL
     if full or _FULL.search(wrong.log):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))

@@ -1,4 +1,4 @@
-"""What a compiler said, as the author of a kernel wants to read it: their own lines, and how to see it again."""
+"""Turn a compiler's output into an error message: the author's own lines, and the command that repeats it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from opkit.kernels.cc.processes import Outcome
 from opkit.kernels.cc.progress import printable
 
 GENERATED = "<opkit>"
-"""The file name that generated lines go by."""
+"""The file name of generated lines."""
 
-_MOST_LINES = 40
-_MOST_COLUMNS = 200
+_MAX_LINES = 40
+_MAX_COLUMNS = 200
 
 _DIRECTIVE = re.compile(r'^[ \t]*#[ \t]*(?:line[ \t]+)?(\d+)(?:[ \t]+"((?:[^"\\]|\\.)*)")?')
 _HEAD = re.compile(
@@ -27,7 +27,7 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\012", "\r": "\\015"}
 
 
 def quoted(name: str) -> str:
-    r"""A file name as a ``#line`` directive takes it.
+    r"""Return a file name as a ``#line`` directive takes it.
 
     >>> print(quoted('a "b"\n'))
     "a \"b\"\012"
@@ -41,7 +41,7 @@ def _unquoted(text: str) -> str:
 
 
 def source_lines(texts: Iterable[tuple[str, str]]) -> dict[tuple[str, int], str]:
-    """Each line of named texts by the file and number that its ``#line`` directives give it."""
+    """Return each line of named texts by the file and number that its ``#line`` directives set."""
     lines: dict[tuple[str, int], str] = {}
     for name, text in texts:
         file, number = name, 1
@@ -59,17 +59,17 @@ def source_lines(texts: Iterable[tuple[str, str]]) -> dict[tuple[str, int], str]
 def failure(
     label: str, outcome: Outcome, again: tuple[str, ...], folder: Path, texts: Sequence[tuple[str, str]]
 ) -> str:
-    """The message of a :class:`~opkit.errors.CompileError`: how it ended, the author's lines, the command."""
+    """Return the message of a :class:`~opkit.errors.CompileError`: the cause, the author's lines, the command."""
     lines = excerpt(outcome.log.replace(f"{folder}/", ""), source_lines(texts))
     lines = [f"{label}: {_ending(outcome)}", *lines, "To see it again:", f"  {shlex.join(again)}"]
     return "\n".join(printable(line.expandtabs(8)) for line in lines)
 
 
 def error(message: str, log: str, command: tuple[str, ...]) -> CompileError:
-    """The exception, with all that the compiler printed in ``log`` and the command that prints it again in ``command``."""
-    made = CompileError(message)
-    vars(made).update(log=log, command=command)
-    return made
+    """Return the exception, with the compiler's whole output as ``log``, and as ``command`` the command that repeats it."""
+    exception = CompileError(message)
+    vars(exception).update(log=log, command=command)
+    return exception
 
 
 def _ending(outcome: Outcome) -> str:
@@ -84,7 +84,7 @@ def _ending(outcome: Outcome) -> str:
 
 
 def excerpt(log: str, lines: dict[tuple[str, int], str]) -> list[str]:
-    """The errors in the author's own files with the lines they are about; without any, all errors; else all of it."""
+    """Return the errors in the author's own files with their source lines; if there are none, all errors; else the log."""
     own = {file for file, _ in lines} - {GENERATED}
     for file in own:
         log = log.replace(file, printable(file))
@@ -97,7 +97,7 @@ def excerpt(log: str, lines: dict[tuple[str, int], str]) -> list[str]:
 
 
 def _blocks(log: str) -> list[list[str]]:
-    """The log cut before each error or warning, with the lines that lead up to it ("In function ...")."""
+    """Split the log before each error or warning and the lines that introduce it ("In function ...")."""
     blocks: list[list[str]] = [[]]
     for line in log.splitlines():
         starts = _CONTEXT.match(line) or _TOOL.match(line) or _kind(line) not in ("", "note")
@@ -113,20 +113,16 @@ def _kind(line: str) -> str:
 
 
 def _distinct(blocks: list[list[str]]) -> Iterable[list[str]]:
-    """Each block once: a kernel is compiled for several dtypes, and says the same of each."""
+    """Return each block once: a kernel that is compiled for several dtypes has the same errors for each."""
     first: dict[str, list[str]] = {}
     for block in blocks:
-        first.setdefault(_sentence(block), block)
+        error_line = next((line for line in block if "error" in _kind(line)), "\n".join(block))
+        first.setdefault(error_line, block)
     return first.values()
 
 
-def _sentence(block: list[str]) -> str:
-    """What a block is about: the line with the error, without what leads up to it and follows from it."""
-    return next((line for line in block if "error" in _kind(line)), "\n".join(block))
-
-
 def _with_source(block: list[str], lines: dict[tuple[str, int], str]) -> Iterable[str]:
-    """A block with the source line, and a mark under its column, below each line that names one."""
+    """Yield a block with the source line, and a mark under its column, below each line that names one."""
     for line in block:
         yield line
         head = _HEAD.match(line)
@@ -138,12 +134,12 @@ def _with_source(block: list[str], lines: dict[tuple[str, int], str]) -> Iterabl
 
 
 def _indent(text: str, column: int) -> str:
-    """Blanks as wide as what stands before a column, which compilers count in bytes."""
+    """Return blanks as wide as the text before a column, which compilers count in bytes."""
     before = text.encode("utf-8", "replace")[: column - 1].decode("utf-8", "ignore")
     return " " * len(before.expandtabs(8))
 
 
 def _shortened(lines: list[str]) -> list[str]:
-    cut = [line if len(line) <= _MOST_COLUMNS else line[:_MOST_COLUMNS] + " ..." for line in lines[:_MOST_LINES]]
+    cut = [line if len(line) <= _MAX_COLUMNS else line[:_MAX_COLUMNS] + " ..." for line in lines[:_MAX_LINES]]
     rest = len(lines) - len(cut)
     return [*cut, f"... and {rest} more lines; the exception's .log has them all"] if rest else cut

@@ -1,4 +1,4 @@
-"""Which instruction set a kernel is compiled for, and what this processor has."""
+"""Detect the instruction sets of this processor, and choose the one that a kernel is compiled for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 WIDENING = {"x86_64": ("baseline", "avx2", "avx512"), "aarch64": ("baseline", "neon")}
 """The named instruction sets of each machine, narrowest first."""
 
-_COMPILED_AS = {"avx512_bf16": "avx512", "amx": "avx512"}  # as ``OPKIT_ISA``: only opkit's own kernels have these
+_COMPILED_AS = {
+    "avx512_bf16": "avx512",
+    "amx": "avx512",
+}  # values of ``OPKIT_ISA`` that only opkit's own kernels distinguish
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
 _NEEDS: dict[str, frozenset[str]] = {
@@ -37,13 +40,13 @@ _UNITS = {"K": 10, "M": 20, "G": 30}
 
 
 def machine() -> str:
-    """The processor's family: "x86_64", "aarch64", or what the system calls another one."""
+    """Return the processor's family: "x86_64", "aarch64", or the system's name of another one."""
     name = platform.machine().lower()
     return _MACHINES.get(name, name)
 
 
 def _from_linux(path: str = "/proc/cpuinfo") -> frozenset[str]:
-    """The flags of the first processor that Linux lists; nothing on another system."""
+    """Return the flags of the first processor that Linux lists; nothing on another system."""
     try:
         with open(path, encoding="utf-8", errors="replace") as lines:
             return next((_flags(line) for line in lines if line.startswith(("flags", "Features"))), frozenset())
@@ -65,9 +68,9 @@ def _from_core() -> dict[str, bool]:
 
 @functools.cache
 def cpu_features() -> tuple[str, ...]:
-    """What this processor has that code made for "native" may use: two processors with the same can share it.
+    """Return the features that code compiled for "native" may use: processors with the same features can share it.
 
-    Linux's list is longer than that of ``opkit._core``, and a compiler uses some of what only the former names.
+    Linux's list is longer than that of ``opkit._core``, and a compiler uses some features that only Linux names.
     """
     core = {name for name, usable in _from_core().items() if usable}
     return tuple(sorted(core | _from_linux()))
@@ -75,7 +78,7 @@ def cpu_features() -> tuple[str, ...]:
 
 @functools.cache
 def last_cache(folder: str = "/sys/devices/system/cpu/cpu0/cache") -> int | None:
-    """The bytes of the largest cache of the first processor that Linux lists; None on another system."""
+    """Return the bytes of the largest cache of the first processor that Linux lists; None on another system."""
     texts = [path.read_text(encoding="utf-8").strip() for path in Path(folder).glob("index*/size")]
     return max((int(text[:-1]) << _UNITS[text[-1]] for text in texts if text[-1:] in _UNITS), default=None)
 
@@ -85,13 +88,15 @@ def _usable(isa: str) -> bool:
     listed = _from_linux()
     if listed:
         return _NEEDS.get(isa, frozenset()) <= listed
-    core = _from_core()  # it does not name all of what is needed; the rest has come with these on every processor
+    core = (
+        _from_core()
+    )  # it does not name every feature that is needed; every processor with the named ones has the rest
     named = _NEEDS.get(isa, frozenset()) & core.keys()
     return isa not in _NEEDS or (bool(named) and all(core[name] for name in named))
 
 
 def host_isa() -> str:
-    """The widest of the named instruction sets that this processor has, no wider than ``OPKIT_ISA``.
+    """Return the widest of the named instruction sets that this processor has, no wider than ``OPKIT_ISA``.
 
     Raises:
         ConfigError: ``OPKIT_ISA`` names an instruction set of another kind of processor.
@@ -105,12 +110,12 @@ def host_isa() -> str:
 
 
 def effective(isa: str) -> str:
-    """The instruction set that ``isa`` stands for: "native" is the host's, named where ``OPKIT_ISA`` caps it."""
+    """Resolve "native" to the name of the host's instruction set where ``OPKIT_ISA`` caps it; return others unchanged."""
     return host_isa() if isa == "native" and config.get().isa is not None else isa
 
 
 def isa_flags(isa: str, family: str) -> tuple[str, ...]:
-    """The compiler's flags for an instruction set; none for nvcc, whose kernels run on the GPU.
+    """Return the compiler's flags for an instruction set; none for nvcc, whose kernels run on the GPU.
 
     Raises:
         ArgumentError: this kind of processor has no such instruction set.

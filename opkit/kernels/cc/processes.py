@@ -1,4 +1,4 @@
-"""Compilers as processes: several at once, no shell, no input, one time limit each, and nothing left behind."""
+"""Run compilers as processes: several at once, without shell and input, each with a time limit and stopped at the end."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from opkit.errors import ToolchainError
 
-_GLANCE = 0.1  # seconds between looks at the clock while compilers run
-_BLINK = 0.002  # the same where the system does not tell when a process ends
+_POLL_SECONDS = 0.1  # seconds between looks at the clock while compilers run
+_FALLBACK_POLL_SECONDS = 0.002  # the same where the system does not report the end of a process
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How one command ended: its exit status (minus a signal's number), or None if it was stopped; what it printed."""
+    """The end of one command: its exit status (minus a signal's number), or None if it was stopped; and its output."""
 
     command: tuple[str, ...]
     status: int | None
@@ -28,7 +28,7 @@ class Outcome:
 
 
 class _Running:
-    """A command that has been started in its own process group."""
+    """A command that runs in its own process group."""
 
     def __init__(self, command: tuple[str, ...], directory: Path, log: Path, seconds: float) -> None:
         self.command, self.log, self.deadline = command, log, time.monotonic() + seconds
@@ -43,7 +43,7 @@ class _Running:
         return Outcome(self.command, status, self.log.read_bytes().decode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Stop the whole group if it has not ended, and let go of it."""
+        """Stop the whole group if it has not ended, and release its handle."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -54,7 +54,7 @@ class _Running:
 
 
 def _handle(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends, where the system has such a thing."""
+    """Return a descriptor that becomes readable when the process ends; None if the system has none."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -79,9 +79,9 @@ def _start(command: tuple[str, ...], directory: Path, output: int) -> subprocess
 
 
 def _environment() -> dict[str, str]:
-    """This process's, in the C locale, with the compiler's own temporary files next to its input.
+    """Return this process's environment, in the C locale, with the compiler's temporary files next to its input.
 
-    That place is given as ".": nvcc puts it into shell commands, where no name of a folder may come.
+    TMPDIR is ".": nvcc puts it into shell commands, which could misread the name of a folder.
     """
     return os.environ | {"LC_ALL": "C", "LANGUAGE": "C", "TMPDIR": ".", "GCC_COLORS": ""}
 
@@ -91,7 +91,7 @@ def run(
 ) -> list[Outcome]:
     """Run commands in ``directory``, at most ``jobs`` at a time, each for at most ``seconds``.
 
-    After the first that fails none is started, and those that run are stopped. ``tick`` is called now and then.
+    After the first failure none is started, and the running ones are stopped. ``tick`` is called several times a second.
 
     Raises:
         ToolchainError: a program cannot be started.
@@ -114,7 +114,7 @@ def run(
 
 
 def _collect(running: list[_Running]) -> list[Outcome]:
-    """Take out those that have ended, and those whose time is up."""
+    """Remove the commands that have ended or exceeded their time, and return their outcomes."""
     ended = []
     for each in list(running):
         status = each.status()
@@ -127,13 +127,13 @@ def _collect(running: list[_Running]) -> list[Outcome]:
 
 
 def _wait(running: list[_Running]) -> None:
-    """Until one of them ends, a deadline passes, or it is time to look at the clock."""
+    """Wait until one of them ends, a deadline passes, or ``_POLL_SECONDS`` are over."""
     soonest = min(each.deadline for each in running) - time.monotonic()
     handles = [each.handle for each in running if each.handle is not None]
     if len(handles) < len(running):
-        time.sleep(_BLINK)
+        time.sleep(_FALLBACK_POLL_SECONDS)
         return
     poll = select.poll()
     for handle in handles:
         poll.register(handle, select.POLLIN)
-    poll.poll(1000 * max(0.0, min(_GLANCE, soonest)))
+    poll.poll(1000 * max(0.0, min(_POLL_SECONDS, soonest)))

@@ -1,4 +1,4 @@
-"""What a person is told of a build that takes its time: one line on stderr, and none of a quick one."""
+"""Show the progress of a slow build in one line on stderr; a quick one shows nothing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 import time
 from collections.abc import Callable
 
-_PATIENCE = 1.0
-_EVERY = 0.2
+_DELAY = 1.0
+_INTERVAL = 0.2
 
 
 def printable(text: str) -> str:
-    r"""``text`` on one line and without control characters, as a terminal and a table need it.
+    r"""Return ``text`` on one line and without control characters, for a terminal or a table.
 
     >>> printable("demo::new\nline")
     'demo::new\\nline'
@@ -20,9 +20,9 @@ def printable(text: str) -> str:
 
 
 class Progress:
-    """A line that is shown once a build has taken a second.
+    """A line that appears once a build has taken a second.
 
-    On a terminal it is written again as time passes; elsewhere it is written once, at the end.
+    On a terminal it is updated as time passes; elsewhere it is written once, at the end.
     """
 
     def __init__(self, text: Callable[[], str]) -> None:
@@ -31,15 +31,15 @@ class Progress:
         self._shown = 0.0
 
     def tick(self) -> None:
-        """Called now and then while the build goes on."""
+        """Update the line; call it several times a second during the build."""
         now = time.monotonic()
-        if now - self._start > _PATIENCE and now - self._shown > _EVERY and _on_terminal():
+        if now - self._start > _DELAY and now - self._shown > _INTERVAL and _on_terminal():
             self._shown = now
             _write(f"\r{self._line()}")
 
     def finish(self) -> None:
-        """Called once, when the build has ended, well or not."""
-        if time.monotonic() - self._start > _PATIENCE:
+        """Write the final line; call it once, when the build has succeeded or failed."""
+        if time.monotonic() - self._start > _DELAY:
             _write(f"\r{self._line()}\n" if _on_terminal() else f"{self._line()}\n")
 
     def _line(self) -> str:
@@ -56,5 +56,5 @@ def _write(text: str) -> None:
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
-    except (OSError, ValueError):  # nobody listens any more, which is no reason for a build to fail
+    except (OSError, ValueError):  # stderr was closed, which is no reason for a build to fail
         pass

@@ -1,4 +1,4 @@
-"""The compilers: which one is used for a language, and what tells one from another without starting it."""
+"""Find the compiler of a language, and identify it without starting it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PROBE_SECONDS = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """A compiler that can be run.
+    """An executable compiler.
 
     Attributes:
         path: the program to start.
         family: "gcc", "clang" or "nvcc".
         language: "c", "c++" or "cuda".
-        identity: changes when the compiler does: real paths, sizes and times of change. No program is started for it.
-        arguments: what comes before all flags, as in ``CC="ccache gcc"``.
+        identity: real paths, sizes and times of change, which change with the compiler. Computed without starting it.
+        arguments: the arguments before all flags, as in ``CC="ccache gcc"``.
     """
 
     path: str
@@ -40,13 +40,13 @@ class Compiler:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """How a command line begins."""
+        """The beginning of a command line."""
         return (self.path, *self.arguments)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Language:
-    """How a language's compiler is looked for: opkit's setting, the usual variable, then names; and how it is got."""
+    """Where to find a language's compiler (opkit's setting, the usual variable, then names), and how to install one."""
 
     title: str
     setting: str
@@ -98,38 +98,38 @@ _CUDA_DEFAULT = "/usr/local/cuda"
 
 
 def install_command(language: str) -> str | None:
-    """The commands that install a compiler on this system, or None where it has none."""
+    """Return the commands that install a compiler on this system; None if no command is known."""
     wanted = {"Linux": ("Debian, Ubuntu", "Fedora", "conda"), "Darwin": ("macOS", "conda")}.get(platform.system(), ())
     commands = _LANGUAGES[language].install
     return "    or: ".join(commands[system] for system in wanted if system in commands) or None
 
 
 def find(language: str) -> Compiler:
-    """The compiler for ``language`` ("c", "c++" or "cuda"): opkit's setting, ``$CC`` and the like, then the usual names.
+    """Find the compiler for ``language`` ("c", "c++" or "cuda"): opkit's setting, ``$CC`` and the like, then the usual names.
 
     Raises:
-        ToolchainError: there is none, or the one that a setting of opkit names cannot be used.
+        ToolchainError: there is none, or a setting of opkit names one that cannot be used.
     """
     if language not in _LANGUAGES:
         raise ToolchainError(f"There is no compiler for the language {language!r}: opkit builds c, c++ and cuda.")
-    found = _search(language, _surroundings(language))
-    if not os.path.exists(found.path):  # it was removed since it was found
+    found = _search(language, _search_settings(language))
+    if not os.path.exists(found.path):  # it was removed after it was found
         _search.cache_clear()
-        found = _search(language, _surroundings(language))
+        found = _search(language, _search_settings(language))
     return dataclasses.replace(found, identity=_identity(found.command))
 
 
-def _surroundings(language: str) -> tuple[str | None, ...]:
-    """All that decides which compiler is found, but for the files on the disk."""
+def _search_settings(language: str) -> tuple[str | None, ...]:
+    """Return the settings and variables that decide which compiler is found."""
     about = _LANGUAGES[language]
     variables = ("PATH", about.variable, *(_CUDA_FOLDERS if language == "cuda" else ()))
     return getattr(config.get(), about.setting), *(os.environ.get(name) for name in variables)
 
 
 @functools.lru_cache(maxsize=64)
-def _search(language: str, surroundings: tuple[str | None, ...]) -> Compiler:
-    """Look through the candidates; an exception is not remembered, so a compiler installed meanwhile is found."""
-    about, chosen = _LANGUAGES[language], surroundings[0]
+def _search(language: str, settings: tuple[str | None, ...]) -> Compiler:
+    """Search the candidates; exceptions are not cached, so a compiler that is installed later is found."""
+    about, chosen = _LANGUAGES[language], settings[0]
     if chosen is not None:
         return _from_setting(chosen, language)
     candidates = (_compiler(command, language) for command in _candidates(language))
@@ -154,7 +154,7 @@ def _in_toolkit(folder: str) -> tuple[str, ...]:
 
 
 def _resolve(text: str) -> tuple[str, ...] | None:
-    """The program that a setting names, with its arguments if it has any ("ccache gcc"); None if it is not there."""
+    """Return the program that a setting names, with its arguments if it has any ("ccache gcc"); None if it is missing."""
     whole = shutil.which(text)
     if whole is not None:
         return (os.path.abspath(whole),)
@@ -167,7 +167,7 @@ def _resolve(text: str) -> tuple[str, ...] | None:
 
 
 def _compiler(command: tuple[str, ...], language: str) -> Compiler | None:
-    """The compiler that a command starts; None if it cannot be run or is of no family that opkit knows."""
+    """Return the compiler that a command starts; None if it cannot be run or its family is unknown."""
     if not os.access(command[0], os.X_OK):
         return None
     family = _family(command)
@@ -200,25 +200,25 @@ def _none_found(about: _Language) -> str:
     )
 
 
-# ---- what a compiler is ----------------------------------------------------------------------------------------------
+# ---- identification ---------------------------------------------------------------------------------------------------
 
 _NAMES = ((re.compile(r"nvcc"), "nvcc"), (re.compile(r"clang(\+\+)?"), "clang"), (re.compile(r"gcc|g\+\+"), "gcc"))
-_SAYS = (("Cuda compilation tools", "nvcc"), ("clang version", "clang"), ("Free Software Foundation", "gcc"))
+_VERSION_WORDS = (("Cuda compilation tools", "nvcc"), ("clang version", "clang"), ("Free Software Foundation", "gcc"))
 
 
 def _family(command: tuple[str, ...]) -> str | None:
-    """By the program's name, that of the file behind it, or by what it says of itself."""
+    """Return the family by the program's name, that of the file it links to, or the output of ``--version``."""
     names = [] if command[1:] else [command[0], os.path.realpath(command[0])]
     for name in names:
         family = _by_name(os.path.basename(name))
         if family is not None:
             return family
-    text = _says(command, _identity(command))
-    return next((family for words, family in _SAYS if words in text), None)
+    text = _version_output(command, _identity(command))
+    return next((family for words, family in _VERSION_WORDS if words in text), None)
 
 
 def _by_name(name: str) -> str | None:
-    """The family that a name tells: of "gcc-12" and "x86_64-linux-gnu-gcc", but not of "gcc" on macOS, a clang.
+    """Return the family that a name implies: "gcc-12" is gcc, "x86_64-linux-gnu-gcc" too, but "gcc" on macOS is a clang.
 
     >>> _by_name("x86_64-linux-gnu-g++-12"), _by_name("clang-19"), _by_name("cc")
     ('gcc', 'clang', None)
@@ -230,7 +230,7 @@ def _by_name(name: str) -> str | None:
 
 
 def _identity(command: tuple[str, ...]) -> str:
-    """Which files a command starts, and when they were last changed."""
+    """Return the files that a command starts, with their sizes and times of change."""
     programs = [command[0], *filter(None, map(shutil.which, command[1:]))]
     return " ".join(map(_stamp, programs))
 
@@ -244,8 +244,8 @@ def _stamp(path: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _says(command: tuple[str, ...], identity: str) -> str:
-    """What ``--version`` prints; nothing if that fails. ``identity`` makes a changed compiler be asked again."""
+def _version_output(command: tuple[str, ...], identity: str) -> str:
+    """Return the output of ``--version``; "" if it fails. A changed ``identity`` runs it again: it is part of the cache key."""
     try:
         run = subprocess.run(
             [*command, "--version"],
@@ -261,12 +261,12 @@ def _says(command: tuple[str, ...], identity: str) -> str:
 
 
 def version(compiler: Compiler) -> str:
-    """What the compiler says of its version; it is started for that, once.
+    """Return the compiler's version, from its own output; it is started once.
 
     >>> version(Compiler("/nonexistent/gcc", "gcc", "c", ""))
     'gcc of unknown version'
     """
-    lines = [line.strip() for line in _says(compiler.command, compiler.identity).splitlines() if line.strip()]
+    lines = [line.strip() for line in _version_output(compiler.command, compiler.identity).splitlines() if line.strip()]
     if compiler.family == "nvcc":
         lines = [line for line in lines if "release" in line]
     return lines[0] if lines else f"{compiler.family} of unknown version"

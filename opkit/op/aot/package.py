@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from opkit.errors import ArgumentError, OpkitError, PackageError, ToolchainError
 from opkit.kernels.aot import package, portable
 from opkit.kernels.aot.package import CUDA, Library
-from opkit.kernels.cc import compilation, units
+from opkit.kernels.cc import build_request, compilation
 from opkit.kernels.cc import isa as isas
 from opkit.kernels.cc.commands import Request
 from opkit.kernels.cc.progress import Progress
@@ -75,7 +75,9 @@ class _Item:
     def request(self, programs: Sequence[Words]) -> Request:
         isa = "baseline" if self.isa == CUDA else self.isa
         function = self.function
-        return units.request(function.native, function.bound, function.__name__, isa, self.flags, _extra(programs))
+        return build_request.request(
+            function.native, function.bound, function.__name__, isa, self.flags, _extra(programs)
+        )
 
 
 def _named(function: NativeFunction) -> tuple[str, str]:

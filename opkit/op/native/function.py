@@ -17,7 +17,7 @@ from opkit.kernels.aot import package
 from opkit.kernels.binding.binding import Bound, bind
 from opkit.kernels.binding.facts import Facts
 from opkit.kernels.binding.slots import ANY_DTYPE, Slot
-from opkit.kernels.cc import compilation, runs, units
+from opkit.kernels.cc import build_request, compilation, runs
 from opkit.kernels.cc.commands import Request
 from opkit.kernels.cc.dtypes import DTYPES
 from opkit.kernels.cc.native import NativeKernel
@@ -109,7 +109,7 @@ class NativeFunction(CompiledFunction):
 
     def request(self) -> Request:
         """What the compiler is asked for."""
-        return units.request(self.native, self.bound, self.__name__, flags=_cuda_flags(self.native))
+        return build_request.request(self.native, self.bound, self.__name__, flags=_cuda_flags(self.native))
 
     def ready(self) -> bool:
         """Build and load the kernel; False, with one warning, where this machine has no compiler for it."""

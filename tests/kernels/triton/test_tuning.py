@@ -300,7 +300,7 @@ def test_forced_choices_are_not_measured_in_a_capture():
 
 
 def test_a_long_measurement_is_shown(monkeypatch, capsys):
-    monkeypatch.setattr("opkit.kernels.cc.progress._PATIENCE", 0.0)
+    monkeypatch.setattr("opkit.kernels.cc.progress._DELAY", 0.0)
     decide(lambda each: time.sleep(0.01) or 1.0)
     assert "opkit: tuning demo::rms_norm (kernel _fwd) for bf16 | d=1024: configuration 3 of 3 ... " in (
         capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What decides a build's result: the key that a cache entry is kept under."""
+"""Compute the key of a build: a hash of everything that decides its result."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 
 from opkit.errors import ToolchainError
 from opkit.kernels.cc import toolchain
-from opkit.kernels.cc.commands import Plan, Request, native
+from opkit.kernels.cc.commands import BuildPlan, Request, is_native
 from opkit.kernels.cc.isa import cpu_features
 from opkit.kernels.cc.toolchain import Compiler
 
-_FORMAT = 1  # of this key: change it when what goes in changes its meaning
+_FORMAT = 1  # of this key: change it when the meaning of its parts changes
 _HEADER = Path(__file__).parents[1] / "include" / "opkit.h"
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include(?:_next)?[ \t]*(?:["<]([^">\n]+)[">]|([A-Za-z_]\w*))', re.MULTILINE)
 _HEADERS = (".h", ".hh", ".hpp", ".hxx", ".cuh", ".inc", ".inl", ".def", ".ipp", ".tpp", "")
 
-# What compilers take from their surroundings.
+# The environment variables that compilers read.
 _VARIABLES = (
     "CPATH",
     "C_INCLUDE_PATH",
@@ -40,14 +40,14 @@ _VARIABLES = (
 
 @functools.cache
 def abi_version() -> int:
-    """``OPK_ABI_VERSION`` of the header that comes with this opkit."""
+    """Return ``OPK_ABI_VERSION`` of this opkit's header."""
     found = re.search(r"^#define OPK_ABI_VERSION (\d+)$", _HEADER.read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None, f"{_HEADER} does not define OPK_ABI_VERSION"
     return int(found[1])
 
 
-def key(request: Request, plan: Plan) -> str:
-    """sha256, in hexadecimal, over everything that decides the result; the label is not part of it."""
+def key(request: Request, plan: BuildPlan) -> str:
+    """Return the sha256, in hexadecimal, of everything that decides the result; the label is not part of it."""
     parts = (
         _FORMAT,
         abi_version(),
@@ -55,7 +55,7 @@ def key(request: Request, plan: Plan) -> str:
         plan.units,
         plan.link,
         [(compiler.path, compiler.family, compiler.identity) for compiler in _compilers(plan)],
-        cpu_features() if native(plan, request) else (),
+        cpu_features() if is_native(plan, request) else (),
         list(headers(request)),
         list(_libraries(request)),
         [(name, os.environ[name]) for name in _VARIABLES if name in os.environ],
@@ -63,8 +63,8 @@ def key(request: Request, plan: Plan) -> str:
     return hashlib.sha256(json.dumps(parts).encode("ascii")).hexdigest()
 
 
-def _compilers(plan: Plan) -> Iterator[Compiler]:
-    """Those of the plan, and the one that nvcc calls."""
+def _compilers(plan: BuildPlan) -> Iterator[Compiler]:
+    """Yield the compilers of the plan, and the one that nvcc calls."""
     yield from plan.compilers
     if plan.compiler.family == "nvcc":
         with contextlib.suppress(ToolchainError):
@@ -75,10 +75,10 @@ def _compilers(plan: Plan) -> Iterator[Compiler]:
 
 
 def headers(request: Request) -> Iterator[tuple[str, str]]:
-    """Each header that the units include, directly or not, with a hash of what it holds.
+    """Yield each header that the units include, directly or not, with a hash of its content.
 
-    Only those in the request's folders: the system's go with the compiler. One that is included under a condition
-    counts, whatever the condition. Where a macro names the file, all headers of the folders count.
+    Only those in the request's folders: the compiler's identity stands for the system's. A header that is included under a
+    condition counts, whatever the condition. Where a macro names the file, all headers of the folders count.
     """
     folders = [os.path.abspath(folder) for folder in request.include_dirs]
     folders += [flag[2:] for flag in request.flags if flag.startswith("-I") and len(flag) > 2]
@@ -111,7 +111,7 @@ def _all_headers(folders: Iterable[str]) -> Iterator[str]:
 
 
 def _libraries(request: Request) -> Iterator[tuple[str, int, int]]:
-    """The files that are linked in, as far as the request says where they are, by size and time of change."""
+    """Yield the linked files whose location the request gives, with size and time of change."""
     paths = [text for text in (*request.libraries, *request.flags) if os.path.isabs(text)]
     for folder in [os.path.abspath(each) for each in request.library_dirs]:
         names = [form.format(name) for name in request.libraries for form in ("lib{}.so", "lib{}.a", "{}")]
