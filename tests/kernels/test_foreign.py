@@ -206,7 +206,7 @@ def test_folders_that_the_loader_does_not_know_are_named(library, tmp_path):
 def test_well_known_libraries_name_their_package(name, package, monkeypatch):
     monkeypatch.setattr(shared_library, "_folders", lambda: ["/nowhere"])
     monkeypatch.setattr(shared_library.ctypes.util, "find_library", lambda _: None)
-    with pytest.raises(KernelError, match=f"was looked for in /nowhere.*in the package {package}"):
+    with pytest.raises(KernelError, match=f"was searched for in /nowhere.*in the package {package}"):
         shared_library.find(name)
 
 

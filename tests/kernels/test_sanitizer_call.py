@@ -44,13 +44,13 @@ def test_memory_with_gaps_is_refused(tmp_path):
 
 def test_one_buffer_is_one_block():
     both = Buffer("x", bytearray(8), writable=True)
-    call = sanitizer_call.Call([("x", both), ("out", both), ("all", [both, None, both])])
+    call = sanitizer_call.DebugCall([("x", both), ("out", both), ("all", [both, None, both])])
     assert len(call) == 2  # and the list
 
 
 def test_a_result_that_was_cut_short_is_not_taken_for_one():
     words = b"OPKBASE1" + bytes(16)
-    assert sanitizer_call.Left(words[:-1], 2).addresses is None
-    assert sanitizer_call.Left(b"", 0).addresses is None
-    assert not sanitizer_call.Left(words, 2).done
-    assert sanitizer_call.Left(words + b"OPKDONE1", 2).done
+    assert sanitizer_call.CallResult(words[:-1], 2).addresses is None
+    assert sanitizer_call.CallResult(b"", 0).addresses is None
+    assert not sanitizer_call.CallResult(words, 2).done
+    assert sanitizer_call.CallResult(words + b"OPKDONE1", 2).done

@@ -1,10 +1,10 @@
 """What a sanitizer's report is taken to mean, where no compiler can be relied on to produce the very report."""
 
 from opkit.kernels.sanitize import report as sanitizer_report
-from opkit.kernels.sanitize.report import Block, Ended, explain
+from opkit.kernels.sanitize.report import ChildExit, MemoryBlock, explain
 
 PROGRAM = "/cache/a b/program"
-OUT, X = Block("'out'", 0x619000001800, 40), Block("'x'", 0x619000003000, 0)
+OUT, X = MemoryBlock("'out'", 0x619000001800, 40), MemoryBlock("'x'", 0x619000003000, 0)
 
 
 def frame(function, file="<null>", line=0, module=PROGRAM):
@@ -21,7 +21,7 @@ STACK = [
 
 
 def report(*lines, status=99, nulls=(), blocks=(OUT, X), late=None):
-    return explain(Ended(PROGRAM, status, late, "\n".join(lines)), blocks, nulls)
+    return explain(ChildExit(PROGRAM, status, late, "\n".join(lines)), blocks, nulls)
 
 
 def overflow(address, *lines, kind="heap-buffer-overflow"):

@@ -263,7 +263,7 @@ def test_what_is_not_an_instance_of_a_variable(tmp_path):
     (tmp_path / "fixed").mkdir()
     built(fixed, UNARY, tmp_path / "fixed", {"T": ("int8",)}).call(0, out, out)
     assert out[0] == 2
-    with pytest.raises(DeclarationError, match="T has several dtypes, but no tensor parameter tells which"):
+    with pytest.raises(DeclarationError, match="T has several dtypes, but no tensor parameter decides which"):
         units(fixed, UNARY, {"T": ("int8", "int16")})
     with pytest.raises(DeclarationError, match=r"T cannot be float99. Known dtypes: uint8"):
         units(SCALE, AXPY, {"T": ("float99",)})

@@ -187,7 +187,7 @@ def half(x: Tensor) -> Tensor:
 
 
 MISTAKES = [
-    ({"library": "nonesuch"}, KernelError, "libnonesuch.so.<version> was looked for in .*/usr/lib"),
+    ({"library": "nonesuch"}, KernelError, "libnonesuch.so.<version> was searched for in .*/usr/lib"),
     ({"library": "fftw3_missing/"}, KernelError, "there is no such file"),
     ({"library": __file__}, KernelError, "not a shared library for this machine"),
     ({"library": None}, KernelError, "give a name"),

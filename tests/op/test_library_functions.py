@@ -116,7 +116,7 @@ WRONG = [
     ({"bind": {"y": "out", "by": "2 * by"}}, "it is no integer"),
     ({"bind": {"y": "out + 1"}}, "it is a pointer"),
     ({"bind": {"y": "out", "z": 1}}, "no such parameter"),
-    ({"bind": {"y": "out", "n": [1]}}, "given a number, the name"),
+    ({"bind": {"y": "out", "n": [1]}}, "takes a number, a name"),
     ({"returns": "value"}, "returns='value'"),
     ({"declaration": "double total(const double* x, double by, int n, double* y)"}, "it returns double"),
     ({"declaration": "int* scale(const double* x, double by, int n, double* y)"}, "which is no error code"),

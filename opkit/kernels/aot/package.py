@@ -1,8 +1,8 @@
-"""Kernels built ahead of time: libraries and a manifest in the folder of the Python package whose operators they serve.
+"""Load and write kernels built ahead of time: libraries and a manifest in the folder of the operators' Python package.
 
-``opkit build`` writes ``<package>/_opkit/manifest.json`` and, beside it, one library for each kernel and instruction set,
-and the binaries of Triton kernels in ``triton/``. A kernel that is found there, unchanged and from the same source, is
-loaded without a compiler.
+``opkit build`` writes ``<package>/_opkit/manifest.json`` and, next to it, one library for each kernel and instruction set,
+and the binaries of Triton kernels in ``triton/``. A kernel that is there, unchanged and from the same source, is loaded
+without a compiler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FOLDER, MANIFEST = "_opkit", "manifest.json"
 CUDA = "cuda"
-"""What stands in the place of an instruction set for a kernel on the GPU."""
+"""The ``isa`` of a kernel on the GPU."""
 
 _FORMAT = 1
 _FILE = re.compile(r"[\w.-]+\.so")
@@ -51,8 +51,8 @@ class Library:
         file: its name in the folder of the manifest.
         sha256: of the file.
         size: of the file, in bytes.
-        source: the identity of what was compiled (:func:`opkit.kernels.aot.portable.identity`).
-        files: the sha256 of other files of the Python package that were compiled in, by their path in it.
+        source: the hash of the compiled source (:func:`opkit.kernels.aot.portable.identity`).
+        files: the sha256 of other compiled files of the Python package, by their path in it.
     """
 
     operator: str
@@ -67,7 +67,7 @@ class Library:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a folder holds; ``abi`` and ``machine`` say for which opkit and which processors its libraries were built."""
+    """The content of a folder; its libraries were built for the kernel interface ``abi`` and processors of ``machine``."""
 
     folder: Path
     abi: int
@@ -77,10 +77,10 @@ class Manifest:
 
 
 def runtime_library() -> Path:
-    """``libopkit.so``, which a program without Python loads to run the kernels of a package.
+    """Return ``libopkit.so``, which a program without Python loads to run the kernels of a package.
 
     Raises:
-        PackageError: this opkit was not installed whole.
+        PackageError: this opkit's installation is incomplete.
     """
     found = importlib.util.find_spec("opkit._core")
     folder = Path(found.origin).parent if found is not None and found.origin else Path(__file__).parents[2]
@@ -92,13 +92,13 @@ def runtime_library() -> Path:
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
-_read: dict[Path, tuple[tuple[int, ...], Manifest | PackageError]] = {}  # with the stamp of what was read
-_said: set[tuple[Path, str]] = set()
+_read: dict[Path, tuple[tuple[int, ...], Manifest | PackageError]] = {}  # by folder, with the file's stamp
+_warned: set[tuple[Path, str]] = set()
 _reading = threading.Lock()
 
 
 def read(folder: Path) -> Manifest | None:
-    """What a folder holds; None where it has no manifest.
+    """Read the manifest of a folder; None if it has none.
 
     Raises:
         PackageError: the manifest cannot be read.
@@ -139,9 +139,9 @@ def _parsed(folder: Path, noted: Mapping[str, Any]) -> Manifest:
 
 
 def load(module: str, native: NativeKernel, bound: Bound, name: str) -> _core.KernelLibrary | None:
-    """The library that was built ahead of time for a kernel of a module's operator; None where it is to be compiled.
+    """Load the library that was built ahead of time for a kernel of a module's operator; None if it must be compiled.
 
-    Where there is one that cannot be used, a warning says why.
+    If there is one that cannot be used, a warning gives the reason.
     """
     for folder in portable.places(module, FOLDER):
         try:
@@ -161,7 +161,7 @@ def _of(manifest: Manifest, operator: str, kernel: str, native: NativeKernel) ->
 
 
 def chosen(manifest: Manifest, built: Sequence[Library], native: NativeKernel, bound: Bound, package: Path) -> Path:
-    """The file for the widest instruction set that this machine has (``OPKIT_ISA`` narrows it), checked.
+    """Return the checked file for the widest instruction set that this machine has (``OPKIT_ISA`` narrows it).
 
     Raises:
         PackageError: it cannot be used.
@@ -197,7 +197,7 @@ def _check_origin(manifest: Manifest, library: Library, native: NativeKernel, bo
 
 
 def _differs(path: Path, content: str) -> bool:
-    """Whether a file is there, with other content; packages need not carry their headers."""
+    """Whether a file exists with other content; packages need not contain their headers."""
     try:
         return portable.sha256_of(path) != content
     except OSError:
@@ -227,11 +227,11 @@ def _opened(path: Path) -> _core.KernelLibrary:
 
 
 def warn(folder: Path, module: str, reason: str, about: str = "") -> None:
-    """Say once why something is compiled now; once for whatever it is ``about``, or else for each reason."""
+    """Warn why something is compiled now, once for each ``about``, or else for each reason."""
     with _reading:
-        if (folder, about or reason) in _said:
+        if (folder, about or reason) in _warned:
             return
-        _said.add((folder, about or reason))
+        _warned.add((folder, about or reason))
     package = portable.real_name(module).rpartition(".")[0] or portable.real_name(module)
     warnings.warn(
         f"{reason}. It is compiled now, if there is a compiler. Run `opkit build {package}` again, or install the package "
@@ -249,12 +249,12 @@ def write(
     built: Iterable[tuple[Library, Path]],
     compiled: Iterable[tuple[TritonBinary, bytes]] = (),
 ) -> Manifest:
-    """Put libraries, binaries of Triton kernels, and their manifest into a folder.
+    """Write libraries, binaries of Triton kernels, and their manifest into a folder.
 
-    Libraries are given without file, sha256 and size, and with the file to copy; binaries likewise, with the image.
+    ``built`` are libraries without file, sha256 and size, and the files to copy; ``compiled`` likewise, with the images.
 
-    The manifest is replaced by one rename, after all that it names was written and before what only the old one names
-    is removed, so that the folder holds a whole package at any time, whatever fails.
+    The manifest is replaced by one rename, after every new file was written and before the files that only the old
+    manifest names are removed, so that the folder holds a complete package at any time, whatever fails.
 
     Raises:
         PackageError: the folder cannot be written to.
@@ -282,11 +282,11 @@ def _remove(folder: Path, names: Iterable[str]) -> None:
         with contextlib.suppress(OSError):
             (folder / name).unlink()
     with contextlib.suppress(OSError):
-        (folder / BINARIES).rmdir()  # fails unless nothing is left in it
+        (folder / BINARIES).rmdir()  # fails unless it is empty
 
 
 def _names(folder: Path) -> set[str]:
-    """The files that a folder's manifest names."""
+    """Return the files that a folder's manifest names."""
     with contextlib.suppress(PackageError):
         manifest = read(folder)
         return set() if manifest is None else {each.file for each in (*manifest.libraries, *manifest.binaries)}

@@ -1,4 +1,4 @@
-"""Where a Python package lies, and what identifies a kernel's source wherever that is."""
+"""Locate a Python package, and identify a kernel's source independently of that location."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from opkit.kernels.cc import build_key
 from opkit.kernels.cc.commands import Request
 from opkit.kernels.cc.native import NativeKernel
 
-_FORMAT = 1  # of an identity: change it when what goes in changes its meaning
+_FORMAT = 1  # of an identity: change it when the meaning of its parts changes
 _SEARCH_FLAG = re.compile(r"(-I|-L|-isystem|-Wl,-rpath[,=])?(/.*)")
 
 
-# ---- where -----------------------------------------------------------------------------------------------------------
+# ---- location --------------------------------------------------------------------------------------------------------
 
 
 def root(module: str) -> Path | None:
-    """The folder of a module's top-level package, or the folder that a module of its own lies in; None if it has none."""
+    """Return the folder of a module's top-level package, or of a module outside packages; None if it has none."""
     listed = _above(module)
     return listed[-1] if listed else None
 
 
 def places(module: str, name: str) -> list[Path]:
-    """The folders called ``name`` beside a module and in the packages that it is part of, the nearest first.
+    """Return the folders called ``name`` next to a module and in the packages that contain it, the nearest first.
 
-    A module of its own may lie among others, so its folder bears its name too.
+    A module outside packages may be next to others, so its folder has its name too.
     """
     alone = "." not in real_name(module) and not _is_package(module)
     return [folder / (f"{name}_{real_name(module)}" if alone else name) for folder in _above(module)]
 
 
 def _above(module: str) -> list[Path]:
-    """The folders of the packages that a module is part of, the nearest first."""
+    """Return the folders of the packages that contain a module, the nearest first."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         return []
@@ -52,7 +52,7 @@ def _is_package(module: str) -> bool:
 
 
 def real_name(module: str) -> str:
-    """The name by which a module can be imported, if it is the one that was started."""
+    """Return the name by which a module can be imported, also of the one that was started as ``__main__``."""
     if module != "__main__":
         return module
     main = sys.modules[module]
@@ -60,11 +60,11 @@ def real_name(module: str) -> str:
     return spec.name if spec is not None else Path(getattr(main, "__file__", None) or module).stem
 
 
-# ---- what was compiled -----------------------------------------------------------------------------------------------
+# ---- identity --------------------------------------------------------------------------------------------------------
 
 
 def identity(native: NativeKernel, bound: Bound, folder: Path) -> str:
-    """A hash of all that the author wrote which decides what is compiled, wherever the package ``folder`` lies.
+    """Return a hash of the author's source and options, independent of the location of the package ``folder``.
 
     Neither the compiler nor the instruction set is part of it.
     """
@@ -84,7 +84,7 @@ def identity(native: NativeKernel, bound: Bound, folder: Path) -> str:
 
 
 def files(native: NativeKernel, request: Request, folder: Path) -> dict[str, str]:
-    """The sha256 of the package's own headers and further sources that go into a kernel, by their path in ``folder``."""
+    """Return the sha256 of the package's own headers and further sources of a kernel, by their path in ``folder``."""
     sources = ((str(path), sha256_of(path)) for path in native.sources)
     found = {_within(path, folder): content for path, content in (*sources, *build_key.headers(request))}
     return {path: content for path, content in sorted(found.items()) if path}
@@ -95,17 +95,17 @@ def _portable(text: str, folder: Path) -> str:
 
 
 def _nameless(flag: str) -> str:
-    """A flag without the folder that it names: that of another machine."""
+    """Return a flag without the folder that it names, which differs between machines."""
     found = _SEARCH_FLAG.fullmatch(flag)
     return flag if found is None else f"{found[1] or ''}{Path(found[2]).name}"
 
 
 def _within(path: str | os.PathLike[str], folder: Path) -> str:
-    """The path in the folder; empty where it is outside."""
+    """Return the path in the folder; "" if it is outside."""
     absolute = Path(os.path.abspath(path))
     return absolute.relative_to(folder).as_posix() if absolute.is_relative_to(folder) else ""
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
+    """Return the sha256 of a file, in hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()

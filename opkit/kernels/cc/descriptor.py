@@ -1,4 +1,4 @@
-"""The constant ``opk_kernel`` that describes a kernel to the runtime, as C text, and the functions that export it."""
+"""Generate the C constant ``opk_kernel``, which describes a kernel to the runtime, and the functions that export it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ void opk_boxed_with_layout(uint64_t* opk_stack, uint64_t opk_inputs, uint64_t op
 
 
 def quoted(text: str) -> str:
-    """A C string literal, whatever the text holds.
+    """Return a C string literal of any text.
 
     >>> print(quoted('a "b"'), quoted("line\\n"), quoted("é??/"))
     "a \\"b\\"" "line\\012" "\\303\\251\\?\\?/"
@@ -54,7 +54,7 @@ def _escaped(byte: int) -> str:
 
 
 def _array(kind: str, name: str, rows: Sequence[str]) -> tuple[str, str]:
-    """A static array's definition, and what refers to it: C has no empty arrays."""
+    """Return a static array's definition, and a reference to it: C has no empty arrays."""
     if not rows:
         return "", "0"
     listed = "".join(f"    {row},\n" for row in rows)
@@ -87,7 +87,7 @@ def _argument(number: int, argument: Argument) -> str:
 
 
 def _bits(constant: int | float | None) -> str:
-    """A constant as ``opk_value`` holds it, through its first member: C++ has no other initialiser for a union."""
+    """Return a constant as an ``opk_value``, through its first member: C++ has no other initialiser for a union."""
     packed = struct.pack("<d", constant) if isinstance(constant, float) else struct.pack("<q", constant or 0)
     return f"{{(void*){int.from_bytes(packed, 'little'):#x}ull}}"
 
@@ -118,7 +118,7 @@ def _counts(tables: Mapping[str, list[str]], variables: int) -> str:
 
 
 def descriptor(bound: Bound, kernel_name: str, cuda: bool, instances: Sequence[tuple[int, ...]]) -> str:
-    """The descriptor and the exported functions; ``instances`` are numbers of dtypes, one a type variable."""
+    """Return the descriptor and the exported functions; ``instances`` are numbers of dtypes, one for each type variable."""
     rows = {name: (kind, listed) for name, kind, listed in _tables(bound, instances)}
     arrays = {name: _array(kind, f"opk_{name}", listed) for name, (kind, listed) in rows.items()}
     shapes = [

@@ -1,7 +1,7 @@
-"""The whole text that is compiled for a kernel: its author's source, once for each choice of types, and what calls it.
+"""Generate the C, C++ or CUDA text of a kernel: its author's source, once for each choice of dtypes, and its trampolines.
 
-One choice of types makes one unit. Several make a unit each, so that nothing of theirs can clash but names with
-external linkage, which get a suffix (``rms_norm__float32``), and one more unit with the descriptor.
+One choice of dtypes is one unit. Several choices are a unit each, so that only names with external linkage can clash; those
+get a suffix (``rms_norm__float32``). One more unit then holds the descriptor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from opkit.kernels.cc.descriptor import descriptor, quoted
 from opkit.kernels.cc.dtypes import C_TYPES, DTYPES, CType, Dtype
 
 INCLUDE = Path(__file__).parents[1] / "include"
-_OURS = '#line 1 "<opkit>"\n'
+_OPKIT_LINES = '#line 1 "<opkit>"\n'
 _AS_CPP = ", compiled as C++ (where `a ? x : 0` is `a ? x : (T)0`)"
 _HELPERS = """\
 #ifdef __cplusplus
@@ -44,7 +44,7 @@ __attribute__((unused)) static void opk_call_boxed(const opk_runtime* runtime, c
 
 @dataclasses.dataclass(frozen=True)
 class _Instance:
-    """A choice of types. ``language`` is what it is compiled as; ``plain_c``: its author wrote C."""
+    """A choice of dtypes. It is compiled as ``language``; ``plain_c``: its author wrote C; ``alone``: the only choice."""
 
     number: int
     types: Mapping[str, Dtype]
@@ -65,8 +65,8 @@ class _Instance:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Author:
-    """What the author gave."""
+class _AuthorSource:
+    """The author's source and its location."""
 
     text: str
     filename: str
@@ -80,7 +80,7 @@ def _header(name: str) -> str:
 
 
 def _types(instance: _Instance) -> str:
-    """Typedefs, not macros, of the type variables: headers may use the names otherwise."""
+    """Define the type variables by typedefs, not macros: headers may use the names for something else."""
     lines: list[str] = []
     for number, (name, dtype) in enumerate(instance.types.items()):
         element = instance.spelled(dtype)
@@ -110,7 +110,7 @@ def _views(text: str) -> list[list[scanner.TopLevelItem]]:
 
 @functools.lru_cache(maxsize=8)
 def _external(text: str, plain_c: bool) -> tuple[str, ...]:
-    """The names that the source defines for the linker; in C++ those alone that a namespace does not keep apart."""
+    """Return the names that the source defines for the linker; in C++ only those with C linkage: others get a namespace."""
     names: list[str] = []
     for item in itertools.chain.from_iterable(_views(text)):
         function = scanner.as_function(item)
@@ -123,7 +123,7 @@ def _external(text: str, plain_c: bool) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=8)
 def _defined(text: str) -> frozenset[str]:
-    """The functions and variables at file scope, static ones too."""
+    """Return the functions and variables at file scope, static ones too."""
     found = [item for items in _views(text) for item in items]
     functions = [function.name for function in map(scanner.as_function, found) if function is not None]
     heads = [re.sub(r"\b(?:static|extern)\b", "", item.head) for item in found]
@@ -133,8 +133,8 @@ def _defined(text: str) -> frozenset[str]:
     return frozenset((*functions, *itertools.chain.from_iterable(variables)))
 
 
-def _library(author: _Author, instance: _Instance) -> tuple[str, dict[str, str]]:
-    """Declarations of the C library's functions that C uses, and macros for those that are macros there."""
+def _library(author: _AuthorSource, instance: _Instance) -> tuple[str, dict[str, str]]:
+    """Return declarations of the C library's functions that C source uses, and macros for those that are macros there."""
     if not instance.plain_c:
         return "", {}
     text = f"{author.preamble}\n{author.text}"
@@ -146,8 +146,8 @@ def _renamed(name: str, instance: _Instance) -> str:
     return f"{name}__{instance.label}"
 
 
-def _opening(bound: Bound, author: _Author, instance: _Instance) -> tuple[str, str]:
-    """What goes before the author's text and after it, and the other way round around each of its includes."""
+def _opening(bound: Bound, author: _AuthorSource, instance: _Instance) -> tuple[str, str]:
+    """Return the text before and after the author's; each of its includes gets them in the opposite order around it."""
     others = () if instance.alone else _external(author.text, instance.plain_c)
     macros = {name: _renamed(name, instance) for name in dict.fromkeys([bound.function.name, *others])}
     macros |= {"restrict": "__restrict__"} if instance.language != "c" else {}
@@ -160,8 +160,8 @@ def _opening(bound: Bound, author: _Author, instance: _Instance) -> tuple[str, s
     return "".join((*defines, scope)), "".join(("}\n" if scope else "", *undefines))
 
 
-def _apart(author: _Author, position: tuple[int, int, int], opening: str, closing: str) -> str:
-    """An include outside of what is open around it, as it is outside of the author's own ``extern "C" {``."""
+def _include_outside(author: _AuthorSource, position: tuple[int, int, int], opening: str, closing: str) -> str:
+    """Return an include with everything around it closed before and opened after, the author's ``extern "C" {`` too."""
     start, end, depth = position
     file, line = quoted(author.filename), author.first_line + author.text.count("\n", 0, start)
     inner, outer = ('extern "C" {\n' * depth, "}\n" * depth) if "{" in opening else ("", "")
@@ -170,22 +170,22 @@ def _apart(author: _Author, position: tuple[int, int, int], opening: str, closin
     return f"\n{outer}{closing}{inner}{directive}{outer}{opening}{inner}{after}"
 
 
-def _placed(author: _Author, opening: str, closing: str) -> str:
-    """The author's text behind ``opening``, its includes outside of it, every line keeping its number."""
+def _placed(author: _AuthorSource, opening: str, closing: str) -> str:
+    """Return the author's text behind ``opening``, its includes outside of that; every line has its own number."""
     pieces, position = [], 0
     for include in scanner.includes(author.text):
-        pieces += [author.text[position : include[0]], _apart(author, include, opening, closing)]
+        pieces += [author.text[position : include[0]], _include_outside(author, include, opening, closing)]
         position = include[1]
     text = "".join((*pieces, author.text[position:]))
-    return f"{opening}#line {author.first_line} {quoted(author.filename)}\n{text}\n\n{_OURS}"
+    return f"{opening}#line {author.first_line} {quoted(author.filename)}\n{text}\n\n{_OPKIT_LINES}"
 
 
-def _preamble(author: _Author, instance: _Instance) -> str:
+def _preamble(author: _AuthorSource, instance: _Instance) -> str:
     if not author.preamble:
         return ""
     scope = ('#define restrict __restrict__\nextern "C" {\n', "}\n#undef restrict\n") if instance.as_cpp else ("", "")
-    given = dataclasses.replace(author, text=author.preamble, filename="<preamble>", first_line=1)
-    return f"{_placed(given, *scope)}{scope[1]}"
+    preamble = dataclasses.replace(author, text=author.preamble, filename="<preamble>", first_line=1)
+    return f"{_placed(preamble, *scope)}{scope[1]}"
 
 
 def _c_type(slot: Slot, instance: _Instance) -> CType | None:
@@ -198,7 +198,7 @@ def _limit(number: int) -> str:
 
 
 def _check(number: int, slot: Slot, instance: _Instance) -> str:
-    """A test that an integer survives its conversion; "" where nothing can go wrong."""
+    """Return a test that an integer fits its parameter's type; "" where every integer fits."""
     known = _c_type(slot, instance)
     if slot.member != "i" or slot.kind == "bool" or slot.source == "INT_CONSTANT" or known is None:
         return ""
@@ -217,7 +217,7 @@ _LAUNCHED = """\
 OPK_C int32_t opk_call_<n>(const opk_value* opk_values, const char** opk_text);
 int32_t opk_call_<n>(const opk_value* opk_values, const char** opk_text) {
     const int32_t opk_code = opk_launch_<n>(opk_values, opk_text);
-    const cudaError_t opk_error = cudaGetLastError();  // of a launch; what fails on the GPU is known later
+    const cudaError_t opk_error = cudaGetLastError();  // of a launch; errors on the GPU are reported later
     if (opk_error == cudaSuccess || *opk_text != 0 || opk_code != 0) return opk_code;
     *opk_text = cudaGetErrorString(opk_error);
     return -1;
@@ -238,11 +238,11 @@ def _trampoline(bound: Bound, instance: _Instance) -> str:
     return text + (_LAUNCHED.replace("<n>", str(instance.number)) if instance.language == "cuda" else "")
 
 
-def _instance_text(bound: Bound, author: _Author, instance: _Instance) -> str:
+def _instance_text(bound: Bound, author: _AuthorSource, instance: _Instance) -> str:
     opening, closing = _opening(bound, author, instance)
     return "".join((
         "#define OPK_C_SOURCE 1\n" if instance.plain_c else "",
-        _header("opkit.h"), _header("opkit_types.h"), _OURS, _HELPERS, _cuda_headers(instance), _types(instance),
+        _header("opkit.h"), _header("opkit_types.h"), _OPKIT_LINES, _HELPERS, _cuda_headers(instance), _types(instance),
         _library(author, instance)[0], _preamble(author, instance),
         _placed(author, opening, closing), _trampoline(bound, instance), closing,
     ))  # fmt: skip
@@ -258,25 +258,25 @@ def _error(bound: Bound, kernel: str, message: str) -> DeclarationError:
 
 
 def _choices(bound: Bound, text: str, dtypes: Mapping[str, Sequence[str]], kernel: str) -> dict[str, tuple[str, ...]]:
-    """The dtypes of the variables that calls decide, and of those with a single one that the text uses."""
+    """Return the dtypes of the variables that calls decide, and of those with one dtype that the text uses."""
     words = set(re.findall(r"\w+", scanner.without_literals(text)))
     missing = [name for name in bound.variables if not dtypes.get(name)]
     if missing:
-        raise _error(bound, kernel, f"no dtypes are given for {', '.join(missing)}. Name them in dtypes=.")
+        raise _error(bound, kernel, f"{', '.join(missing)} has no dtypes. Name them in dtypes=.")
     for name, listed in dtypes.items():
         unknown = [dtype for dtype in listed if dtype not in DTYPES]
         if unknown:
             raise _error(bound, kernel, f"{name} cannot be {', '.join(unknown)}. Known dtypes: {', '.join(DTYPES)}.")
         if name not in bound.variables and name in words and len(set(listed)) > 1:
             raise _error(
-                bound, kernel, f"{name} has several dtypes, but no tensor parameter tells which. Make one a `{name}*`, or "
+                bound, kernel, f"{name} has several dtypes, but no tensor parameter decides which. Make one a `{name}*`, or "
                 f"give {name} one dtype.",
             )  # fmt: skip
-    kept = [
+    used = [
         *bound.variables,
         *(name for name in dtypes if name not in bound.variables and name in words and dtypes[name]),
     ]
-    return {name: tuple(dict.fromkeys(dtypes[name])) for name in kept}
+    return {name: tuple(dict.fromkeys(dtypes[name])) for name in used}
 
 
 def _instances(choices: Mapping[str, tuple[str, ...]], language: str) -> list[_Instance]:
@@ -311,19 +311,19 @@ def generate(
     cuda: bool = False,
     preamble: str = "",
 ) -> tuple[Unit, ...]:
-    """The units to compile and link into one shared library, with ``-fexceptions``: the runtime's pass through it.
+    """Generate the units of one shared library; compile them with ``-fexceptions``: the runtime throws through them.
 
-    ``dtypes`` names the element types of each type variable. ``filename`` and ``first_line`` say where the text is
-    from, for compile errors. ``preamble`` goes before it: the declarations of a library, say.
+    ``dtypes`` names the element types of each type variable. ``filename`` and ``first_line`` locate the text for compile
+    errors. ``preamble`` precedes the text, for example with the declarations of a library.
 
-    Beside its own names the text may use each type variable, ``opk_acc`` (what the first one is summed in; ``opk_acc_U``
-    for U), ``#if T_is_bfloat16`` and the like, and what ``opkit.h`` has for authors. C needs no headers; see
-    :mod:`opkit.kernels.cc.c_library`. In C++ everything of several choices of types but ``extern "C"`` functions is in a
-    namespace; what included headers define must not depend on a type variable unless it is static.
+    In addition to its own names the text may use each type variable, ``opk_acc`` (the accumulator type of the first one;
+    ``opk_acc_U`` of U), ``#if T_is_bfloat16`` and the like, and the part of ``opkit.h`` for authors. C needs no headers; see
+    :mod:`opkit.kernels.cc.c_library`. If there are several choices of dtypes, all C++ but ``extern "C"`` functions is in a
+    namespace; definitions in included headers must not depend on a type variable unless they are static.
     """
     instances = _instances(_choices(bound, f"{preamble}\n{text}", dtypes, kernel_name), language)
     _check_scalars(bound, instances, kernel_name)
-    author = _Author(text, filename, first_line, preamble)
+    author = _AuthorSource(text, filename, first_line, preamble)
     texts = [_instance_text(bound, author, instance) for instance in instances]
     numbers = [tuple(instance.types[name].number for name in bound.variables) for instance in instances]
     shown = descriptor(bound, kernel_name, cuda or language == "cuda", numbers)
@@ -334,16 +334,18 @@ def generate(
     if len(units) == 1:
         return (dataclasses.replace(units[0], text=f"{units[0].text}{shown}"),)
     calls = "".join(f"OPK_C int32_t opk_call_{n}(const opk_value*, const char**);\n" for n in range(len(units)))
-    stub = f"{_header('opkit.h')}{_OURS}{_HELPERS}{calls}{shown}"
+    stub = f"{_header('opkit.h')}{_OPKIT_LINES}{_HELPERS}{calls}{shown}"
     return (*units, Unit(f"{kernel_name}, its description", stub, language))
 
 
 def instance_number(
     bound: Bound, text: str, dtypes: Mapping[str, Sequence[str]], kernel_name: str, chosen: Mapping[str, str]
 ) -> int:
-    """The number among ``opk_instances`` of a choice of types, by the names of the variables."""
-    kept = _choices(bound, text, dtypes, kernel_name)
-    listed = _instances(kept, "c")
+    """Return the index in ``opk_instances`` of a choice of dtypes, by the names of the variables."""
+    choices = _choices(bound, text, dtypes, kernel_name)
+    listed = _instances(choices, "c")
     return next(
-        each.number for each in listed if all(each.types[name].name == chosen[name] for name in chosen if name in kept)
+        each.number
+        for each in listed
+        if all(each.types[name].name == chosen[name] for name in chosen if name in choices)
     )

@@ -1,4 +1,4 @@
-"""A library's function of numbers, such as ``double tgamma(double x)``, applied to every element of tensors.
+"""Make the kernel that applies a library's function of numbers, such as ``double tgamma(double x)``, to every element.
 
 The tensors may have any strides and broadcast. Dimensions are put in the order of the output's strides and merged where
 all tensors allow it, so that tensors of one dense layout are one row, whichever layout that is.
@@ -26,10 +26,10 @@ _WITHOUT_TENSORS = (
 )
 _WITHOUT_TENSORS_OF_REFERENCE = (
     "none of its parameters is a tensor of the reference. Annotate the reference's parameters (x: Tensor), and call them as "
-    "the declaration does, or say in bind what is given to which."
+    "the declaration does, or assign them in bind."
 )
 
-# What does not depend on the function: the loop's dimensions, and the rows that a thread goes through.
+# The part that does not depend on the function: the loop's dimensions, and the rows of each thread.
 _LOOP = """\
 typedef struct opk_loop {
     char* data[OPK_TENSORS];
@@ -89,16 +89,16 @@ static int opk_fits(const opk_tensor* tensor, const opk_tensor* out) {
 }
 
 static void opk_merge(opk_loop* loop) {
-    int kept = 0;
+    int last = 0;
     for (int d = 1; d < loop->rank; d++) {
-        int whole = 1;
+        int mergeable = 1;
         for (int k = 0; k < OPK_TENSORS; k++)
-            whole &= loop->strides[k][kept] == loop->strides[k][d] * loop->sizes[d];
-        kept += !whole;
-        loop->sizes[kept] = whole ? loop->sizes[kept] * loop->sizes[d] : loop->sizes[d];
-        for (int k = 0; k < OPK_TENSORS; k++) loop->strides[k][kept] = loop->strides[k][d];
+            mergeable &= loop->strides[k][last] == loop->strides[k][d] * loop->sizes[d];
+        last += !mergeable;
+        loop->sizes[last] = mergeable ? loop->sizes[last] * loop->sizes[d] : loop->sizes[d];
+        for (int k = 0; k < OPK_TENSORS; k++) loop->strides[k][last] = loop->strides[k][d];
     }
-    loop->rank = kept + 1;
+    loop->rank = last + 1;
 }
 
 static int opk_apply(const opk_tensor* const* tensors, const int64_t* bytes, const opk_numbers* numbers) {
@@ -132,7 +132,7 @@ _SERIAL = "#define OPK_RUN(total, loop) opk_rows(0, total, loop)\n"
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise:
-    """A function of numbers: ``tensors`` are its parameters that become tensors."""
+    """A function of numbers; ``tensors`` are the parameters that become tensors."""
 
     foreign: Foreign
     tensors: tuple[CParameter, ...]
@@ -154,7 +154,7 @@ class Elementwise:
 
 
 def dtype_of(c_type: str) -> str:
-    """The element type that a C type is, or "" where torch has none.
+    """Return the dtype of a C type, or "" where torch has none.
 
     >>> dtype_of("double"), dtype_of("enum kind"), dtype_of("long double")
     ('float64', 'int32', '')
@@ -164,10 +164,10 @@ def dtype_of(c_type: str) -> str:
 
 
 def read(foreign: Foreign, bind: Mapping[str, Constant], tensors: Collection[str] | None = None) -> Elementwise:
-    """Which parameters become tensors: those named, or every floating one that ``bind`` gives no number.
+    """Choose the parameters that become tensors: those named, or every floating one without a number in ``bind``.
 
     Raises:
-        DeclarationError: none would; or one, or the result, is of a type that torch has not.
+        DeclarationError: no parameter would; or one, or the result, has a type that torch lacks.
     """
     foreigns.check_bind(foreign, bind)
     chosen = [p for p in foreign.function.parameters if _is_tensor(p, bind, tensors)]
@@ -196,7 +196,7 @@ def kernel(
     flags: Sequence[str] = (),
     parallel: bool = True,
 ) -> NativeKernel:
-    """The kernel that applies the function to every element."""
+    """Make the kernel that applies the function to every element."""
     foreign = function.foreign
     taken = [_parameter(parameter, parameter in function.tensors) for parameter in foreign.function.parameters]
     out = CParameter("opk_out", TENSOR, 1, True, foreign.text, element=foreign.function.returns)
@@ -211,8 +211,8 @@ def kernel(
         _row(function),
         _entry(function, entry),
     )
-    made = foreigns.native(foreign, library, "\n".join(pieces), entry, {**bind, "opk_out": OUTPUT}, flags)
-    return dataclasses.replace(made, elements=_elements(function, library, parallel))
+    native = foreigns.native(foreign, library, "\n".join(pieces), entry, {**bind, "opk_out": OUTPUT}, flags)
+    return dataclasses.replace(native, elements=_elements(function, library, parallel))
 
 
 def _elements(function: Elementwise, library: SharedLibrary, parallel: bool) -> Elements:
@@ -236,12 +236,12 @@ def _numbers(function: Elementwise) -> str:
 
 
 def _types(function: Elementwise) -> list[str]:
-    """The element types: the output's, then the tensors'."""
+    """Return the element types: the output's, then the tensors'."""
     return [foreigns.numeric(text) for text in (function.foreign.function.returns, *(p.type for p in function.tensors))]
 
 
 def _row(function: Elementwise) -> str:
-    """One row: apart where every tensor is contiguous, so that the compiler sees plain arrays."""
+    """Return the function of one row, with a loop of its own for contiguous tensors, in which the compiler sees arrays."""
     types = _types(function)
     dense = " && ".join(f"strides[{k}] == (int64_t)sizeof({text})" for k, text in enumerate(types))
     arrays = [f"(({text}*)at[{k}])[i]" for k, text in enumerate(types)]
@@ -254,10 +254,10 @@ def _row(function: Elementwise) -> str:
 
 
 def _applied(function: Elementwise, places: Sequence[str]) -> str:
-    """The function's value put into the first place, from the others."""
+    """Return the statement that stores the function's value in the first place, computed from the others."""
     elements = dict(zip((p.name for p in function.tensors), places[1:], strict=True))
-    given = [elements.get(p.name, f"numbers->opk_{p.name}") for p in function.foreign.function.parameters]
-    return f"{places[0]} = opk_foreign({', '.join(given)});"
+    values = [elements.get(p.name, f"numbers->opk_{p.name}") for p in function.foreign.function.parameters]
+    return f"{places[0]} = opk_foreign({', '.join(values)});"
 
 
 def _entry(function: Elementwise, entry: CFunction) -> str:
@@ -267,6 +267,6 @@ def _entry(function: Elementwise, entry: CFunction) -> str:
     numbers = ", ".join(parameter.name for parameter in function.numbers) or "0"
     return (
         f"int {entry.name}({listed}) {{\n    const opk_tensor* const opk_tensors[] = {{{tensors}}};\n"
-        f"    const int64_t opk_bytes[] = {{{sizes}}};\n    const opk_numbers opk_given = {{{numbers}}};\n"
-        "    return opk_apply(opk_tensors, opk_bytes, &opk_given);\n}\n"
+        f"    const int64_t opk_bytes[] = {{{sizes}}};\n    const opk_numbers opk_constants = {{{numbers}}};\n"
+        "    return opk_apply(opk_tensors, opk_bytes, &opk_constants);\n}\n"
     )

@@ -1,4 +1,4 @@
-"""What an ELF file says of itself, read without loading it: its machine, the symbols that it exports, its sections."""
+"""Read an ELF file without loading it: its machine, the symbols that it exports, its sections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 _MAGIC = b"\x7fELF"
 _HEADER = 20  # bytes: up to and with the machine
 _DYNSYM = 11  # a section's type: symbols for the loader
-_NOBITS = 8  # and one that takes memory, but no room in the file
+_NOBITS = 8  # a section's type: it takes memory, but no space in the file
 _KINDS = {0: "function", 1: "variable", 2: "function", 6: "variable", 10: "function"}  # 10: chosen when loaded
 _LOCAL = 0  # a symbol's binding
 
@@ -25,20 +25,20 @@ class _Section(NamedTuple):
 
 
 class Section(NamedTuple):
-    """What lies in a section, and how much memory it takes: more than lies there where it starts as zeros."""
+    """The content of a section, and its size in memory, which is larger where it starts as zeros."""
 
     data: bytes
     size: int
 
 
 def own(path: str | Path) -> bool:
-    """Whether ``path`` is a file of machine code that this process could load: the same machine, width and byte order."""
+    """Whether this process could load the machine code in ``path``: the same machine, width and byte order."""
     theirs, ours = _identity(path), _identity(sys.executable)
     return theirs is not None and theirs == ours
 
 
 def readable() -> bool:
-    """Whether this system's libraries are such files at all."""
+    """Whether this system's libraries are ELF files."""
     return _identity(sys.executable) is not None
 
 
@@ -52,7 +52,7 @@ def _identity(path: str | Path) -> tuple[bytes, bytes] | None:
 
 
 def exported(path: str | Path) -> dict[str, str] | None:
-    """The symbols that a library defines for others, each a "function" or a "variable"; None if they cannot be read."""
+    """Return the symbols that a library exports, each a "function" or a "variable"; None if they cannot be read."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _exported(data)
@@ -61,7 +61,7 @@ def exported(path: str | Path) -> dict[str, str] | None:
 
 
 def sections(image: bytes) -> dict[str, Section] | None:
-    """The sections of a file by their names; None if they cannot be read. Of two of one name, the last.
+    """Return the sections of a file by their names; None if they cannot be read. Of two with one name, the last.
 
     >>> sections(b"no such file")
     """

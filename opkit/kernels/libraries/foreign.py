@@ -1,8 +1,8 @@
-"""A function of an installed library, from its C declaration to the kernel that calls it.
+"""Make the kernel that calls a function of an installed library, from the function's C declaration.
 
-The kernel is C: the declaration, and a function that takes what the operator has and calls the library's. The library's
-function is declared under a name of opkit's own, with its real name for the linker, so that a header of the library
-in ``preamble`` cannot contradict the declaration.
+The kernel is C: the declaration, and a function that takes the operator's arguments and calls the library's function. That is
+declared under a name of opkit's own, with its real name for the linker, so that a header of the library in ``preamble``
+cannot contradict the declaration.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _UNKNOWN = CType("unknown", None)
 
 @dataclasses.dataclass(frozen=True)
 class Foreign:
-    """A declared function. ``text`` is what its author wrote."""
+    """A declared function of a library. ``text`` is the author's declaration."""
 
     function: CFunction
     text: str
 
     @property
     def symbol(self) -> str:
-        """Its name in the library."""
+        """The name of the function in the library."""
         return self.function.name
 
     @property
     def of_numbers(self) -> bool:
-        """Whether it takes and returns numbers, and nothing else."""
+        """Whether all parameters and the result are numbers."""
         function = self.function
         values = all(not parameter.pointer and is_number(parameter.type) for parameter in function.parameters)
         return values and bool(function.parameters) and is_number(function.returns)
 
     def error(self, message: str) -> DeclarationError:
-        """The error to raise about the declaration."""
+        """Return the error to raise about the declaration."""
         return DeclarationError(f"`{' '.join(self.text.split())}`: {message}")
 
     def parameter_error(self, parameter: CParameter, message: str) -> DeclarationError:
-        """The error to raise about one of its parameters."""
+        """Return the error to raise about one of its parameters."""
         return DeclarationError(f"{self.symbol}, parameter `{parameter.text}`: {message}")
 
 
@@ -63,7 +63,7 @@ def parse(text: str, preamble: str = "") -> Foreign:
     """Read a declaration.
 
     Raises:
-        DeclarationError: it is not the declaration of one function, or has types that nothing says the size of.
+        DeclarationError: it is not the declaration of one function, or has types of unknown size.
     """
     if not isinstance(text, str) or not text.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
         raise DeclarationError(
@@ -88,7 +88,7 @@ def _check_type(foreign: Foreign, parameter: CParameter, preamble: str) -> None:
         return
     if parameter.type.startswith(("struct ", "union ", "array")):
         raise foreign.parameter_error(
-            parameter, "a structure or an array of arrays cannot be given. Declare a pointer."
+            parameter, "a structure or an array of arrays cannot be passed. Declare a pointer."
         )
     if not preamble:
         raise foreign.parameter_error(
@@ -101,7 +101,7 @@ def _check_type(foreign: Foreign, parameter: CParameter, preamble: str) -> None:
 
 
 def prototype(foreign: Foreign) -> str:
-    """The library's function declared as ``opk_foreign``."""
+    """Return the declaration of the library's function as ``opk_foreign``."""
     function = foreign.function
     label = f"{'_' if sys.platform == 'darwin' else ''}{function.name}"
     listed = ", ".join(_spelled(parameter) for parameter in function.parameters) or "void"
@@ -115,7 +115,7 @@ def _spelled(parameter: CParameter) -> str:
 
 
 def numeric(c_type: str) -> str:
-    """The type that a number of this type is passed as: an enumeration is an int."""
+    """Return the type in which a number of this type is passed: int for an enumeration."""
     return "int" if c_type.startswith("enum ") else c_type
 
 
@@ -128,8 +128,8 @@ def _returned(foreign: Foreign) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
-    """What the kernel takes for one parameter of the library's function, and how that is passed on."""
+class _Passed:
+    """The kernel's parameters for one parameter of the library's function, and the C expression that it receives."""
 
     parameters: tuple[CParameter, ...]
     bind: Mapping[str, Constant]
@@ -146,18 +146,18 @@ def kernel(
     preamble: str = "",
     flags: Sequence[str] = (),
 ) -> NativeKernel:
-    """The kernel that calls a function of pointers and numbers; ``names`` are those of the operator's arguments.
+    """Make the kernel that calls a function of pointers and numbers; ``names`` are those of the operator's arguments.
 
     Raises:
         DeclarationError: ``bind`` or ``returns`` does not fit the declaration.
     """
     check_bind(foreign, bind)
-    given = [_given(foreign, parameter, bind, names) for parameter in foreign.function.parameters]
-    parameters = {parameter.name: parameter for each in given for parameter in each.parameters}
-    meanings = {name: value for each in given for name, value in each.bind.items()}
+    passed = [_passed(foreign, parameter, bind, names) for parameter in foreign.function.parameters]
+    parameters = {parameter.name: parameter for each in passed for parameter in each.parameters}
+    meanings = {name: value for each in passed for name, value in each.bind.items()}
     function = CFunction(f"call_{foreign.symbol}", "int", tuple(parameters.values()), 1)
-    call = f"opk_foreign({', '.join(each.argument for each in given)})"
-    before = "".join(each.before for each in given)
+    call = f"opk_foreign({', '.join(each.argument for each in passed)})"
+    before = "".join(each.before for each in passed)
     helpers = expressions.HELPERS if before else ""
     text = f"{preamble}\n{helpers}{prototype(foreign)}{_entry(function, before, _ending(foreign, returns, call))}"
     return native(foreign, library, text, function, meanings, flags)
@@ -171,7 +171,7 @@ def native(
     bind: Mapping[str, Constant],
     flags: Sequence[str] = (),
 ) -> NativeKernel:
-    """The kernel of this text, linked with the library."""
+    """Make the kernel of this text, linked with the library."""
     return NativeKernel(
         "c", text, f"<{foreign.symbol} of {library.path}>", 1, function, {}, dict(bind), tuple(flags),
         library_dirs=library.folders, libraries=(library.path,),
@@ -179,7 +179,7 @@ def native(
 
 
 def check_bind(foreign: Foreign, bind: Mapping[str, Constant]) -> None:
-    """Raise a DeclarationError where ``bind`` names what the function does not have, or gives no number or name."""
+    """Raise a DeclarationError where ``bind`` has a name that no parameter has, or a value that is no number or name."""
     names = [parameter.name for parameter in foreign.function.parameters]
     for name, value in bind.items():
         if name not in names:
@@ -188,7 +188,7 @@ def check_bind(foreign: Foreign, bind: Mapping[str, Constant]) -> None:
             )
         if not isinstance(value, (int, float, str, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DeclarationError(
-                f"bind={{{name!r}: {value!r}}}: a parameter is given a number, the name of what it stands for, or None."
+                f"bind={{{name!r}: {value!r}}}: a parameter takes a number, a name, an expression, or None."
             )
 
 
@@ -198,7 +198,7 @@ def _entry(function: CFunction, before: str, ending: str) -> str:
 
 
 def _ending(foreign: Foreign, returns: str, call: str) -> str:
-    """The call, and what becomes of the result."""
+    """Return the call and the handling of its result."""
     result = foreign.function.returns
     if returns not in RETURNS:
         raise DeclarationError(f'returns={returns!r}: "code" (an error code, 0: none) or "ignore".')
@@ -210,39 +210,39 @@ def _ending(foreign: Foreign, returns: str, call: str) -> str:
     return f"{code}    return opk_code == ({numeric(result)})(int)opk_code ? (int)opk_code : -1;\n"
 
 
-def _given(foreign: Foreign, parameter: CParameter, bind: Mapping[str, Constant], names: Collection[str]) -> _Given:
+def _passed(foreign: Foreign, parameter: CParameter, bind: Mapping[str, Constant], names: Collection[str]) -> _Passed:
     own = _taken(parameter)
     value = bind.get(own.name, own.name)
     if _is_letter(own, value, names):
         value = ord(str(value))
     if not isinstance(value, str):
-        return _Given((own,), {own.name: value}, own.name)
+        return _Passed((own,), {own.name: value}, own.name)
     if own.pointer and not value.isidentifier():
         raise foreign.parameter_error(
             own, f"bind gives it {value!r}, but it is a pointer. Give it a tensor by its name, or None."
         )
     if own.pointer or (value.isidentifier() and own.type in C_TYPES and not _LEADING.match(own.name)):
-        return _Given((own,), {own.name: value} if own.name in bind else {}, own.name)
+        return _Passed((own,), {own.name: value} if own.name in bind else {}, own.name)
     return _computed(foreign, own, value)
 
 
 def _taken(parameter: CParameter) -> CParameter:
-    """A parameter of the library's function as the kernel takes it, in types that need no header."""
+    """Return a parameter of the library's function as the kernel takes it, in types that need no header."""
     if parameter.pointer and parameter.type not in C_TYPES:
         return dataclasses.replace(parameter, type="void")
     return dataclasses.replace(parameter, type=numeric(parameter.type))
 
 
 def _is_letter(parameter: CParameter, value: Constant, names: Collection[str]) -> bool:
-    """``bind={"trans": "N"}`` for a ``char trans``."""
+    """Whether a value is a letter for a ``char``: ``bind={"trans": "N"}``."""
     return (
         (parameter.type, parameter.pointer) == ("char", 0)
         and isinstance(value, str) and len(value) == 1 and value not in names
     )  # fmt: skip
 
 
-def _computed(foreign: Foreign, parameter: CParameter, text: str) -> _Given:
-    """A parameter that is given the value of an expression. A leading dimension is at least 1, of empty matrices too."""
+def _computed(foreign: Foreign, parameter: CParameter, text: str) -> _Passed:
+    """Pass the value of an expression. A leading dimension is at least 1, even of empty matrices."""
     known = C_TYPES.get(parameter.type, _UNKNOWN)
     if known.kind not in ("int", "unknown"):
         raise foreign.parameter_error(
@@ -253,11 +253,11 @@ def _computed(foreign: Foreign, parameter: CParameter, text: str) -> _Given:
     parameters = [CParameter(f"opk_{name}", "int64_t", 0, False, parameter.text) for name in found.names]
     bind = {f"opk_{name}": name for name in found.names}
     result = f"opk_of_{parameter.name}"
-    return _Given(tuple(parameters), bind, f"({parameter.type}){result}", _assigned(parameter, result, value, text))
+    return _Passed(tuple(parameters), bind, f"({parameter.type}){result}", _assigned(parameter, result, value, text))
 
 
 def _assigned(parameter: CParameter, result: str, value: str, text: str) -> str:
-    """The computation, refused where the parameter's type is too narrow for the result."""
+    """Return the C statements that compute a value, and fail where the parameter's type is too narrow for it."""
     shown = " ".join(text.split()).replace("%", "%%")
     message = f"{parameter.name}, which is {shown}, does not fit into {parameter.type}"
     return (
@@ -267,6 +267,6 @@ def _assigned(parameter: CParameter, result: str, value: str, text: str) -> str:
 
 
 def _outside(parameter: CParameter, result: str) -> str:
-    """Whether the parameter's type, which may be known to the compiler alone, would change the number."""
+    """Return the C test that the parameter's type, which maybe only the compiler knows, would change the number."""
     unsigned = f"({parameter.type})-1 > 0 && {result} < 0"
     return f"(int64_t)({parameter.type}){result} != {result} || ({unsigned})"

@@ -1,6 +1,6 @@
-"""A shared library that is installed: found where the loader and the linker would, and asked what it exports.
+"""Find an installed shared library where the loader and the linker would, and check what it exports.
 
-Nothing is loaded here, save where a library's file cannot be read.
+No library is loaded here, unless its file cannot be read.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ _PACKAGES = {
 
 @dataclasses.dataclass(frozen=True)
 class SharedLibrary:
-    """``path`` is a file, or a name that the loader alone knows; ``folders`` are those where it would not look."""
+    """``path`` is a file, or a name that only the loader resolves; ``folders`` are those that the loader does not search."""
 
-    asked: str
+    name: str
     path: str
     folders: tuple[Path, ...] = ()
 
 
-def find(asked: str | os.PathLike[str]) -> SharedLibrary:
-    """The library of a name ("m"), of a file's name ("libopenblas.so.0") or at a path.
+def find(library: str | os.PathLike[str]) -> SharedLibrary:
+    """Find the library of a name ("m"), of a file's name ("libopenblas.so.0") or at a path.
 
     Raises:
-        KernelError: there is none, or it is for another machine; the message says where it was looked for.
+        KernelError: there is none, or it is for another machine; the message lists the folders that were searched.
     """
-    name = os.fspath(asked) if isinstance(asked, (str, os.PathLike)) else ""
+    name = os.fspath(library) if isinstance(library, (str, os.PathLike)) else ""
     if not isinstance(name, str) or not name.strip() or "\0" in name:
-        raise KernelError(f'library={asked!r}: give a name ("m"), a file name ("libopenblas.so.0") or a path.')
-    if os.sep in name or isinstance(asked, os.PathLike):
+        raise KernelError(f'library={library!r}: give a name ("m"), a file name ("libopenblas.so.0") or a path.')
+    if os.sep in name or isinstance(library, os.PathLike):
         return _at(name)
     return _named(name)
 
@@ -72,18 +72,18 @@ def find(asked: str | os.PathLike[str]) -> SharedLibrary:
 def _at(path: str) -> SharedLibrary:
     path = os.path.abspath(os.path.expanduser(path))
     if not os.path.isfile(path):
-        raise KernelError(f"library={path!r}: there is no such file.{_beside(path)}")
+        raise KernelError(f"library={path!r}: there is no such file.{_near_files(path)}")
     if elf.readable() and not elf.own(path):
         raise KernelError(f"library={path!r}: the file is not a shared library for this machine. Give the .so itself.")
     return SharedLibrary(path, path, _unknown_folders(path))
 
 
-def _beside(path: str) -> str:
+def _near_files(path: str) -> str:
     folder, name = os.path.split(path)
     if not os.path.isdir(folder):
         return f" There is no folder {folder} either."
     near = difflib.get_close_matches(name, [each for each in os.listdir(folder) if ".so" in each], 3, 0.4)
-    return f" Beside it there are {', '.join(near)}." if near else ""
+    return f" The folder has {', '.join(near)}." if near else ""
 
 
 def _named(name: str) -> SharedLibrary:
@@ -98,7 +98,7 @@ def _named(name: str) -> SharedLibrary:
 
 
 def _bare(name: str) -> str:
-    """The name as the linker's -l takes it.
+    """Return the name as the linker's -l takes it.
 
     >>> _bare("libopenblas.so.0"), _bare("m")
     ('openblas', 'm')
@@ -107,7 +107,7 @@ def _bare(name: str) -> str:
 
 
 def _files(folder: str, name: str) -> Iterator[str]:
-    """The files of a folder that the name can mean: as they are, or without a version, or of the latest version."""
+    """Yield the files of a folder that the name can mean: itself, or without a version, or the latest version first."""
     if _FILE_NAME.match(name):
         yield from (path for path in [os.path.join(folder, name)] if os.path.isfile(path))
         return
@@ -128,17 +128,17 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _folders() -> list[str]:
-    """Where libraries are looked for: the folders that the user names, the loader's, and this Python's own."""
-    given = [
+    """Return the folders to search: those that the user names, the loader's, and this Python's own."""
+    named = [
         folder for name in ("LD_LIBRARY_PATH", "LIBRARY_PATH") for folder in os.environ.get(name, "").split(os.pathsep)
     ]
-    listed = [*filter(None, given), *_standard_folders(), os.path.join(sys.prefix, "lib")]
+    listed = [*filter(None, named), *_standard_folders(), os.path.join(sys.prefix, "lib")]
     return [folder for folder in dict.fromkeys(map(os.path.abspath, listed)) if os.path.isdir(folder)]
 
 
 @functools.cache
 def _standard_folders() -> tuple[str, ...]:
-    """The folders where the loader looks by itself."""
+    """Return the folders that the loader searches by default."""
     triplet = sysconfig.get_config_var("MULTIARCH") or ""
     own = [f"{root}/{triplet}" for root in ("/lib", "/usr/lib") if triplet]
     listed = [*_configured("/etc/ld.so.conf", 0), *own, "/lib64", "/usr/lib64", "/lib", "/usr/lib"]
@@ -146,7 +146,7 @@ def _standard_folders() -> tuple[str, ...]:
 
 
 def _configured(pattern: str, depth: int) -> Iterator[str]:
-    """The folders that the loader's configuration names."""
+    """Yield the folders that the loader's configuration names."""
     for path in sorted(glob.glob(pattern)) if depth < 8 else ():
         try:
             lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -161,7 +161,7 @@ def _configured(pattern: str, depth: int) -> Iterator[str]:
 
 
 def _unknown_folders(path: str) -> tuple[Path, ...]:
-    """The folders of a file, and of what it is a link to, that the loader does not know by itself."""
+    """Return the folders of a file, and of the file that it links to, that the loader does not search."""
     known = {os.path.realpath(folder) for folder in _standard_folders()}
     own = os.path.dirname(path)
     if os.path.realpath(own) in known:
@@ -172,11 +172,11 @@ def _unknown_folders(path: str) -> tuple[Path, ...]:
 
 def _missing(name: str) -> KernelError:
     bare = _bare(name)
-    looked = name if _FILE_NAME.match(name) else f"lib{name}.so and lib{name}.so.<version>"
+    pattern = name if _FILE_NAME.match(name) else f"lib{name}.so and lib{name}.so.<version>"
     package = next((_PACKAGES[each] for each in (bare, bare.removeprefix("lib")) if each in _PACKAGES), None)
     advice = f"On Debian and Ubuntu it is in the package {package}." if package else "Install it, or give its path."
     return KernelError(
-        f"library={name!r}: no such library is installed for this machine. {looked} was looked for in "
+        f"library={name!r}: no such library is installed for this machine. {pattern} was searched for in "
         f"{', '.join(_folders())}, and in the loader's cache. {advice}"
     )
 
@@ -185,17 +185,17 @@ def _missing(name: str) -> KernelError:
 
 
 def check_function(library: SharedLibrary, symbol: str) -> None:
-    """Raise a KernelError unless the library has a function of that name; the message offers near names."""
+    """Raise a KernelError unless the library has a function of that name; the message lists similar names."""
     symbols = elf.exported(library.path)
     if symbols is None:
         _check_loaded(library, symbol)
     elif symbols.get(symbol) == "variable":
-        raise KernelError(f"library={library.asked!r}: {symbol} is a variable of {library.path}, not a function.")
+        raise KernelError(f"library={library.name!r}: {symbol} is a variable of {library.path}, not a function.")
     elif symbol not in symbols:
         near = _near(symbol, symbols)
         hint = f" It has {', '.join(near)}." if near else ""
         raise KernelError(
-            f"library={library.asked!r}: {library.path} has no function {symbol!r}.{hint} Declare the function by the name "
+            f"library={library.name!r}: {library.path} has no function {symbol!r}.{hint} Declare the function by the name "
             "that the library exports it under."
         )
 
@@ -204,12 +204,12 @@ def _check_loaded(library: SharedLibrary, symbol: str) -> None:
     try:
         loaded = ctypes.CDLL(library.path)
     except OSError as error:
-        raise KernelError(f"library={library.asked!r}: {library.path} cannot be loaded: {error}") from error
+        raise KernelError(f"library={library.name!r}: {library.path} cannot be loaded: {error}") from error
     if not hasattr(loaded, symbol):
-        raise KernelError(f"library={library.asked!r}: {library.path} has no function {symbol!r}.")
+        raise KernelError(f"library={library.name!r}: {library.path} has no function {symbol!r}.")
 
 
 def _near(symbol: str, symbols: dict[str, str]) -> list[str]:
-    """Names that hold this one, such as one with a prefix or a suffix, and then those that are spelt nearly like it."""
+    """Return names that contain this one, such as one with a prefix or a suffix, then names with a similar spelling."""
     holding = sorted((name for name in symbols if symbol.lower() in name.lower()), key=len)
     return list(dict.fromkeys([*holding[:3], *difflib.get_close_matches(symbol, symbols, 3, 0.75)]))[:4]

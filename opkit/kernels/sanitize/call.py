@@ -1,7 +1,7 @@
-"""What a debug build is handed and what it leaves behind: the values of a call, and the files that carry them.
+"""Write the file with the values of a debug build's call, and read the file with its results.
 
-The format of both files stands in ``include/debug_main.c``. A call is blocks of memory, links (places in blocks that hold
-the address of another), and one value for each C parameter; so the child need not know what a tensor is.
+``include/debug_main.c`` documents the format of both files. A call is blocks of memory, links (places in blocks that hold the
+address of another), and one value for each C parameter; so the child need not know what a tensor is.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from opkit import errors
-from opkit.kernels.sanitize.report import Block
+from opkit.kernels.sanitize.report import MemoryBlock
 
-_GIVEN, _WRITABLE = 1, 2  # flags of a block
+_HAS_DATA, _WRITABLE = 1, 2  # flags of a block
 _RECORD = struct.Struct("<qqqqii")  # opk_tensor: data, sizes, strides, rank, dtype, device_index
-_POINTERS = (0, 8, 16)  # where its first three stand
+_POINTERS = (0, 8, 16)  # offsets of its first three fields
 _WORD_MASK = 2**64 - 1
 
 Target: TypeAlias = tuple[int, int]
@@ -25,16 +25,16 @@ Target: TypeAlias = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Buffer:
-    """Memory that the kernel is given a pointer into.
+    """Memory into which the kernel receives a pointer.
 
-    The same object given twice is the same memory. A buffer that is not ``writable`` must be unchanged after the call.
+    The same object passed twice is the same memory. A buffer that is not ``writable`` must be unchanged after the call.
 
     Attributes:
-        name: what messages call it.
+        name: its name in messages.
         data: anything with the buffer protocol, C-contiguous; with ``poison`` only its size counts.
         offset: bytes from its start to where the pointer points.
         writable: the kernel may write to it, and its bytes are returned.
-        poison: filled with 0xff (NaN, -1), as memory to which nobody wrote yet.
+        poison: filled with 0xff (NaN, -1), like memory that is not initialised.
     """
 
     name: str
@@ -74,11 +74,11 @@ class _Planned:
 
     @property
     def flags(self) -> int:
-        return (0 if self.poison else _GIVEN) | (_WRITABLE if self.writable else 0)
+        return (0 if self.poison else _HAS_DATA) | (_WRITABLE if self.writable else 0)
 
 
-class Call:
-    """One call, with a value (name, value) for each C parameter."""
+class DebugCall:
+    """The call of a debug build, with a value (name, value) for each C parameter."""
 
     def __init__(self, values: Sequence[tuple[str, Value]]) -> None:
         self.nulls = [repr(name) for name, value in values if value is None]
@@ -155,7 +155,7 @@ class Call:
         return len(self._blocks) - 1
 
     def write(self, path: str, instance: int) -> None:
-        """Writes the call of the kernel's ``instance``."""
+        """Write the file of a call of the kernel's ``instance``."""
         rows = [(block.size, block.flags) for block in self._blocks]
         words = [instance, len(rows), len(self._links), len(self._values)]
         words += [word for table in (rows, self._links, self._values) for row in table for word in row]
@@ -166,17 +166,17 @@ class Call:
                     file.write(block.data)
                     file.write(bytes(-block.size % 8))
 
-    def placed(self, addresses: Sequence[int]) -> list[Block]:
-        """The blocks by name, where the child says it put them."""
-        return [Block(block.label, at, block.size) for block, at in zip(self._blocks, addresses, strict=True)]
+    def placed(self, addresses: Sequence[int]) -> list[MemoryBlock]:
+        """Return the blocks with the addresses that the child reported."""
+        return [MemoryBlock(block.label, at, block.size) for block, at in zip(self._blocks, addresses, strict=True)]
 
     def labels(self, numbers: Sequence[int]) -> str:
-        """The names of some blocks, for a message."""
+        """Return the names of some blocks, for a message."""
         return ", ".join(self._blocks[number].label for number in numbers)
 
-    def written(self, left: Left) -> dict[str, bytes | list[bytes | None]]:
-        """The bytes of what is writable, by parameter."""
-        contents = {number: left.take(block.size) for number, block in enumerate(self._blocks) if block.writable}
+    def written(self, result: CallResult) -> dict[str, bytes | list[bytes | None]]:
+        """Return the bytes of the writable buffers, by parameter."""
+        contents = {number: result.take(block.size) for number, block in enumerate(self._blocks) if block.writable}
         found = {name: self._content(value, contents) for name, value in self._parameters.items()}
         return {name: content for name, content in found.items() if content is not None}
 
@@ -191,12 +191,12 @@ class Call:
         return contents.get(self._known[id(buffer)]) if isinstance(buffer, Buffer) else None
 
 
-class Left:
-    """The result file of a call with so many blocks, read from front to back.
+class CallResult:
+    """The result file of a call with ``blocks`` blocks, read from front to back.
 
     Attributes:
-        addresses: where the child put each block; None if it did not come as far as to say so.
-        done: it came to the end.
+        addresses: the address of each block in the child; None if it ended before it reported them.
+        done: the child ran to its end.
     """
 
     def __init__(self, data: bytes, blocks: int) -> None:
@@ -206,21 +206,21 @@ class Left:
         self.done = whole and self.take(8) == b"OPKDONE1"
 
     def take(self, size: int) -> bytes:
-        """The next ``size`` bytes; the padding after them is skipped."""
+        """Return the next ``size`` bytes, and skip the padding after them."""
         taken = self._data[self._at : self._at + size]
         self._at += size + -size % 8
         return taken
 
     def words(self, count: int) -> tuple[int, ...]:
-        """The next ``count`` words."""
+        """Return the next ``count`` words."""
         return struct.unpack(f"<{count}q", self.take(8 * count))
 
     def outcome(self) -> tuple[int, str | None]:
-        """The kernel's code and message."""
+        """Return the kernel's code and message."""
         code, length = self.words(2)
         return code, None if length < 0 else self.take(length).decode(errors="replace")
 
     def changed(self) -> tuple[int, ...]:
-        """The numbers of the blocks that should not have changed."""
+        """Return the numbers of read-only blocks that have changed."""
         (count,) = self.words(1)
         return self.words(count)

@@ -1,4 +1,4 @@
-"""What a sanitizer's report means: in a line, with the tensor concerned and the author's line, and what is left of it."""
+"""Summarise a sanitizer's report in a line, with the tensor and the author's line, and shorten the report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import signal
 from collections.abc import Iterator, Sequence
 
-_MARK = "\x1f"  # between the parts of a frame: it stands in no path
+_MARK = "\x1f"  # between the parts of a frame: no path has it
 FRAME_FORMAT = _MARK.join(("", "%n", "%m", "%f", "%s", "%l", ""))
 """The sanitizers' ``stack_trace_format``: number, module, function, file, line."""
 
@@ -29,7 +29,7 @@ _REGION = re.compile(r"\d+-byte region \[(0x[0-9a-f]+),")
 _BOTTOM = re.compile(r"main$|_start$|__libc_start|start_thread|clone3?$|asan_thread_start|gomp_thread_start")
 _SYSTEM = re.compile(r"/usr/|.*/include/c\+\+/|.*/lib(64)?/(gcc|clang|llvm[^/]*)/|.*libsanitizer/")
 RED_ZONE = 1024
-"""Bytes that nobody may touch, before and after each tensor."""
+"""Bytes before and after each tensor that no kernel may access."""
 _NULL_PAGE = 1 << 16
 _NEAR = 1 << 36  # bytes; a wild index of 32 bits stays within it
 _PRINTED_LINES = 5
@@ -61,19 +61,19 @@ def _bytes(count: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
-    """Memory that the child was given: what messages call it, and where it lay there."""
+class MemoryBlock:
+    """A block of the child's memory: its name in messages, and its address there."""
 
     label: str
     address: int
     size: int
 
     def distance(self, address: int) -> int:
-        """Bytes from it to ``address``; an empty block has nothing inside."""
+        """Return the bytes from the block to ``address``: 0 inside; an empty block has no inside."""
         return max(self.address - address, address - self.address - self.size + 1, 0)
 
     def place(self, address: int) -> str:
-        """Where ``address`` lies, as seen from here."""
+        """Describe ``address`` relative to the block."""
         offset = address - self.address
         if offset < 0:
             where = f"{_bytes(-offset)} before the start of"
@@ -85,13 +85,13 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
-    """How a child ended.
+class ChildExit:
+    """The end of a child process.
 
     Attributes:
         executable: its path, with no links in it.
         status: 0, its exit status, or minus the signal that ended it.
-        late: the seconds that it was given, if it took longer.
+        late: its time limit in seconds, if it took longer.
         printed: its standard error.
     """
 
@@ -102,7 +102,7 @@ class Ended:
 
     @property
     def manner(self) -> str:
-        """What became of it, for a message."""
+        """How the child ended, for a message."""
         if self.late is not None:
             return f"did not finish within {self.late:g} s"
         if self.status < 0:
@@ -111,7 +111,7 @@ class Ended:
 
 
 @dataclasses.dataclass(frozen=True)
-class Frame:
+class StackFrame:
     """One line of a stack."""
 
     module: str
@@ -128,34 +128,34 @@ class Frame:
         return f"{self.file}:{self.line} in {self.function}" if self.known else f"in {self.function}"
 
 
-def explain(ended: Ended, blocks: Sequence[Block], nulls: Sequence[str]) -> tuple[str, list[str]]:
-    """What happened, to stand after the kernel's name; and the report, trimmed.
+def explain(child: ChildExit, blocks: Sequence[MemoryBlock], nulls: Sequence[str]) -> tuple[str, list[str]]:
+    """Return a headline, to follow the kernel's name, and the trimmed report.
 
     ``nulls`` are the parameters for which NULL was passed.
     """
-    before, report = _split(ended.printed)
-    trimmed, author = _trim(report, ended.executable)
+    before, report = _split(child.printed)
+    trimmed, author = _trim(report, child.executable)
     where = f", at {author}" if author else ""
-    headline = _headline(ended, report, blocks, nulls)
+    headline = _headline(child, report, blocks, nulls)
     if before:
         trimmed = ["it printed:", *before[-_PRINTED_LINES:], *trimmed]
     return f"{headline}{where}.", trimmed
 
 
 def _split(printed: str) -> tuple[list[str], list[str]]:
-    """What the kernel itself printed, and the lines of the report that count."""
+    """Return the lines that the kernel itself printed, and the relevant lines of the report."""
     lines = [line for line in printed.splitlines() if line.strip() and not _NOISE.match(line)]
     begin = next((at for at, line in enumerate(lines) if _BEGINNING.search(line)), len(lines))
     end = next((at for at, line in enumerate(lines) if at > begin and _END.search(line)), len(lines))
     return lines[:begin], lines[begin:end]
 
 
-# ---- the line that says it all ----------------------------------------------------------------------------------------
+# ---- the headline -----------------------------------------------------------------------------------------------------
 
 
-def _headline(ended: Ended, report: Sequence[str], blocks: Sequence[Block], nulls: Sequence[str]) -> str:
-    if ended.late is not None or not report:
-        return ended.manner
+def _headline(child: ChildExit, report: Sequence[str], blocks: Sequence[MemoryBlock], nulls: Sequence[str]) -> str:
+    if child.late is not None or not report:
+        return child.manner
     undefined = report[0].partition("runtime error: ")[2]
     if undefined:
         return f"did something undefined: {undefined}{_pointer(undefined, blocks, nulls)}"
@@ -176,14 +176,14 @@ def _access(report: Sequence[str]) -> str:
     return f": a {signalled.group(1).lower()}" if signalled else ""
 
 
-def _pointer(message: str, blocks: Sequence[Block], nulls: Sequence[str]) -> str:
+def _pointer(message: str, blocks: Sequence[MemoryBlock], nulls: Sequence[str]) -> str:
     if "null pointer" in message:
         return _absent(nulls)
     found = _ADDRESS.search(message)
     return _nearest(int(found.group(), 16), blocks, RED_ZONE) if found else ""
 
 
-def _address_of(report: Sequence[str], blocks: Sequence[Block], nulls: Sequence[str]) -> str:
+def _address_of(report: Sequence[str], blocks: Sequence[MemoryBlock], nulls: Sequence[str]) -> str:
     kind, text = _kind(report[0]), "\n".join(report)
     found = _ADDRESS.search(_REGISTERS.sub("", report[0]))
     if found is None or kind.startswith(_WITHOUT_PLACE) or "high value address" in text:
@@ -200,32 +200,32 @@ def _absent(nulls: Sequence[str]) -> str:
     return f" (NULL was passed for {', '.join(nulls)})" if nulls else ""
 
 
-def _nearest(address: int, blocks: Sequence[Block], limit: int = _NEAR) -> str:
+def _nearest(address: int, blocks: Sequence[MemoryBlock], limit: int = _NEAR) -> str:
     nearest = min(blocks, key=lambda block: block.distance(address), default=None)
     if nearest is None or nearest.distance(address) > limit:
         return ""
     return f"{' at' if nearest.distance(address) <= RED_ZONE else '; the nearest tensor:'} {nearest.place(address)}"
 
 
-# ---- the rest of it ---------------------------------------------------------------------------------------------------
+# ---- the report -------------------------------------------------------------------------------------------------------
 
 
-def _trim(report: Sequence[str], executable: str) -> tuple[list[str], Frame | None]:
-    """The report with the author's part of each stack alone, and the first frame that is the author's."""
-    kept: list[str] = []
-    first: Frame | None = None
+def _trim(report: Sequence[str], executable: str) -> tuple[list[str], StackFrame | None]:
+    """Return the report with only the author's part of each stack, and the first frame of the author."""
+    trimmed: list[str] = []
+    first: StackFrame | None = None
     for lines, frames in _passages(report):
         shown, author = _of_author(frames, executable)
         first = first or author
-        kept += lines if shown or not frames or not kept else lines[:-1]
-        kept += [f"    {frame}" for frame in shown]
-    return kept, first
+        trimmed += lines if shown or not frames or not trimmed else lines[:-1]
+        trimmed += [f"    {frame}" for frame in shown]
+    return trimmed, first
 
 
-def _passages(report: Sequence[str]) -> Iterator[tuple[list[str], list[Frame]]]:
-    """Lines of text, each time with the stack that follows them."""
+def _passages(report: Sequence[str]) -> Iterator[tuple[list[str], list[StackFrame]]]:
+    """Yield lines of text with the stack that follows them."""
     lines: list[str] = []
-    frames: list[Frame] = []
+    frames: list[StackFrame] = []
     for line in report:
         frame = _frame(line)
         if frame is None and frames:
@@ -238,16 +238,16 @@ def _passages(report: Sequence[str]) -> Iterator[tuple[list[str], list[Frame]]]:
     yield lines, frames
 
 
-def _frame(line: str) -> Frame | None:
+def _frame(line: str) -> StackFrame | None:
     parts = line.split(_MARK)
     if len(parts) != 7:
         return None
     module, function, file, number = parts[2:6]
-    return Frame(module, function, file.removeprefix("./"), number)
+    return StackFrame(module, function, file.removeprefix("./"), number)
 
 
-def _of_author(frames: Sequence[Frame], executable: str) -> tuple[list[Frame], Frame | None]:
-    """The author's frames, after the one that they called, if any; and the innermost of them."""
+def _of_author(frames: Sequence[StackFrame], executable: str) -> tuple[list[StackFrame], StackFrame | None]:
+    """Return the frame that the author's innermost one called, if any, and the author's frames; and that innermost one."""
     end = next((at for at, frame in enumerate(frames) if _is_ours(frame)), len(frames))
     authors = [at for at, frame in enumerate(frames[:end]) if _is_author(frame, executable)]
     if not authors:
@@ -256,11 +256,11 @@ def _of_author(frames: Sequence[Frame], executable: str) -> tuple[list[Frame], F
     return [frames[at] for at in (*called, *authors)][:_FRAMES], frames[authors[0]]
 
 
-def _is_ours(frame: Frame) -> bool:
+def _is_ours(frame: StackFrame) -> bool:
     return os.path.basename(frame.file) == "debug_main.c" or _BOTTOM.match(frame.function) is not None
 
 
-def _is_author(frame: Frame, executable: str) -> bool:
-    """Code in the executable whose file is known; but vector intrinsics and the like stand in the compiler's headers."""
+def _is_author(frame: StackFrame, executable: str) -> bool:
+    """Whether a frame is in the executable and in a known file that is no header of the compiler, as of intrinsics."""
     same = os.path.basename(frame.module) == os.path.basename(executable)
     return same and frame.known and _SYSTEM.match(frame.file) is None

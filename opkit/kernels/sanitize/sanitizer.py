@@ -1,11 +1,11 @@
-"""Debug builds: one call of a kernel in a child process, under AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Run one call of a kernel's debug build in a child process, under AddressSanitizer and UndefinedBehaviorSanitizer.
 
 The kernel's generated unit and :func:`main_unit` are linked into one executable with ``-fsanitize=address,undefined``.
-The child has neither Python nor torch in it: it reads one file, the call, and leaves another, its result. Each
-tensor lies in memory of its own, of exactly its size, so that one element too far is an error there.
+The child has neither Python nor torch in it: it reads one file, the call, and writes another, its result. Each
+tensor has a block of memory of exactly its size, so that an access of one element too many is an error.
 
-Leaks are not looked for: LeakSanitizer has to ptrace its own process, which containers and debuggers forbid (every run
-would then fail), and OpenMP and other libraries keep memory for later on purpose. Data races are not found either.
+Leaks are not detected: LeakSanitizer has to ptrace its own process, which containers and debuggers forbid (every run
+would then fail), and OpenMP and other libraries cache memory on purpose. Data races are not detected either.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from typing import NoReturn, cast
 
 from opkit import errors
 from opkit.kernels.sanitize import report as sanitizer_report
-from opkit.kernels.sanitize.call import Buffer, Call, Left, TensorValue, Value
-from opkit.kernels.sanitize.report import Ended
+from opkit.kernels.sanitize.call import Buffer, CallResult, DebugCall, TensorValue, Value
+from opkit.kernels.sanitize.report import ChildExit
 
 __all__ = ["Buffer", "Result", "TensorValue", "Value", "main_unit", "run"]
 
 _INCLUDE = Path(__file__).parents[1] / "include"
-_KEPT = ("PATH", "LD_LIBRARY_PATH", "TMPDIR", "OMP_NUM_THREADS")  # of the environment; PATH, for llvm-symbolizer
-_SHOWN = 1 << 18  # bytes that are kept of the beginning, and of the end, of what a child prints
-_GRACE = 5.0  # seconds in which a child that took too long can say where it was
+# Variables that the child inherits; llvm-symbolizer is found in PATH.
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TMPDIR", "OMP_NUM_THREADS")
+_LOG_BYTES = 1 << 18  # bytes of the beginning, and of the end, of a child's output that are stored
+_GRACE = 5.0  # seconds in which a child that took too long can print its stack
 
 _COMMON = {
     "allow_addr2line": "1",
@@ -56,20 +57,18 @@ _OPTIONS = {
         **_COMMON,
         "detect_leaks": "0",
         "detect_stack_use_after_return": "1",
-        "redzone": str(
-            sanitizer_report.RED_ZONE
-        ),  # bytes: an index that is some hundred elements off still hits no other tensor
+        "redzone": str(sanitizer_report.RED_ZONE),  # an index that is off by some hundred elements hits no other tensor
     },
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a call left in which nothing was found.
+    """The result of a call without errors.
 
     Attributes:
-        code: what the kernel returned.
-        message: what it told ``opk_fail``, with file and line; else the text that it returned; else None.
+        code: the value that the kernel returned.
+        message: the message of ``opk_fail``, with file and line; else the text that it returned; else None.
         written: the bytes of the writable buffers by parameter; for a list, one entry an element (None: not writable).
     """
 
@@ -80,7 +79,7 @@ class Result:
 
 @functools.cache
 def main_unit() -> str:
-    """The program around the kernel, in C: the other unit of the executable."""
+    """Return the C text of the program around the kernel: the other unit of the executable."""
     before, after = (_INCLUDE / "debug_main.c").read_text(encoding="utf-8").split('#include "opkit.h"\n')
     header = (_INCLUDE / "opkit.h").read_text(encoding="utf-8")
     resumed = before.count("\n") + 2
@@ -97,35 +96,35 @@ def run(
     described: str,
     timeout: float = 60.0,
 ) -> Result:
-    """Calls the kernel's ``instance`` in a child process, with a value (name, value) for each C parameter.
+    """Call the kernel's ``instance`` in a child process, with a value (name, value) for each C parameter.
 
-    ``described`` says in messages what the operator was called with.
+    ``described`` describes the operator's arguments in messages.
 
     Raises:
-        SanitizerError: the kernel misused memory, did something undefined, crashed, wrote to what it may only read, or
+        SanitizerError: the kernel misused memory, did something undefined, crashed, wrote to read-only memory, or
             did not finish in ``timeout`` seconds.
         ToolchainError: the executable does not start.
     """
-    call, subject = Call(values), f"{operator}: kernel {kernel!r}"
+    call, subject = DebugCall(values), f"{operator}: kernel {kernel!r}"
     with tempfile.TemporaryDirectory(prefix="opkit-debug-") as folder, _quotable(executable) as program:
         paths = [str(Path(folder, "call")), str(Path(folder, "result"))]
         call.write(paths[0], instance)
-        ended, left = _start([program, *paths], len(call), timeout)
-    if left.addresses is None:
-        raise errors.ToolchainError(_not_started(subject, ended))
-    return _outcome(call, left, ended, subject, f"It was called with {described}")
+        child, result = _start([program, *paths], len(call), timeout)
+    if result.addresses is None:
+        raise errors.ToolchainError(_not_started(subject, child))
+    return _outcome(call, result, child, subject, f"It was called with {described}")
 
 
-def _outcome(call: Call, left: Left, ended: Ended, subject: str, called: str) -> Result:
-    if ended.status != 0 or not left.done:
-        _refuse(subject, called, *sanitizer_report.explain(ended, call.placed(left.addresses or ()), call.nulls))
-    code, message = left.outcome()
-    changed = left.changed()
+def _outcome(call: DebugCall, result: CallResult, child: ChildExit, subject: str, called: str) -> Result:
+    if child.status != 0 or not result.done:
+        _refuse(subject, called, *sanitizer_report.explain(child, call.placed(result.addresses or ()), call.nulls))
+    code, message = result.outcome()
+    changed = result.changed()
     if changed:
         _refuse(subject, called, f"wrote to {call.labels(changed)}, which the operator does not say it writes to.")
-    if ended.printed:
-        sys.stderr.write(ended.printed)
-    return Result(code, message, call.written(left))
+    if child.printed:
+        sys.stderr.write(child.printed)
+    return Result(code, message, call.written(result))
 
 
 def _refuse(subject: str, called: str, headline: str, report: Sequence[str] = ()) -> NoReturn:
@@ -135,16 +134,16 @@ def _refuse(subject: str, called: str, headline: str, report: Sequence[str] = ()
     raise errors.SanitizerError("\n".join(lines))
 
 
-def _not_started(subject: str, ended: Ended) -> str:
+def _not_started(subject: str, child: ChildExit) -> str:
     return (
         f"{subject}: its debug build does not start here. Check that the compiler's sanitizer libraries (libasan, libubsan) "
-        f"are installed, or build the kernel without debug=True. It {ended.manner} and printed: {ended.printed.strip()!r}"
+        f"are installed, or build the kernel without debug=True. It {child.manner} and printed: {child.printed.strip()!r}"
     )
 
 
 @contextlib.contextmanager
 def _quotable(executable: Path) -> Iterator[str]:
-    """The executable's path, or that of a copy: clang's symbolizer waits for ever on a path with a quote in it."""
+    """Yield the executable's path, or that of a copy: clang's symbolizer hangs on a path with a quote in it."""
     path = os.path.realpath(executable)
     if not any(character in path for character in '"\r\n'):
         yield path
@@ -153,50 +152,50 @@ def _quotable(executable: Path) -> Iterator[str]:
         yield shutil.copy(path, os.path.join(folder, "program"))
 
 
-def _start(command: list[str], blocks: int, timeout: float) -> tuple[Ended, Left]:
-    """Runs the child; if it does not come to ``main``, once more without random addresses.
+def _start(command: list[str], blocks: int, timeout: float) -> tuple[ChildExit, CallResult]:
+    """Run the child; if it does not reach ``main``, once more without random addresses.
 
     The sanitizers of older compilers cannot start where Linux randomises 32 bits of an address, as newer ones do.
     """
-    ended, left = _attempt(command, blocks, timeout)
+    child, result = _attempt(command, blocks, timeout)
     setarch = shutil.which("setarch")
-    if left.addresses is not None or setarch is None:
-        return ended, left
+    if result.addresses is not None or setarch is None:
+        return child, result
     fixed = _attempt([setarch, platform.machine(), "--addr-no-randomize", *command], blocks, timeout)
-    return (ended, left) if fixed[1].addresses is None else fixed
+    return (child, result) if fixed[1].addresses is None else fixed
 
 
-def _attempt(command: list[str], blocks: int, timeout: float) -> tuple[Ended, Left]:
+def _attempt(command: list[str], blocks: int, timeout: float) -> tuple[ChildExit, CallResult]:
     result = Path(command[-1])
     result.unlink(missing_ok=True)
-    ended = _supervise(command, timeout)
-    return ended, Left(result.read_bytes() if result.exists() else b"", blocks)
+    child = _supervise(command, timeout)
+    return child, CallResult(result.read_bytes() if result.exists() else b"", blocks)
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    inherited = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     options = {name: ":".join(f"{key}={value}" for key, value in table.items()) for name, table in _OPTIONS.items()}
-    return {**kept, **options, "LC_ALL": "C"}
+    return {**inherited, **options, "LC_ALL": "C"}
 
 
-def _supervise(command: list[str], timeout: float) -> Ended:
-    """Standard output is the parent's, so that a kernel's printf is seen; standard error is kept for the report."""
+def _supervise(command: list[str], timeout: float) -> ChildExit:
+    """Run the child on the parent's standard output, so that a kernel's printf is visible; collect its standard error."""
     printed = bytearray()
     executable = command[-3]
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=_environment())
     except OSError as error:
-        return Ended(executable, 127, None, str(error))
+        return ChildExit(executable, 127, None, str(error))
     with process:
-        reader = threading.Thread(target=_keep, args=(cast(io.BufferedReader, process.stderr), printed), daemon=True)
+        reader = threading.Thread(target=_collect, args=(cast(io.BufferedReader, process.stderr), printed), daemon=True)
         reader.start()
         late = _wait(process, timeout)
         reader.join()
-    return Ended(executable, process.returncode, timeout if late else None, printed.decode(errors="replace"))
+    return ChildExit(executable, process.returncode, timeout if late else None, printed.decode(errors="replace"))
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float) -> bool:
-    """Whether it took too long. Then it is aborted, on which the sanitizer prints where it was, and killed."""
+    """Return whether it took too long. It is then aborted, so that the sanitizer prints its stack, and killed."""
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -206,14 +205,14 @@ def _wait(process: subprocess.Popen[bytes], timeout: float) -> bool:
         except subprocess.TimeoutExpired:
             process.kill()
         return True
-    except BaseException:  # Control-C: nothing is left behind
+    except BaseException:  # Control-C: the child must not outlive this process
         process.kill()
         raise
     return False
 
 
-def _keep(stream: io.BufferedReader, printed: bytearray) -> None:
-    while chunk := stream.read1(_SHOWN):
+def _collect(stream: io.BufferedReader, printed: bytearray) -> None:
+    while chunk := stream.read1(_LOG_BYTES):
         printed += chunk
-        if len(printed) > 3 * _SHOWN:
-            del printed[_SHOWN : len(printed) - _SHOWN]
+        if len(printed) > 3 * _LOG_BYTES:
+            del printed[_LOG_BYTES : len(printed) - _LOG_BYTES]
