@@ -24,11 +24,11 @@ static const opk_kernel opk_descriptor = {{
 }};
 const opk_runtime* opk_rt = 0;
 OPK_EXPORT const opk_kernel* opk_describe(void);
-OPK_EXPORT void opk_init(const opk_runtime* opk_given);
+OPK_EXPORT void opk_init(const opk_runtime* opk_new_runtime);
 OPK_EXPORT void opk_boxed(uint64_t* opk_stack, uint64_t opk_inputs, uint64_t opk_outputs);
 OPK_EXPORT void opk_boxed_with_layout(uint64_t* opk_stack, uint64_t opk_inputs, uint64_t opk_outputs);
 const opk_kernel* opk_describe(void) {{ return &opk_descriptor; }}
-void opk_init(const opk_runtime* opk_given) {{ opk_rt = opk_given; }}
+void opk_init(const opk_runtime* opk_new_runtime) {{ opk_rt = opk_new_runtime; }}
 void opk_boxed(uint64_t* opk_stack, uint64_t opk_inputs, uint64_t opk_outputs) {{
     opk_call_boxed(opk_rt, &opk_descriptor, opk_stack, opk_inputs, opk_outputs, 0);
 }}

@@ -1,18 +1,18 @@
 /* Runs one call of a kernel that was built with sanitizers, in a process of its own: PROGRAM CALL RESULT.
  *
- * Both files are 64-bit words, little-endian, then bytes; opkit/kernels/sanitizer_call.py writes the one, reads the other.
+ * Both files are 64-bit words, little-endian, then bytes; opkit/kernels/sanitize/call.py writes CALL and reads RESULT.
  * CALL    "OPKCALL1", the instance's number, how many blocks, links and values follow
- *         block: size in bytes, flags (1: its bytes are given; else it is filled with 0xff. 2: the kernel may write to it)
+ *         block: size in bytes, flags (1: CALL has its bytes; else it is filled with 0xff. 2: the kernel may write to it)
  *         link:  block, offset, target, offset in the target: the first holds the address of the second
  *         value: block, word: the block's address plus the word; or -1, word: the word itself
- *         the bytes of each block that are given, padded to whole words
+ *         the bytes of each block with flag 1, padded to whole words
  * RESULT  "OPKBASE1", the address of each block                                                (before the call)
  *         "OPKDONE1", the code, the length of the message or -1, the message, padded           (after it)
  *         how many blocks changed that the kernel may not write to, and their numbers
  *         the bytes of each block that it may write to, padded
  *
  * Each block is allocated alone, at its exact size, so that the sanitizer's red zones touch it on both sides. */
-#define _GNU_SOURCE /* also where the author asks for -std=c11 */
+#define _GNU_SOURCE /* also if the author sets -std=c11 */
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdarg.h>
@@ -30,11 +30,11 @@ const opk_kernel* opk_describe(void);
 void opk_init(const opk_runtime*);
 __attribute__((weak)) void __asan_poison_memory_region(const volatile void* address, size_t size);
 
-enum { GIVEN = 1, WRITABLE = 2, ALIGNMENT = 64, THREADS = 4 };
+enum { HAS_DATA = 1, WRITABLE = 2, ALIGNMENT = 64, THREADS = 4 };
 
 typedef struct Block {
     int64_t size, flags;
-    unsigned char *given, *address;
+    unsigned char *data, *address;
 } Block;
 
 static void stop(const char* why) {
@@ -91,7 +91,7 @@ static void start_part(Part* part) {
     if (!part->started) part->body(part->begin, part->end, part->context);
 }
 
-/* Four threads whatever the machine has, so that a body that relies on being alone goes wrong here too. */
+/* Four threads whatever the machine has, so that a body that relies on being alone fails here too. */
 static void parallel_for(int64_t begin, int64_t end, int64_t grain, opk_range_body body, void* context) {
     if (begin >= end) return;
     int64_t step = (end - begin + THREADS - 1) / THREADS;
@@ -128,7 +128,7 @@ typedef struct Call {
 
 static size_t padded(int64_t size) { return ((size_t)size + 7) / 8 * 8; }
 
-/* A private copy: links are written into it, and after the call it tells which blocks changed. */
+/* A private copy: links are written into it, and after the call it shows which blocks changed. */
 static int64_t* map_file(const char* path) {
     struct stat status;
     int file = open(path, O_RDONLY);
@@ -153,7 +153,7 @@ static void place_blocks(Call* call, const int64_t* rows) {
     for (int64_t i = 0; i < call->block_count; i++) {
         int64_t size = rows[2 * i], flags = rows[2 * i + 1];
         call->blocks[i] = (Block){size, flags, bytes, allocate(size)};
-        if (flags & GIVEN) bytes += padded(size);
+        if (flags & HAS_DATA) bytes += padded(size);
     }
 }
 
@@ -161,7 +161,7 @@ static void link_blocks(const Call* call) {
     for (int64_t i = 0; i < call->link_count; i++) {
         const int64_t* link = call->links + 4 * i;
         unsigned char* target = call->blocks[link[2]].address + link[3];
-        memcpy(call->blocks[link[0]].given + link[1], &target, sizeof target);
+        memcpy(call->blocks[link[0]].data + link[1], &target, sizeof target);
     }
 }
 
@@ -169,7 +169,7 @@ static void fill_blocks(const Call* call) {
     for (int64_t i = 0; i < call->block_count; i++) {
         const Block* block = &call->blocks[i];
         if (block->size == 0) continue;
-        if (block->flags & GIVEN) memcpy(block->address, block->given, (size_t)block->size);
+        if (block->flags & HAS_DATA) memcpy(block->address, block->data, (size_t)block->size);
         else memset(block->address, 0xff, (size_t)block->size);
     }
 }
@@ -224,7 +224,7 @@ static void write_outcome(FILE* file, int32_t code, const char* text) {
 }
 
 static int changed(const Block* block) {
-    return block->size > 0 && block->flags == GIVEN && memcmp(block->given, block->address, (size_t)block->size) != 0;
+    return block->size > 0 && block->flags == HAS_DATA && memcmp(block->data, block->address, (size_t)block->size) != 0;
 }
 
 static void write_blocks(FILE* file, const Call* call) {

@@ -100,7 +100,7 @@ enum { OPK_ANY = -1, OPK_NO_NAME = -2, OPK_UNNAMED = -1 };
 #define OPK_LITERAL(size) (-2 - (int32_t)(size))
 typedef struct opk_shape {
     int32_t before;
-    int32_t variadic; /* a named size (the product of the sizes it stands for), OPK_UNNAMED, or OPK_NO_NAME */
+    int32_t variadic; /* a named size (the product of several sizes), OPK_UNNAMED, or OPK_NO_NAME */
     int32_t after;
     const int32_t* dims;
 } opk_shape;
@@ -118,12 +118,12 @@ typedef struct opk_output {
     int32_t alias; /* the argument that is returned as this output, or -1: a new tensor */
 } opk_output;
 
-enum opk_source { /* what a parameter of the C function is given */
+enum opk_source { /* what a parameter of the C function receives */
     OPK_FROM_DATA = 0,     /* a pointer to a contiguous tensor's elements */
     OPK_FROM_TENSOR = 1,   /* a pointer to an opk_tensor */
     OPK_FROM_DATA_LIST = 2,   /* T* const*: the elements of each tensor of a list, all contiguous */
     OPK_FROM_TENSOR_LIST = 3, /* an array of opk_tensor */
-    OPK_FROM_SCALAR = 4,   /* the value of an int, float, bool or dtype; of an optional one where it is known to be given */
+    OPK_FROM_SCALAR = 4,   /* the value of an int, float, bool or dtype; of an optional one where it is known not to be None */
     OPK_FROM_SCALAR_POINTER = 5, /* a pointer to it (int64_t, double, uint8_t for bool, int32_t for dtype), NULL: None */
     OPK_FROM_STRING = 6,   /* its characters, ending in a NUL; NULL: None */
     OPK_FROM_VALUES = 7,   /* the elements of a list of ints (int64_t), floats (double) or bools (uint8_t) */
@@ -133,13 +133,13 @@ enum opk_source { /* what a parameter of the C function is given */
     OPK_FROM_SIZE = 12, OPK_FROM_STRIDE = 13, /* detail: the dimension; negative ones count from the end */
     OPK_FROM_STREAM = 14,  /* torch's current CUDA stream */
     OPK_FROM_INT_CONSTANT = 15, OPK_FROM_FLOAT_CONSTANT = 16,
-    /* A pointer to an opk_tensor that is contiguous, or was made so, but for the strides that the kernel is told: each other
+    /* A pointer to an opk_tensor that is contiguous, or was made so, except for the strides that the kernel receives: each other
      * dimension lies around the one after it without gaps. detail: bit d for the stride of the dimension d, bit 15 + d for
      * that of the d-th from the end. */
     OPK_FROM_PACKED_TENSOR = 17
 };
 
-/* Element types that a pointer asks for: an opk_dtype, or one of these. */
+/* The element type that a pointer requires: an opk_dtype, or one of these. */
 enum { OPK_ANY_DTYPE = -1 };
 #define OPK_VARIABLE(n) (-2 - (n)) /* the n-th type variable, T being the first */
 
@@ -152,7 +152,7 @@ typedef struct opk_parameter {
     opk_value constant;
 } opk_parameter;
 
-/* The C function compiled for one choice of types: dtypes[n] is what the n-th type variable stands for. */
+/* The C function compiled for one choice of types: dtypes[n] is the dtype of the n-th type variable. */
 typedef struct opk_instance {
     const int32_t* dtypes;
     opk_trampoline call;
