@@ -14,7 +14,7 @@ Six models (``compile_models.py``), inference and training, float32 and bfloat16
 The floors are Dynamo alone and Dynamo with AOTAutograd ("aot": Inductor's decompositions and partitioner, and no compiler)::
 
     python benchmarks/compile.py [--backend opkit] [--what cold,run] [--models bert,gpt2] [--modes training] [--json FILE]
-    python benchmarks/compile.py --from FILE --plot docs --markdown docs/compile_figures.md
+    python benchmarks/compile.py --from FILE --markdown tables.md
 
 A backend that there is not is left out with a line that says why. ``--small`` tries everything on tiny models.
 """
@@ -260,7 +260,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="where the rows go, and are kept as they come")
     parser.add_argument("--from", dest="given", type=Path, nargs="*", help="rows of earlier runs, instead of measuring")
     parser.add_argument("--markdown", type=Path, help="where the tables go, as markdown")
-    parser.add_argument("--plot", type=Path, help="the folder for the plots")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -285,7 +284,7 @@ def main() -> None:
     if options.child:
         answer(options.child)
         return
-    from compile_report import draw, figures, markdown, show
+    from compile_report import figures, markdown, show
 
     _chosen(options)
     records = [json.loads(path.read_text(encoding="utf-8")) for path in options.given or ()] or [
@@ -296,8 +295,6 @@ def main() -> None:
     show(tables)
     if options.markdown:
         options.markdown.write_text(markdown(tables, machine), encoding="utf-8")
-    if options.plot:
-        draw(rows, options.plot)
     print(json.dumps({table.name: table.summary for table in tables}))
 
 

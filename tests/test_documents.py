@@ -7,6 +7,7 @@ Python block is what that block prints, in the documents that say so.
 
 import dataclasses
 import re
+import runpy
 import shlex
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -127,13 +128,27 @@ def test_commands_run(tmp_path):
 
 
 def test_links_lead_somewhere():
-    nowhere = [
+    folders = ("docs", "benchmarks", "cpp_ext", "examples", "opkit", "tests")
+    pages = [*ROOT.glob("*.md"), *(path for folder in folders for path in (ROOT / folder).rglob("*.md"))]
+    broken = [
         f"{path}: {target}"
-        for path, text in zip(PATHS, DOCUMENTS.values(), strict=True)
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+        for path in pages
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
         if not (path.parent / target).exists()
     ]
-    assert not nowhere
+    assert not broken
+
+
+def test_pages_of_results_are_those_of_the_report():
+    """``python -m benchmarks.report`` writes them again."""
+    pages = runpy.run_path(str(ROOT / "benchmarks" / "report.py"))["pages"]()
+    assert pages
+    assert [path for path, text in pages.items() if path.read_text(encoding="utf-8") != text] == []
+
+
+def test_no_drawing_is_long():
+    drawings = [path for folder in ("docs", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.svg")]
+    assert not [path for path in drawings if len(path.read_text(encoding="utf-8").splitlines()) > 200]
 
 
 def test_blocks_keep_their_line_numbers():

@@ -39,7 +39,7 @@ _FROM = {64: 1024, 128: 512}  #: queries from which on it is the faster one, and
 _PART = 64 * 64  #: floats of a warpgroup's part of the gradient of a block of queries
 _CACHED, _CACHED_SHORT = 36 << 20, 16 << 20
 """Bytes of queries, their gradients and the sums of those that shall stay in the L2 cache; of calls of up to 1024 queries fewer.
-"Sections" in docs/attention_gpu_figures.md has the figures."""
+benchmarks/README.md explains the choice ("The backward for Hopper")."""
 _WIDER = {64: 2, 128: 1}
 """Of deterministic calls under windows or segments so many times as many, by the larger head, and once more without a band: the
 more heads are interleaved, the less do tiles of one head wait for one another."""

@@ -33,7 +33,7 @@ LOG2E = 1.4426950408889634
 MAX_FACTOR = 1024.0  #: of logits: a cap, or a scale where there is none
 _INTERLEAVED = {64: 32 << 20, 128: 32 << 20, 256: 16 << 20}
 """Bytes of keys and values of the heads that are interleaved, by the size of the larger head, as measured: what the L2 cache
-holds, which has 50 MB, or less. "When a tile is claimed" and "Short calls" in docs/attention_gpu_figures.md have the figures."""
+holds, which has 50 MB, or less. benchmarks/README.md explains the choice ("The forward for Hopper")."""
 _SHORT, _INTERLEAVED_SHORT = 1024, 16 << 20
 """Up to so many keys it is fewer bytes: queries and results take as much of the cache, and tiles of all lengths are to be
 under way at once, since those that come first read from memory."""
