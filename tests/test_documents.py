@@ -16,6 +16,8 @@ from pathlib import Path
 import fresh_process
 import pytest
 
+from opkit import config, errors
+
 ROOT = Path(__file__).parents[1]
 PATHS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PATHS}
@@ -137,6 +139,38 @@ def test_links_lead_somewhere():
         if not (path.parent / target).exists()
     ]
     assert not broken
+
+
+def test_files_that_pages_name_exist():
+    """A page names files and folders by their path from the root, in backticks."""
+    path = re.compile(r"`((?:opkit|cpp_ext|tests|examples|benchmarks|docs)/[\w./]*)`")
+    pages = [*PATHS, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
+    named = [(page.name, name) for page in pages for name in path.findall(page.read_text(encoding="utf-8"))]
+    assert [each for each in named if not (ROOT / each[1]).exists()] == []
+
+
+def test_settings_are_those_of_the_configuration():
+    rows = re.findall(r"^\| `(OPKIT_\w+)` \| (?:`([^`]*)`)?", DOCUMENTS["docs/settings.md"], re.MULTILINE)
+    source = Path(config.__file__).read_text(encoding="utf-8")
+    assert {name for name, _ in rows} == set(re.findall(r'"(OPKIT_\w+)"', source))
+    for name, default in rows:
+        if default.isdigit():  # the page's defaults are those of an empty environment
+            assert config.read({name: default}) == config.read({}), name
+
+
+def test_every_setting_has_a_row():
+    fields = {field.name for field in dataclasses.fields(config.Config)} - {"verify_all"}  # OPKIT_VERIFY=all
+    assert {
+        name.removeprefix("OPKIT_").lower()
+        for name in re.findall(r"^\| `(OPKIT_\w+)`", DOCUMENTS["docs/settings.md"], re.M)
+    } == fields
+
+
+def test_errors_that_the_answers_name_exist():
+    headings = re.findall(r"^### (.*)$", DOCUMENTS["docs/faq.md"], re.MULTILINE)
+    named = {name for heading in headings for name in re.findall(r"\w+(?:Error|Warning)", heading)}
+    assert len(named) >= 20
+    assert {name for name in named if not hasattr(errors, name)} == set()
 
 
 def test_pages_of_results_are_those_of_the_report():
