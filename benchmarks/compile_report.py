@@ -140,7 +140,7 @@ def _numbers(what: str, rows: Sequence[Row], ours: str, peer: str) -> Table:
         (case, *(f"{_of(of[case], name):.1e}" for of in (loss, grads) for name in (EAGER, peer, ours))) for case in loss
     ]
     names = tuple(f"{kind}, {name}" for kind in ("loss", "gradients") for name in (EAGER, peer, ours))
-    return Table(what, ("error beside float64", *names), lines, {})
+    return Table(what, ("error compared with float64", *names), lines, {})
 
 
 def _depth(what: str, rows: Sequence[Row], ours: str, peer: str) -> Table:
@@ -197,7 +197,7 @@ def _shapes(what: str, rows: Sequence[Row], ours: str, peer: str) -> Table:
         )
         for row in rows
     ]
-    head = ("20 sizes", "", "graphs", "recompiles", "seconds beyond eager", "error beside eager")
+    head = ("20 sizes", "", "graphs", "recompiles", "seconds beyond eager", "error compared with eager")
     return Table(
         what, head, lines, _worst("recompiles, most", [row["recompiles"] for row in rows if row["backend"] == ours])
     )

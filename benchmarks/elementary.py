@@ -1,4 +1,4 @@
-"""How fast are the elementary functions of generated C beside eager's, and how accurate?
+"""Measure the speed and accuracy of the elementary functions in generated C, compared with eager's.
 
 One thread and 65536 elements, so that they stay in the cache; ours and eager's calls alternate, and figures are medians.
 ``python benchmarks/elementary.py`` takes half a minute. ``--stride 64`` also checks every 64th float32 against float64,

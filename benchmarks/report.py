@@ -1,7 +1,7 @@
 """Write the pages of benchmark results: one Markdown page for each topic, from one JSON file for each run.
 
-``benchmarks/results/<topic>/<run>.json`` holds the title, setup, command, note and tables of a run. Cells are text, so that
-they keep the digits that were measured::
+``benchmarks/results/<topic>/<run>.json`` holds the title, setup, command, note and tables of a run. Cells are text, with
+the digits that were measured::
 
     python -m benchmarks.report                     # write benchmarks/results/<topic>.md for every topic
     python -m benchmarks.report --add attention_gpu/calls_b200 tables.md --title "Calls on a B200" \\

@@ -1,8 +1,8 @@
 """Every Python block of the README and docs/ runs, and every opkit command that is cheap enough to run.
 
-A document's blocks run in order in one process, at the line numbers that they have in the document. Blocks whose fence
+The blocks of a page run in order in one process, at the line numbers that they have in the page. Blocks whose fence
 reads ```` ```python my_ops.py ```` are saved under that name, together, and imported where they stand. A text block after a
-Python block is what that block prints, in the documents that say so.
+Python block is what that block prints, in the pages of ``SHOWING``.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ SHOWING = ["docs/compiler.md"]
 _END = "\0"
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>.*)$")
 _CHEAP = ("doctor", "list", "describe", "--help")
-_LIMIT = 960  # seconds of a document's blocks; the README's took 261 on a slow processor, beside another test
+_LIMIT = 960  # seconds for the blocks of one page; on a slow processor, next to another test, the README once took 261
 pytestmark = pytest.mark.timeout(_LIMIT + 20)
 
 
@@ -60,7 +60,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def script(text: str) -> str:
-    """The Python blocks of a document that are no file's; a file's names are imported where its blocks stand."""
+    """Return the Python blocks of a page that belong to no file; a file's names are imported where its blocks are."""
     found = [block for block in blocks(text) if block.language == "python"]
     return _placed(text, [(block, block.lines if block.file is None else _imported(block.file)) for block in found])
 
@@ -70,7 +70,7 @@ def _imported(file: str) -> tuple[str, ...]:
 
 
 def _placed(text: str, placed: Iterable[tuple[Block, Sequence[str]]]) -> str:
-    """Lines where their blocks are, with every other line blank, so that line numbers agree."""
+    """Return lines where their blocks are, with every other line blank, so that line numbers agree."""
     lines = [""] * len(text.splitlines())
     for block, content in placed:
         lines[block.first_line - 1 : block.first_line - 1 + len(content)] = content
@@ -78,7 +78,7 @@ def _placed(text: str, placed: Iterable[tuple[Block, Sequence[str]]]) -> str:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The opkit commands in a document's shell blocks, less those that install, train or test."""
+    """Return the opkit commands in a page's shell blocks, except those that install, train or test."""
     lines = [line for block in blocks(text) if block.language in ("bash", "console", "sh") for line in block.lines]
     parts = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
     return [part for part in parts if len(part) > 1 and part[0] == "opkit" and part[1] in _CHEAP]
@@ -91,15 +91,15 @@ def save(text: str, folder: Path) -> None:
         (folder / file).write_text(_placed(text, parts), encoding="utf-8")
 
 
-def shown(text: str) -> list[tuple[int, str]]:
-    """Of each text block after a Python block: how many Python blocks there are before that one, and the text."""
+def expected_outputs(text: str) -> list[tuple[int, str]]:
+    """Return each text block after a Python block, with the number of Python blocks before that one."""
     found = [block for block in blocks(text) if block.language in ("python", "text")]
     pairs = [(n, found[n].lines) for n in range(1, len(found)) if found[n].language == "text"]
     return [(sum(b.language == "python" for b in found[: n - 1]), "\n".join(lines)) for n, lines in pairs]
 
 
-def marking(text: str) -> str:
-    """The script of a document, which says where each block's output ends."""
+def script_with_marks(text: str) -> str:
+    """Return the script of a page, which prints a mark where each block's output ends."""
     lines = script(text).splitlines()
     for block in blocks(text):
         if block.language == "python":
@@ -111,11 +111,11 @@ def marking(text: str) -> str:
 def test_python_blocks_run(name, tmp_path):
     text = DOCUMENTS[name]
     program = tmp_path / f"{Path(name).stem.lower()}_blocks.py"
-    program.write_text(marking(text) if name in SHOWING else script(text), encoding="utf-8")
+    program.write_text(script_with_marks(text) if name in SHOWING else script(text), encoding="utf-8")
     save(text, tmp_path)
     done = fresh_process.run([*WARNINGS, program.name], cwd=tmp_path, timeout=_LIMIT)
     printed = done.stdout.split(_END)
-    for block, expected in shown(text) if name in SHOWING else []:
+    for block, expected in expected_outputs(text) if name in SHOWING else []:
         assert printed[block].strip("\n") == expected
 
 
