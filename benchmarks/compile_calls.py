@@ -72,7 +72,7 @@ def graph(x: torch.Tensor) -> dict[str, Call]:
     """opkit's graph of the forward, without Dynamo: the runner, and the driver's function alone."""
     runners: list[Runner] = []
     original, held = warm.assemble, model().requires_grad_(False)
-    warm.assemble = lambda *arguments: runners.append(original(*arguments)) or runners[-1]
+    warm.assemble = lambda *given: runners.append(original(*given)) or runners[-1]
     try:
         torch.compile(held, backend=opkit_backend)(x)
     finally:
