@@ -24,7 +24,7 @@ from torch import Tensor
 import opkit
 from opkit.kernels import bridge
 from opkit.op.native import function as native
-from opkit.op.torch_paths import torch_paths
+from opkit.op.torch_private import torch_paths
 
 BUILDS, LOADS, MANY = 9, 7, 500
 ROUNDS, CALLS = 61, 1000

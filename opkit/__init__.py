@@ -13,7 +13,7 @@ from opkit.kernels.cc.native import c_kernel as c_kernel
 from opkit.kernels.cc.native import cpp_kernel as cpp_kernel
 from opkit.kernels.cc.native import cuda_kernel as cuda_kernel
 from opkit.op.definition import custom_op as custom_op
-from opkit.op.library import from_library as from_library
+from opkit.op.from_library import from_library as from_library
 from opkit.op.operator import CustomOp as CustomOp
 from opkit.op.operator import use_kernel as use_kernel
 from opkit.op.registry import get as get

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from opkit.doctor import Finding
     from opkit.kernels.aot.package import Library
     from opkit.kernels.store.cache import Entry
-    from opkit.op.aot.package import Report
+    from opkit.op.aot.package import BuildReport
 
 app = typer.Typer(
     help="Custom PyTorch operators from one function.",
@@ -180,7 +180,7 @@ def build(
 def bridge() -> None:
     """Build the bridge to this torch now, with which calls of C kernels that need no gradient skip Python."""
     from opkit.kernels import bridge as bridges
-    from opkit.op.torch_paths import torch_paths
+    from opkit.op.torch_private import torch_paths
 
     paths = torch_paths()
     with terminal.bad_input(errors.OpkitError):
@@ -250,7 +250,7 @@ def _listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _built(report: Report) -> Iterator[Table | str]:
+def _built(report: BuildReport) -> Iterator[Table | str]:
     from opkit.kernels.aot.package import runtime_library
 
     if report.libraries or not report.binaries:
@@ -267,7 +267,7 @@ def _built(report: Report) -> Iterator[Table | str]:
         yield f"the runtime for programs without Python: {escape(str(runtime_library()))}"
 
 
-def _total(report: Report) -> str:
+def _total(report: BuildReport) -> str:
     files = {each.file: each.size for each in (*report.libraries, *report.binaries)}
     counts = (
         (len(report.libraries), "library", "libraries"),
@@ -278,7 +278,7 @@ def _total(report: Report) -> str:
     return f"{', '.join(listed or ['nothing'])}, {_bytes(sum(files.values()))}"
 
 
-def _binaries(report: Report) -> Iterator[tuple[str, ...]]:
+def _binaries(report: BuildReport) -> Iterator[tuple[str, ...]]:
     """A line for each Triton kernel and architecture; binaries that came out equal count once."""
     sizes: dict[tuple[str, str], dict[str, int]] = {}
     for each in report.binaries:
@@ -289,7 +289,7 @@ def _binaries(report: Report) -> Iterator[tuple[str, ...]]:
         yield escape(printable(name)), target, str(len(files)), _bytes(sum(files.values()))
 
 
-def _library(report: Report, library: Library) -> tuple[str, ...]:
+def _library(report: BuildReport, library: Library) -> tuple[str, ...]:
     count = report.programs.get((library.operator, library.kernel), 0)
     name = f"{library.operator}[{library.kernel}]"
     return escape(printable(name)), library.isa, _bytes(library.size), f"{count} programs", library.file

@@ -142,7 +142,7 @@ def _compiler(language: str, name: str) -> Finding:
 def _bridge() -> Iterator[Finding]:
     """What lets calls of C kernels skip Python; all works without it, so it is never missing."""
     from opkit.kernels import bridge
-    from opkit.op.torch_paths import torch_paths
+    from opkit.op.torch_private import torch_paths
 
     found = bridge.status(torch_paths())
     took = "" if found.seconds is None else f" in {found.seconds:.1f} s"

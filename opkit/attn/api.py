@@ -17,14 +17,14 @@ from opkit.attn.masks.lowering import Sizes
 from opkit.attn.masks.lowering import lower as lower_mask
 from opkit.attn.operator import attention_operator
 from opkit.op import torch_private as private
-from opkit.op.dispatch.fastcall import undisturbed
-from opkit.op.dispatch.recent import Known, Recent, bind
+from opkit.op.dispatch.fastcall import no_active_modes
+from opkit.op.dispatch.guarded_cache import GuardedCache, GuardedResult, bind
 from opkit.op.dispatch.selection import REFERENCE, Selection
 from opkit.op.operator import use_kernel
 
 _OPERATOR, _FLOAT8 = attention_operator(), float8.attention_float8_operator()
-_Known = Known[tuple[Any, ...]]
-_RECENT: Recent[tuple[Any, ...]] = Recent()  # of a mask, the operator's program and numbers
+_Known = GuardedResult[tuple[Any, ...]]
+_RECENT: GuardedCache[tuple[Any, ...]] = GuardedCache()  # of a mask, the operator's program and numbers
 _MODULES = sys.modules
 _DTYPES = arguments.DTYPES | float8.DTYPES
 Bias = Tensor | biases.Bias | list[Any] | tuple[Any, ...]
@@ -131,15 +131,15 @@ def attention(
     """
     if _distributed():
         arguments.refuse_context_parallel()
-    known = go = flags = None
+    known = fn = flags = None
     plain = bias is None and sinks is None and dropout_p == 0 and kernel is None and descales is None
     if plain and not is_dynamo_compiling():
         flags = (mask, scale, softcap, layout, is_grad_enabled())
         known = _known(q, k, v, flags)
-        go = None if known is None else known.go
-    if known is not None and go is not None and undisturbed():
-        program, *numbers = known.found
-        out, lse = go(*_heads_first(q, k, v, layout), [], [], None, None, program[:], [], *numbers)
+        fn = None if known is None else known.fn
+    if known is not None and fn is not None and no_active_modes():
+        program, *numbers = known.result
+        out, lse = fn(*_heads_first(q, k, v, layout), [], [], None, None, program[:], [], *numbers)
     else:
         call = _lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout)
         if descales is not None or call[0].dtype in float8.DTYPES:
@@ -194,7 +194,7 @@ def _distributed() -> bool:
 def _known(q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...]) -> _Known | None:
     """What is known of calls like this one, which has no tensors beside q, k and v."""
     if flags[0] is None or isinstance(flags[0], Mask):
-        for known in _RECENT.known:
+        for known in _RECENT.entries:
             if known.flags == flags and known.check(q, k, v):
                 return known
     return None
@@ -206,10 +206,10 @@ def _note(q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...], known: _Known
     mask, *numbers = flags[:3]
     static = mask is None or (isinstance(mask, Mask) and mask.static)
     if known is not None:
-        if known.go is None:
+        if known.fn is None:
             bind(_OPERATOR, known, *call)
     elif static and _is_number(*numbers) and not _autocasts(q.device.type):
-        _RECENT.note((q, k, v), flags, (call[7], *call[9:]))
+        _RECENT.store((q, k, v), flags, (call[7], *call[9:]))
 
 
 def _is_number(*values: object) -> bool:

@@ -25,7 +25,7 @@ from opkit.kernels.cc import runs, source
 from opkit.kernels.cc.dtypes import C_TYPES
 from opkit.kernels.cc.native import Elements, NativeKernel
 from opkit.kernels.cc.runs import Taken
-from opkit.op.dispatch.selection import Kernel, forced_kernels
+from opkit.op.dispatch.selection import RegisteredKernel, forced_kernels
 from opkit.op.native.function import NativeFunction
 from opkit.op.operator import CustomOp
 
@@ -57,7 +57,7 @@ def rule(op: CustomOp[Any, Any]) -> Rule:
     return formula
 
 
-def _of_numbers(b: Builder, kernel: Kernel, elements: Elements, given: Mapping[str, Any]) -> Expr:
+def _of_numbers(b: Builder, kernel: RegisteredKernel, elements: Elements, given: Mapping[str, Any]) -> Expr:
     """The value of a library's function."""
     native = kernel.function.native  # pyright: ignore[reportFunctionMemberAccess]
     values = [_value(b, native, elements, name, c_type, given) for name, c_type in elements.parameters]
@@ -112,16 +112,16 @@ def _file(path: str) -> str:
     return f"{path} {about.st_size} {about.st_mtime_ns}"
 
 
-def _elements(kernel: Kernel) -> Elements | None:
+def _elements(kernel: RegisteredKernel) -> Elements | None:
     return kernel.function.native.elements if isinstance(kernel.function, NativeFunction) else None
 
 
-def _computes_elements(kernel: Kernel) -> bool:
+def _computes_elements(kernel: RegisteredKernel) -> bool:
     native = kernel.function.native if isinstance(kernel.function, NativeFunction) else None
     return native is not None and (native.elements is not None or native.elementwise)
 
 
-def _library(kernel: Kernel) -> str:
+def _library(kernel: RegisteredKernel) -> str:
     elements = _elements(kernel)
     return elements.library if elements is not None else str(kernel.function.build())  # pyright: ignore[reportFunctionMemberAccess]
 
@@ -153,7 +153,7 @@ def _refusal(op: CustomOp[Any, Any]) -> str:
     return f"{state} may have state: it was declared with parallel=False" if state else ""
 
 
-def _chosen(op: CustomOp[Any, Any], b: Builder, given: Mapping[str, Any]) -> Kernel:
+def _chosen(op: CustomOp[Any, Any], b: Builder, given: Mapping[str, Any]) -> RegisteredKernel:
     """The kernel for these dtypes, which is in a library that is there."""
     have = {name: value.dtype for name, value in given.items() if isinstance(value, Tensor)}
     for kernel in op._operator.kernels.kernels:
@@ -166,7 +166,7 @@ def _chosen(op: CustomOp[Any, Any], b: Builder, given: Mapping[str, Any]) -> Ker
     raise NoRule(f"no variant of the function takes {', '.join(have.values())}")
 
 
-def _takes_run(kernel: Kernel, b: Builder, given: Mapping[str, Any]) -> bool:
+def _takes_run(kernel: RegisteredKernel, b: Builder, given: Mapping[str, Any]) -> bool:
     """Whether an elementwise kernel takes a call: its dtypes, and tensors of one shape.
 
     Raises:
@@ -186,7 +186,7 @@ def _takes_run(kernel: Kernel, b: Builder, given: Mapping[str, Any]) -> bool:
     return True
 
 
-def _takes(kernel: Kernel, elements: Elements, have: Mapping[str, str], result: str) -> bool:
+def _takes(kernel: RegisteredKernel, elements: Elements, have: Mapping[str, str], result: str) -> bool:
     bind = kernel.function.native.bind  # pyright: ignore[reportFunctionMemberAccess]
     types = {str(bind.get(name, name)): _dtype(c) for name, c in elements.parameters if name in elements.tensors}
     allowed = None if kernel.dtypes is None else {OF_TORCH.get(str(t).removeprefix("torch.")) for t in kernel.dtypes}

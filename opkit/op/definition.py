@@ -17,11 +17,11 @@ from opkit.errors import DefinitionError, KeywordTensorError
 from opkit.op import registry
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
-from opkit.op.dispatch.selection import Kernel, KernelTable
+from opkit.op.dispatch.selection import KernelTable, RegisteredKernel
 from opkit.op.native import function as _native  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers its kind
 from opkit.op.operator import CustomOp, Devices
 from opkit.op.rules.autocast import check_policy
-from opkit.op.schema import schema as schemas
+from opkit.op.schema import schema_string
 from opkit.op.schema import signature as signatures
 from opkit.op.schema.signature import Signature
 from opkit.op.trace import mutation
@@ -127,7 +127,7 @@ def custom_op(
         return op
 
     compat.warn_if_untested(torch.__version__)
-    schemas.split_name(name)
+    schema_string.split_name(name)
     check_policy(name, autocast)
     return define if fn is None else define(fn)
 
@@ -170,7 +170,7 @@ class _Draft:
 
     def operator(self) -> Operator:
         self._check_options()
-        _, opname = schemas.split_name(self.name)
+        _, opname = schema_string.split_name(self.name)
         signature = signatures.read(self.function, self.name)
         self._check_parameters(signature)
         declared = (
@@ -184,14 +184,14 @@ class _Draft:
         if self.schema is not None:
             signature = _from_schema(signature, parsed)
             if declared is not None:
-                schemas.check_manual(text, set(inference.mutates), declared, parsed.arguments)
+                schema_string.check_manual(text, set(inference.mutates), declared, parsed.arguments)
         tags = self._tags(inference, parsed)
         operator = Operator(
             name=self.name,
             signature=signature,
             schema_text=text,
             function=self.function,
-            given_reference=self.reference,
+            explicit_reference=self.reference,
             declared_opaque=self.opaque or self.reference is not None,
             inline=self.inline,
             autocast=self.autocast,
@@ -240,7 +240,7 @@ class _Draft:
     def _inferred_schema(
         self, signature: Signature, inference: Inference, declared: str | tuple[str, ...] | None
     ) -> str:
-        return schemas.infer(signature, declared if isinstance(declared, str) else inference.mutates, self.tags)
+        return schema_string.infer(signature, declared if isinstance(declared, str) else inference.mutates, self.tags)
 
     def _parsed(self, opname: str, text: str) -> Any:
         try:
@@ -271,13 +271,13 @@ class _Draft:
                 raise DefinitionError(
                     f"{self.name}: {device!r} is not a device type of torch's. Examples: cpu, cuda."
                 ) from error
-        schemas.device_argument(parsed, devices)
+        schema_string.device_argument(parsed, devices)
         return devices
 
     def _add_body(self, operator: Operator) -> None:
         for device in operator.device_types or (None,):
             name = operator.kernels.free_name(getattr(self.function, "__name__", ""), device)
-            operator.kernels.add(Kernel(name, device, operator.body))
+            operator.kernels.add(RegisteredKernel(name, device, operator.body))
 
 
 def _from_schema(signature: Signature, parsed: Any) -> Signature:

@@ -71,7 +71,7 @@ def describe(operator: Operator) -> Description:
 
 
 def _reference(operator: Operator) -> str:
-    if operator.declared_opaque and operator.given_reference is None:
+    if operator.declared_opaque and operator.explicit_reference is None:
         return "opaque: declared"
     trace = operator.last_trace()
     if trace is None:
@@ -94,7 +94,7 @@ def _kernels(operator: Operator) -> list[KernelInfo]:
 
 
 def _rules(operator: Operator) -> list[RuleInfo]:
-    given = operator.given
+    given = operator.registered
     registered = {
         "fake": given.fake,
         "backward": given.autograd,
@@ -116,8 +116,8 @@ def _rule(operator: Operator, rule: str, given: bool, opaque: bool) -> RuleInfo:
     if opaque:
         return RuleInfo(rule, "not derivable", f"register it with {_METHODS[rule]}")
     detail = "from the reference"
-    if rule == "backward" and operator.derived.whole:
-        detail += f", run whole in the backward: {operator.derived.whole}"
+    if rule == "backward" and operator.derived.unpruned:
+        detail += f", run whole in the backward: {operator.derived.unpruned}"
     return RuleInfo(rule, "derived", detail)
 
 

@@ -14,6 +14,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTe
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch.autograd import forward_ad as forward_ad
 from torch.autograd import function as autograd_function
+
+from opkit.kernels.bridge import TorchPaths
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -141,30 +144,6 @@ def contiguous(tensor: torch.Tensor) -> bool:
     return is_contiguous_or_false(tensor)
 
 
-def functionalizing() -> bool:
-    """Whether AOTAutograd (or export) is functionalising the program that calls us."""
-    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FUNCTIONAL) is not None
-
-
-def compiling() -> bool:
-    """Whether the tracing in progress belongs to torch.compile or AOTInductor, and not to export."""
-    if ahead_of_time():  # its AOTAutograd calls itself an export, and has no tracing context
-        return True
-    return torch._guards.TracingContext.try_get() is not None and not torch.compiler.is_exporting()
-
-
-def ahead_of_time() -> bool:
-    """Whether AOTInductor is compiling."""
-    virtualized: Any = sys.modules.get("torch._inductor.virtualized")
-    return virtualized is not None and bool(virtualized.V.aot_compilation)
-
-
-def fake_mode_in_force() -> Any:
-    """The fake mode that refuses real tensors and is tracing the program that calls us; None where there is none."""
-    mode: Any = torch._guards.detect_fake_mode()
-    return None if mode is None or mode.allow_non_fake_inputs else mode
-
-
 def has_tangent(value: object) -> bool:
     """Whether ``value`` is a tensor that carries a forward-mode tangent."""
     return isinstance(value, torch.Tensor) and unpack_dual(value)[1] is not None
@@ -267,11 +246,6 @@ def untraced(function: F) -> F:
     return function
 
 
-def in_compilation() -> bool:
-    """Whether torch.compile, AOTInductor or export is tracing."""
-    return torch._guards.TracingContext.try_get() is not None or ahead_of_time()
-
-
 def register_ordered_effect(name: str, library: Any) -> None:
     """Declare that an operator has side effects, so that it is neither dropped nor reordered."""
     from torch._higher_order_ops import effects
@@ -348,19 +322,6 @@ def symbolic_tracing(mode: Any) -> Generator[None]:
         yield
 
 
-def guards_left_out() -> str:
-    """The setting, if one is on, by which torch leaves out guards on symbolic sizes."""
-    from torch.fx.experimental import _config
-
-    names = ("backed_size_oblivious", "aggressive_guard_free_semantics")
-    return next((name for name in names if getattr(_config, name, False)), "")
-
-
-def without_functional_wrapper(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that functionalisation wraps; any other one as it is."""
-    return torch._from_functional_tensor(tensor.elem) if isinstance(tensor, FunctionalTensor) else tensor
-
-
 def fake_mode_of(args: Any, kwargs: Any) -> Any:
     """The fake mode of the fake tensors in a call, or the one in force."""
     return torch._guards.detect_fake_mode(torch.utils._pytree.tree_leaves((args, kwargs)))
@@ -374,8 +335,56 @@ def clear_overridable_functions() -> None:
         dynamo.get_overridable_functions.cache_clear()
 
 
-def inductor_widens_floats() -> bool:
-    """Whether Inductor hands floats to kernels of the user's as float64, where Triton itself takes them for float32."""
-    from torch._inductor import config as inductor  # takes a while to import, and what asks is about to compile
+# ---- torch.ops and torch.library ---------------------------------------------------------------------------------
 
-    return bool(getattr(inductor, "_use_fp64_for_unbacked_floats", False))
+
+def hidden_operator(name: str) -> Any:
+    """An operator that nobody but its holder knows: ``torch.ops`` does not list it, also when it is gone."""
+    overload = library_utils.lookup_op(name)
+    forget_operator(*name.split("::"))
+    return overload
+
+
+def forget_operator(namespace: str, name: str) -> None:
+    """Drop what ``torch.ops`` remembers of an operator, so that the next look-up asks the dispatcher."""
+    known = getattr(torch.ops, namespace)
+    if name in vars(known):
+        delattr(known, name)
+        known._dir.remove(name)  # else the name outlives the operator's removal, and listing the namespace fails
+
+
+def renew_packet(overload: Any) -> None:
+    """Have ``torch.ops`` name the operator by another object, which has the same overload."""
+    namespace, name = overload.namespace, overload._overloadpacket.__name__
+    forget_operator(namespace, name)
+    packet = getattr(getattr(torch.ops, namespace), name)
+    setattr(packet, overload._overloadname, overload)
+    overload._overloadpacket = packet
+
+
+def destroy_library(library: torch.library.Library) -> None:
+    """Take out of PyTorch what a library registered, and leave nothing to do for when it is collected.
+
+    torch forgets the library's names once more then, by which time other operators may have them.
+    """
+    from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE
+
+    library._destroy()
+    torch.library._defs.difference_update(library._op_defs)
+    for qualname in library._op_defs:
+        name, _, overload = qualname.partition(".")
+        _SCHEMA_TO_SIGNATURE_CACHE.pop((name, overload), None)
+    library._op_defs.clear()
+    library._op_impls.clear()
+
+
+def torch_paths() -> TorchPaths:
+    """The running torch, as :mod:`opkit.kernels.bridge` asks for it."""
+    folder = Path(torch.__file__).resolve().parent
+    return TorchPaths(
+        version=str(torch.__version__),
+        git_version=str(torch.version.git_version),
+        include_dir=folder / "include",
+        library_dir=folder / "lib",
+        cxx11_abi=torch.compiled_with_cxx11_abi(),
+    )

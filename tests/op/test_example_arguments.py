@@ -14,7 +14,7 @@ from opkit.errors import ArgumentError
 from opkit.op.examples import typical as typical_calls
 from opkit.op.examples.arguments import (
     SHORT_DTYPES,
-    CallSpec,
+    ExampleCall,
     TensorSpec,
     make,
     make_all,
@@ -110,7 +110,7 @@ def test_a_call():
     }
     assert str(call) == "demo::rms_norm(x=bf16[8192, 4096], weight=bf16[4096], eps=1e-06, mode='a)')"
     assert parse_call(str(call)) == call
-    assert parse_call("demo::nothing.out()") == CallSpec("demo::nothing.out", {})
+    assert parse_call("demo::nothing.out()") == ExampleCall("demo::nothing.out", {})
 
 
 def test_mistakes_in_calls():

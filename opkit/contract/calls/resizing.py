@@ -9,7 +9,7 @@ from typing import Any
 from opkit.contract.calls.cases import Case, TensorCase
 from opkit.contract.calls.specs import CallSpec, TensorArgument
 from opkit.op.schema import patterns
-from opkit.op.schema.patterns import Dim
+from opkit.op.schema.patterns import PatternDim
 
 Change = Callable[[int, int], int]
 Sizes = dict[str, Any]
@@ -91,7 +91,7 @@ def _read(spec: CallSpec, case: Case) -> Sizes:
     return sizes
 
 
-def _dims(item: TensorArgument, shape: tuple[int, ...]) -> Iterator[tuple[Dim, str, Any]]:
+def _dims(item: TensorArgument, shape: tuple[int, ...]) -> Iterator[tuple[PatternDim, str, Any]]:
     """Each item of the pattern, the name under which its size is known, and the size or sizes that it has."""
     at, several = 0, len(shape) - len(item.pattern.dims) + 1
     for number, dim in enumerate(item.pattern.dims):
@@ -124,7 +124,7 @@ def _resized_tensor(item: TensorArgument, found: TensorCase, before: Sizes, afte
     return dataclasses.replace(found, shape=tuple(shape), **bound)
 
 
-def _new_sizes(dim: Dim, name: str, old: tuple[int, ...], before: Sizes, after: Sizes) -> tuple[int, ...]:
+def _new_sizes(dim: PatternDim, name: str, old: tuple[int, ...], before: Sizes, after: Sizes) -> tuple[int, ...]:
     if dim.kind == "number":
         return old
     if dim.kind == "expression":

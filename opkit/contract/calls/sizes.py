@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from opkit.contract.calls.layouts import dense
 from opkit.op.schema import patterns
-from opkit.op.schema.patterns import Dim, TensorPattern
+from opkit.op.schema.patterns import PatternDim, TensorPattern
 
 _SMALL = (1, 2, 3, 0, 4, 5, 7, 8)
 SIZES = (
@@ -114,12 +114,12 @@ class JointSizes:
         """A bound that is a number, or an expression over names such as ``"n-1"``."""
         return patterns.evaluate(expression, self.known) if isinstance(expression, str) else expression
 
-    def _name(self, pattern: TensorPattern, dim: Dim) -> str:
+    def _name(self, pattern: TensorPattern, dim: PatternDim) -> str:
         if dim.kind == "any" or not dim.text:
             return f"{id(pattern)} {pattern.dims.index(dim)}"
         return dim.text
 
-    def _bind(self, pattern: TensorPattern, dim: Dim) -> None:
+    def _bind(self, pattern: TensorPattern, dim: PatternDim) -> None:
         name = self._name(pattern, dim)
         if dim.kind in ("number", "expression"):
             return
@@ -131,7 +131,7 @@ class JointSizes:
             label = ("broadcast", len(self._broadcast))
             self._broadcast[id(pattern), name] = choose(self.draw, label, EITHER)
 
-    def _sizes(self, pattern: TensorPattern, dim: Dim) -> tuple[int, ...]:
+    def _sizes(self, pattern: TensorPattern, dim: PatternDim) -> tuple[int, ...]:
         if dim.kind == "number":
             return (dim.number,)
         if dim.kind == "expression":

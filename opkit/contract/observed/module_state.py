@@ -46,9 +46,9 @@ def _functions(subject: Subject) -> Iterator[Any]:
     yield from (subject.reference, subject.target, getattr(subject.target, "_init_fn", None))
     if subject.operator is not None:
         operator = subject.operator._operator
-        yield operator.given.fake
-        if operator.given.autograd is not None:
-            yield from (operator.given.autograd.backward_function, operator.given.autograd.setup_context)
+        yield operator.registered.fake
+        if operator.registered.autograd is not None:
+            yield from (operator.registered.autograd.backward_function, operator.registered.autograd.setup_context)
     else:
         yield from (
             getattr(subject.target, name, None) for name in ("_abstract_fn", "_backward_fn", "_setup_context_fn")

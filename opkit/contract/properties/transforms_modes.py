@@ -27,7 +27,7 @@ _LOW = torch.bfloat16
 def _policy(subject: Subject, device: str) -> tuple[str | None, torch.dtype | None] | None:
     """What the operator declares for autocast on a device: opkit's policy and dtype; None where nothing is declared."""
     if subject.operator is not None:
-        return subject.operator._operator.autocast, subject.operator._operator.given.autocast.get(device)
+        return subject.operator._operator.autocast, subject.operator._operator.registered.autocast.get(device)
     if isinstance(subject.target, private.CustomOpDef):
         known = getattr(subject.target, "_autocast_dtype", None)  # torch 2.11 has an attribute for each device
         given = getattr(subject.target, f"_autocast_{device}_dtype", None) if known is None else known.get(device)

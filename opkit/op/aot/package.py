@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opkit.errors import ArgumentError, OpkitError, PackageError, ToolchainError
 from opkit.kernels.aot import package, portable
@@ -21,13 +22,14 @@ from opkit.kernels.cc.progress import Progress
 from opkit.kernels.triton import records
 from opkit.kernels.triton.shipping import TritonBinary
 from opkit.op import registry
-from opkit.op.examples.calls import programs
+from opkit.op import torch_private as private
+from opkit.op.examples.variations import example_calls, split_arguments
+from opkit.op.layout import program as layout_program
+from opkit.op.layout.derivation import derive
 from opkit.op.native.function import NativeFunction
+from opkit.op.operator import CustomOp
 from opkit.op.triton import building
 from opkit.op.triton.function import TritonFunction
-
-if TYPE_CHECKING:
-    from opkit.op.operator import CustomOp
 
 DEFAULT_ISAS = {"x86_64": ("baseline", "avx2", "avx512"), "aarch64": ("neon",)}
 """What kernels are built for that do not say it themselves, on each kind of machine."""
@@ -35,6 +37,7 @@ DEFAULT_ISAS = {"x86_64": ("baseline", "avx2", "avx512"), "aarch64": ("neon",)}
 _ARCHITECTURE = re.compile(r"-(-generate-code|gencode|arch|-gpu-architecture)\b")
 _CUDA_ARCHITECTURES = ("-arch=all-major",)
 _PER_LINE = 12
+_MAX_CALLS, _MAX_ATTEMPTS, _MAX_FAILED_ATTEMPTS = 1024, 128, 12
 
 
 Words = tuple[int, ...]
@@ -42,7 +45,7 @@ _NOTHING: tuple[list[Words], str] = ([], "")
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class BuildReport:
     """What was built.
 
     Attributes:
@@ -65,7 +68,7 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Item:
+class _LibraryBuild:
     """One library to build."""
 
     function: NativeFunction
@@ -90,7 +93,7 @@ def build(
     with_programs: bool = False,
     architectures: Sequence[str] = (),
     with_tuning: bool = True,
-) -> Report:
+) -> BuildReport:
     """Compile the kernels of a module that was imported, and of the modules below its package.
 
     Args:
@@ -121,11 +124,11 @@ def build(
     counts = {_named(function): len(listed) for function, (listed, _) in found.items()}
     reasons = tuple(reason for _, reason in found.values() if reason)
     left_out = (*notes, *compiled.left_out)
-    return Report(folder, manifest.libraries, counts, left_out, reasons, manifest.binaries, tuned)
+    return BuildReport(folder, manifest.libraries, counts, left_out, reasons, manifest.binaries, tuned)
 
 
 def _libraries(
-    items: Sequence[_Item], found: dict[NativeFunction, tuple[list[Words], str]], root: Path, jobs: int | None
+    items: Sequence[_LibraryBuild], found: dict[NativeFunction, tuple[list[Words], str]], root: Path, jobs: int | None
 ) -> tuple[list[tuple[Library, Path]], tuple[str, ...]]:
     """The libraries with the files that they are in now, and notes on those that are left out."""
     requests = [item.request(found.get(item.function, _NOTHING)[0]) for item in items]
@@ -204,10 +207,10 @@ def _check(functions: Sequence[NativeFunction]) -> None:
 # ---- what is to be built ---------------------------------------------------------------------------------------------
 
 
-def _items(function: NativeFunction, chosen: Sequence[str]) -> list[_Item]:
+def _items(function: NativeFunction, chosen: Sequence[str]) -> list[_LibraryBuild]:
     said = any(_ARCHITECTURE.match(flag) for flag in function.native.flags)
     flags = _CUDA_ARCHITECTURES if function.native.cuda and not said else ()
-    return [_Item(function, isa, flags) for isa in _isas(function, chosen)]
+    return [_LibraryBuild(function, isa, flags) for isa in _isas(function, chosen)]
 
 
 def _isas(function: NativeFunction, chosen: Sequence[str]) -> list[str]:
@@ -230,11 +233,38 @@ def _programs(functions: Sequence[NativeFunction]) -> dict[NativeFunction, tuple
     found: dict[NativeFunction, tuple[list[Words], str]] = {}
     progress = Progress(lambda: f"worked out the output sizes of {len(found)} of {len(functions)} kernels")
     for function in functions:
-        listed, reason = programs(function)
+        listed, reason = layout_programs(function)
         found[function] = [program.words for program in listed], reason
         progress.tick()
     progress.finish()
     return found
+
+
+def layout_programs(function: NativeFunction) -> tuple[list[layout_program.LayoutProgram], str]:
+    """The programs of output sizes of a native kernel, for the calls that can be foreseen; if there is none, why.
+
+    A program holds for all sizes of 2 and more of tensors of some ranks and dtypes; for sizes of 1, which broadcast,
+    there are others.
+    """
+    found: dict[tuple[int, ...], layout_program.LayoutProgram] = {}
+    facts = function.bound.facts
+    if all(output.alias is not None for output in facts.outputs):
+        return [], ""  # there are no sizes to be known
+    kinds = [argument.kind for argument in facts.arguments]
+    tried, reason = 0, f"{facts.operator}: no calls can be made up from its annotations"
+    with private.without_fake_tensor_logs():
+        for values in itertools.islice(example_calls(function), _MAX_CALLS):
+            if any(layout_program.run(words, kinds, values) is not None for words in found):
+                continue
+            program = derive(function.operator, *split_arguments(function.operator, values))
+            if isinstance(program, layout_program.LayoutProgram):
+                found[program.words] = program
+            else:
+                reason = program.reason
+            tried += 1
+            if tried == _MAX_ATTEMPTS or (tried == _MAX_FAILED_ATTEMPTS and not found):
+                break
+    return list(found.values()), "" if found else reason
 
 
 def _extra(listed: Sequence[Sequence[int]]) -> str:
@@ -266,7 +296,7 @@ def _literal(word: int) -> str:
 # ---- what was built --------------------------------------------------------------------------------------------------
 
 
-def _failures(built: Sequence[tuple[_Item, Path | OpkitError]]) -> tuple[str, ...]:
+def _failures(built: Sequence[tuple[_LibraryBuild, Path | OpkitError]]) -> tuple[str, ...]:
     """Notes on the kernels that are left out, as there is no compiler for the GPU.
 
     Raises:
@@ -287,7 +317,7 @@ def _amount(count: int) -> str:
     return f"{count} kernels" if count > 1 else "1 kernel"
 
 
-def _library(item: _Item, root: Path) -> Library:
+def _library(item: _LibraryBuild, root: Path) -> Library:
     native, bound = item.function.native, item.function.bound
     source, files = portable.identity(native, bound, root), portable.files(native, item.request(()), root)
     return Library(*_named(item.function), item.isa, "", "", 0, source, files)

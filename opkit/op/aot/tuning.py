@@ -19,7 +19,7 @@ from opkit.kernels.triton.record_format import Identity
 from opkit.op import registry
 from opkit.op.aot.package import operators_of
 from opkit.op.examples import typical as typical_calls
-from opkit.op.examples.arguments import CallSpec
+from opkit.op.examples.arguments import ExampleCall
 from opkit.op.operator import CustomOp
 
 Op = CustomOp[Any, Any]
@@ -37,7 +37,7 @@ class Tunable(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class TuningResult:
     """What one kernel chose in one call.
 
     Attributes:
@@ -45,7 +45,7 @@ class Result:
         choice: the configuration, what it took, and what the others took.
     """
 
-    call: CallSpec
+    call: ExampleCall
     choice: Choice
 
 
@@ -82,7 +82,7 @@ def operators(module: str, names: Collection[str] = ()) -> list[Op]:
     return named or found
 
 
-def calls(op: Op) -> list[CallSpec]:
+def calls(op: Op) -> list[ExampleCall]:
     """The calls for which an operator is tuned: its kernels' ``examples=``, or some made up from its annotations.
 
     Raises:
@@ -106,7 +106,7 @@ def _tunable(op: Op) -> list[Tunable]:
     return [function for function in functions if isinstance(function, Tunable)]
 
 
-def tune(call: CallSpec, device: str, force: bool, report: Report, seed: int = 0) -> list[Result]:
+def tune(call: ExampleCall, device: str, force: bool, report: Report, seed: int = 0) -> list[TuningResult]:
     """Run a call, and list what each Triton kernel in it chose: by the record, or by timing its configurations now.
 
     Args:
@@ -127,4 +127,4 @@ def tune(call: CallSpec, device: str, force: bool, report: Report, seed: int = 0
     once: dict[Any, Choice] = {}
     for choice in choices:
         once.setdefault((choice.identity, choice.bucket), choice)
-    return [Result(call, choice) for choice in once.values()]
+    return [TuningResult(call, choice) for choice in once.values()]

@@ -1,8 +1,8 @@
-"""The source of an operator's fast calls (``fastcall``), written for its own parameters.
+"""Generate the source of an operator's fast calls (``fastcall``) for its own parameters.
 
-A call is like an earlier one if its arguments have the same types, its flags are equal (numbers, how long lists are, what is
-None), and the guard holds for its tensors, which stand one after another, those of lists too. The guard comes last: it wants as
-many tensors as it knows.
+A call is like an earlier one if its arguments have the same types, its flags are equal (numbers, lengths of lists, which
+arguments are None), and the guard holds for its tensors, those in lists included, one after another. The guard comes last
+because it must be called with as many tensors as it was made for.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -32,7 +32,7 @@ def call({parameters}):
         for entry in entries:
             if ({like} and not (profiling() or function_modes() or dispatch_modes())
                     and forward_ad._current_level < 0):
-                result = entry.go({copied})
+                result = entry.fn({copied})
                 if {returned}:
                     returned_argument()
                 return result
@@ -46,7 +46,7 @@ def dispatched(keyset, {parameters}):
         flags = ({flags})
         for entry in entries:
             if {like} and not (profiling() or dispatch_modes()) and forward_ad._current_level < 0:
-                result = entry.go({passed})
+                result = entry.fn({passed})
                 if {returned}:
                     returned_argument()
                 return result
@@ -57,7 +57,7 @@ def bound({parameters}):
         flags = ({flags})
         for entry in entries:
             if {like}:
-                return entry.go
+                return entry.fn
     return None
 
 def planned({parameters}):
@@ -84,11 +84,11 @@ def planned({parameters}):
 """
 
 
-_RECORDED = "(entry.recorded is None or entry.recorded is grad_enabled())"  # which the guard does not ask
+_RECORDED = "(entry.recorded is None or entry.recorded is grad_enabled())"  # the guard does not test grad mode
 
 
 def has_fast_form(operator: Operator) -> bool:
-    """Whether such functions can be written for the operator's signature."""
+    """Return whether fast calls can be generated for the operator's signature."""
     schema, parameters = operator.schema, operator.signature.parameters
     known = all(p.kind == "tensor" or p.kind in _SCALAR_TYPES or _is_list(p) for p in parameters)
     named_apart = not any(p.name in _RESERVED or p.name.startswith("_opkit") for p in parameters)
@@ -109,14 +109,14 @@ def _is_list(p: Parameter) -> bool:
 
 
 def _items(p: Parameter) -> type | None:
-    """The type of a list's items, where they are numbers."""
+    """Return the type of a list's items if they are numbers."""
     bare, _ = without_none(p.annotation)
-    found = typing.get_args(bare) if typing.get_origin(bare) in _LISTS else ()
-    return found[0] if p.kind == "other" and p.codec is None and found and found[0] in _NUMBERS else None
+    items = typing.get_args(bare) if typing.get_origin(bare) in _LISTS else ()
+    return items[0] if p.kind == "other" and p.codec is None and items and items[0] in _NUMBERS else None
 
 
 def source(operator: Operator, namespace: dict[str, Any]) -> str:
-    """The functions ``call``, ``dispatched``, ``bound`` and ``planned``; what they need goes to ``namespace``."""
+    """Return the source of ``call``, ``dispatched``, ``bound`` and ``planned``; the names that they need go to ``namespace``."""
     parameters = operator.signature.parameters
     conditional = any(
         kernel.when is not None or kernel.autotune or kernel.prepared for kernel in operator.kernels.kernels
@@ -166,14 +166,14 @@ def _passed(parameters: tuple[Parameter, ...], written: Callable[[Parameter], st
 
 
 def _copied(p: Parameter) -> str:
-    """A list as the dispatcher would give it: one that the caller does not have."""
+    """Copy a list, because the dispatcher also passes one that the caller does not hold."""
     if not _is_list(p):
         return p.name
     return f"({p.name} and {p.name}[:])" if p.optional else f"{p.name}[:]"
 
 
 def _returned(operator: Operator) -> str:
-    """Whether the result is an argument; several results come in a tuple."""
+    """Return the test for a result that is an argument; several results are in a tuple, which is none."""
     one = len(operator.schema.returns) == 1
     return (
         " or ".join(
@@ -186,14 +186,14 @@ def _returned(operator: Operator) -> str:
 
 
 def _tensors(parameters: tuple[Parameter, ...]) -> str:
-    """The tensors of a call, one after another."""
+    """Return the tensors of a call, one after another."""
     absent = "*(() if {0} is None else ({0},))"
     spread = {"tensor": ("{0}", absent), "tensors": ("*{0}", "*({0} or ())")}
     return ", ".join(spread[p.kind][p.optional].format(p.name) for p in parameters if p.kind in spread)
 
 
 def _flags(p: Parameter, conditional: bool) -> list[str]:
-    """What of an argument, beside what the guard looks at, decides whether two calls are alike."""
+    """Return what two calls must have equal in an argument to be alike, in addition to what the guard tests."""
     absent = f"None if {p.name} is None else " if p.optional else ""
     if p.kind == "tensors":
         return [f"({absent}len({p.name}))"]
@@ -237,7 +237,7 @@ def _unusual(p: Parameter, operator: Operator, namespace: dict[str, Any]) -> str
 
 
 def _unusual_tensor(name: str, kernels: bool) -> str:
-    # a body or kernel may read memory as it lies: no lazy negation or zeros, and for a kernel no sparse layout
+    # a body or kernel may read raw memory: no lazy negation or zeros, and for a kernel no sparse layout
     test = f"type({name}) not in _opkit_plain_types or {name}.is_neg() or {name}.is_conj() or {name}._is_zerotensor()"
     if kernels:
         test += f" or {name}.layout is not _opkit_strided"

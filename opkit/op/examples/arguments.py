@@ -87,7 +87,7 @@ class TensorSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class CallSpec:
+class ExampleCall:
     """A call of an operator: arguments by name, with a :class:`TensorSpec` for each tensor."""
 
     operator: str
@@ -124,13 +124,13 @@ def parse(text: str) -> Any:
     >>> parse("bf16[8, 4]:strides(1, 8)")
     TensorSpec(dtype=torch.bfloat16, sizes=(8, 4), strides=(1, 8))
     """
-    reader = _Reader(text)
+    reader = _ArgumentReader(text)
     value = reader.value()
     reader.end()
     return value
 
 
-def parse_call(text: str) -> CallSpec:
+def parse_call(text: str) -> ExampleCall:
     """The call that ``text`` stands for, such as ``demo::rms_norm(x=bf16[8192, 4096], weight=bf16[4096], eps=1e-6)``.
 
     Raises:
@@ -139,13 +139,13 @@ def parse_call(text: str) -> CallSpec:
     found = _CALL.fullmatch(text)
     if found is None:
         raise ArgumentError(f"{text!r} is no call. Write it as in demo::rms_norm(x=bf16[8192, 4096], eps=1e-6).")
-    reader = _Reader(text, found.start(2), found.end(2))
+    reader = _ArgumentReader(text, found.start(2), found.end(2))
     arguments: dict[str, Any] = {}
     for name, value in reader.named():
         if name in arguments:
             raise ArgumentError(f"{text!r} gives {name} twice.")
         arguments[name] = value
-    return CallSpec(found[1], arguments)
+    return ExampleCall(found[1], arguments)
 
 
 def parse_arguments(given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def parse_arguments(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {name: read(name, value) for name, value in given.items()}
 
 
-def read_file(path: Path) -> list[CallSpec]:
+def read_file(path: Path) -> list[ExampleCall]:
     """The calls in a JSON file such as ``{"demo::rms_norm": [{"x": "bf16[8192, 4096]", "eps": 1e-6}]}``.
 
     Raises:
@@ -189,20 +189,20 @@ def read_file(path: Path) -> list[CallSpec]:
         raise ArgumentError(f"{path} cannot be read as JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ArgumentError(f'{path} holds no object such as {{"demo::rms_norm": [{{"x": "bf16[8, 4]"}}]}}.')
-    found: list[CallSpec] = []
+    found: list[ExampleCall] = []
     for operator, calls in cast("dict[str, Any]", content).items():
         listed: list[Any] = calls if isinstance(calls, list) else [None]
         found += [_listed_call(f"{path}, {operator}[{n}]", operator, call) for n, call in enumerate(listed)]
     return found
 
 
-def _listed_call(where: str, operator: str, call: Any) -> CallSpec:
+def _listed_call(where: str, operator: str, call: Any) -> ExampleCall:
     if not isinstance(call, dict):
         raise ArgumentError(f"{where}: expected a list of objects that hold the arguments by name.")
-    return CallSpec(operator, parse_arguments(cast("dict[str, Any]", call), where))
+    return ExampleCall(operator, parse_arguments(cast("dict[str, Any]", call), where))
 
 
-class _Reader:
+class _ArgumentReader:
     """Reads arguments from a part of a text, from left to right."""
 
     def __init__(self, text: str, start: int = 0, end: int | None = None) -> None:

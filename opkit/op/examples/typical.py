@@ -13,22 +13,22 @@ import torch
 
 from opkit.errors import ArgumentError
 from opkit.op.core import Operator
-from opkit.op.examples.arguments import CallSpec, TensorSpec, make_all, named_dtype, parse_arguments
+from opkit.op.examples.arguments import ExampleCall, TensorSpec, make_all, named_dtype, parse_arguments
 from opkit.op.schema import patterns
 from opkit.op.schema.codecs import EnumCodec
-from opkit.op.schema.patterns import Dim, TensorPattern
+from opkit.op.schema.patterns import PatternDim, TensorPattern
 from opkit.op.schema.signature import Parameter
 
 _ROWS = 4
 _NAMED_SIZES = (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2)
-_MOST_ELEMENTS = 2**24
+_MAX_ELEMENTS = 2**24
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ANY_SHAPE = TensorPattern("...", (Dim("many", ""),), None)
+_ANY_SHAPE = TensorPattern("...", (PatternDim("many", ""),), None)
 _SCALARS: dict[str, Any] = {"int": 1, "float": 0.5, "bool": False, "str": "", "dtype": torch.float32}
 _TENSORS = ("tensor", "tensors")
 
 
-def made_up(operator: Operator) -> list[CallSpec]:
+def made_up(operator: Operator) -> list[ExampleCall]:
     """Calls that fit an operator's annotations, in bfloat16, float16 and float32 where these allow it.
 
     A named size is 1024, or less where a tensor would have more than 2**24 elements; ``*name`` is one size, 4 times that,
@@ -41,7 +41,7 @@ def made_up(operator: Operator) -> list[CallSpec]:
         known for size in _NAMED_SIZES if _fit(operator, known := _sizes(operator, size)) or size == _NAMED_SIZES[-1]
     )
     arguments = [{p.name: _value(operator, p, sizes, dtype) for p in _required(operator)} for dtype in _DTYPES]
-    return [CallSpec(operator.name, each) for number, each in enumerate(arguments) if each not in arguments[:number]]
+    return [ExampleCall(operator.name, each) for number, each in enumerate(arguments) if each not in arguments[:number]]
 
 
 def _required(operator: Operator) -> list[Parameter]:
@@ -65,7 +65,7 @@ def _sizes(operator: Operator, size: int) -> dict[str, Any]:
 
 
 def _fit(operator: Operator, sizes: Mapping[str, Any]) -> bool:
-    return all(math.prod(_shape(pattern, sizes)) <= _MOST_ELEMENTS for pattern in _shapes(operator))
+    return all(math.prod(_shape(pattern, sizes)) <= _MAX_ELEMENTS for pattern in _shapes(operator))
 
 
 def _shape(pattern: TensorPattern, sizes: Mapping[str, Any]) -> tuple[int, ...]:
@@ -95,21 +95,21 @@ def _value(operator: Operator, parameter: Parameter, sizes: Mapping[str, Any], d
 # ---- calls that are given --------------------------------------------------------------------------------------------
 
 
-def given(operator: Operator, examples: Iterable[Mapping[str, Any]]) -> list[CallSpec]:
+def given(operator: Operator, examples: Iterable[Mapping[str, Any]]) -> list[ExampleCall]:
     """The calls that a kernel's ``examples=`` names.
 
     Raises:
         ArgumentError: one cannot be read, or is no call of the operator.
     """
-    calls: list[CallSpec] = []
+    calls: list[ExampleCall] = []
     for number, example in enumerate(examples):
-        call = CallSpec(operator.name, parse_arguments(example, f"{operator.name}, examples[{number}]"))
+        call = ExampleCall(operator.name, parse_arguments(example, f"{operator.name}, examples[{number}]"))
         check(operator, call)
         calls.append(call)
     return calls
 
 
-def check(operator: Operator, call: CallSpec) -> None:
+def check(operator: Operator, call: ExampleCall) -> None:
     """Refuse a call that the operator does not take.
 
     Raises:
@@ -130,7 +130,7 @@ def check(operator: Operator, call: CallSpec) -> None:
         _check_tensor(call, parameters[name], value)
 
 
-def _check_tensor(call: CallSpec, parameter: Parameter, value: Any) -> None:
+def _check_tensor(call: ExampleCall, parameter: Parameter, value: Any) -> None:
     wanted = parameter.kind == "tensor" and not (value is None and parameter.optional)
     if wanted != isinstance(value, TensorSpec) and (wanted or parameter.codec is None):
         what = "a tensor such as bf16[4096, 1024]" if wanted else f"{parameter.annotation}, which is no tensor"
@@ -138,7 +138,7 @@ def _check_tensor(call: CallSpec, parameter: Parameter, value: Any) -> None:
 
 
 def arguments_of(
-    operator: Operator, call: CallSpec, device: str | torch.device = "cpu", seed: int = 0
+    operator: Operator, call: ExampleCall, device: str | torch.device = "cpu", seed: int = 0
 ) -> tuple[list[Any], dict[str, Any]]:
     """The positional and keyword arguments of a call, made as :func:`opkit.op.examples.arguments.make` makes them.
 
@@ -158,7 +158,7 @@ def arguments_of(
     return positional, named
 
 
-def _converted(call: CallSpec, parameter: Parameter, value: Any) -> Any:
+def _converted(call: ExampleCall, parameter: Parameter, value: Any) -> Any:
     """A dtype or a member of an enumeration for its name; a tuple for a list, where the annotation says so."""
     if isinstance(value, str) and parameter.kind == "dtype":
         found: Any = named_dtype(value)

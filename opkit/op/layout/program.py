@@ -31,7 +31,7 @@ OPERANDS = {CONSTANT: 1, SIZE: 3, STRIDE: 3, INT: 2, FLOAT_IS: 3}
 ADD, SUBTRACT, MULTIPLY, FLOOR_DIVIDE, MODULO, MINIMUM, MAXIMUM = range(5, 12)
 EQUAL, NOT_EQUAL, LESS, LESS_EQUAL, AND, OR, NOT, SELECT = range(12, 20)
 
-MOST_DEEP = 32
+MAX_DEPTH = 32
 """How many values the code of a program holds at a time, at most."""
 
 _BINARY: dict[int, tuple[str, Callable[[int, int], int]]] = {
@@ -253,7 +253,7 @@ def depth(code: Sequence[int]) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class LayoutProgram:
     """How the layout of an operator's new outputs follows from a call's arguments.
 
     ``words`` is the array that ``opkit.h`` describes; ``arguments`` are the schema's, by name and kind.

@@ -19,20 +19,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from opkit import config
+from opkit.errors import KernelError
+from opkit.kernels import bridge
 from opkit.kernels.binding.facts import Facts
-from opkit.op import torch_names
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
-from opkit.op.facts import check_passable, kind_of
-from opkit.op.layout import outputs as layout
+from opkit.op.dispatch.selection import forced_kernels
+from opkit.op.layout import program as layout_program
+from opkit.op.layout.derivation import derive
+from opkit.op.layout.outputs import layout_of, operands
 from opkit.op.native import bridged
-from opkit.op.trace.state import State
+from opkit.op.schema_facts import check_passable, kind_of
+from opkit.op.trace.reference_state import ReferenceState
 
 if TYPE_CHECKING:
     from opkit import _core
 
 _NAMESPACE = "opkit_native"
-_MOST_PROGRAMS = 64
+_MAX_PROGRAMS = 64
+_CHECKED_IN_C = ("name", "number", "any", "many")
 _count = itertools.count()
 
 
@@ -47,7 +53,9 @@ class CompiledFunction(abc.ABC):
         self._overload: Any = None
         self._programs: list[tuple[int, ...]] = []
         self._read: tuple[Any, ...] = ()  # values that may decide sizes: looked up again in each call
-        self._sizes: tuple[Any, State] | None = None  # the fake implementation that gives them, and what it reads
+        self._sizes: tuple[Any, ReferenceState] | None = (
+            None  # the fake implementation that gives them, and what it reads
+        )
         self._derived_from: Any = None  # both, as the programs were made
         self._lock = threading.RLock()
         self._kept: list[Any] = []  # what must live as long as the registration
@@ -107,7 +115,7 @@ class CompiledFunction(abc.ABC):
         key = private.dispatch_key_of(self.device)
         keys = [key] if _always_has_tensors(operator) else [key, "BackendSelect"]  # by which calls without tensors come
         self._kept = [fragment, *[library.register(f"{_NAMESPACE}::{name}", key, True) for key in keys]]
-        return torch_names.hidden_operator(f"{_NAMESPACE}::{name}")
+        return private.hidden_operator(f"{_NAMESPACE}::{name}")
 
     def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
         """A function for calls of exactly these shapes; it builds the kernel when first asked."""
@@ -116,7 +124,7 @@ class CompiledFunction(abc.ABC):
             self._forget_outdated()
             if self._fitting(args, kwargs):
                 return self._overload
-        return functools.partial(self._overload, opk_layout=layout.layout_of(self.operator, args, kwargs))
+        return functools.partial(self._overload, opk_layout=layout_of(self.operator, args, kwargs))
 
     def settle(self, args: Sequence[Any], kwargs: dict[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
         """After such a call was verified: calls of its kind, at other sizes too, need no layout from Python any more."""
@@ -125,14 +133,14 @@ class CompiledFunction(abc.ABC):
         with self._lock:
             self._forget_outdated()
             if not self._fitting(args, kwargs):
-                program = layout.derive(self.operator, args, kwargs) if len(self._programs) < _MOST_PROGRAMS else None
-                if not isinstance(program, layout.Program):
+                program = derive(self.operator, args, kwargs) if len(self._programs) < _MAX_PROGRAMS else None
+                if not isinstance(program, layout_program.LayoutProgram):
                     return self if self._takes_floats() else function
                 self.library.add_program(list(program.words))
                 self._programs.append(program.words)
             function = functools.partial(self._unless_changed, self._read) if self._read else self._overload
         if function is self._overload:
-            bridged.offer(self)
+            _offer(self)
         return self if self._sized_by_floats(args, kwargs) else function
 
     def _unless_changed(self, read: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
@@ -146,14 +154,14 @@ class CompiledFunction(abc.ABC):
 
     def _sized_by_floats(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether the sizes hold for these floats alone, of which a plan says nothing."""
-        values = [v + 1.25 if isinstance(v, float) else v for v in layout.operands(self.operator, args, kwargs)]
+        values = [v + 1.25 if isinstance(v, float) else v for v in operands(self.operator, args, kwargs)]
         return self._takes_floats() and not self._fits(values)
 
     def _forget_outdated(self) -> None:
         """Forget the sizes that another fake implementation gave, or that were given while other values were to be read."""
-        operator, fake = self.operator, self.operator.given.fake
+        operator, fake = self.operator, self.operator.registered.fake
         if self._sizes is None or self._sizes[0] is not fake:
-            self._sizes = fake, operator.state if fake is None else State(operator.name, fake)
+            self._sizes = fake, operator.state if fake is None else ReferenceState(operator.name, fake)
         read = self._sizes[1].of_sizes()
         if self._derived_from != (fake, read):
             assert self.library is not None
@@ -162,11 +170,11 @@ class CompiledFunction(abc.ABC):
             self._derived_from, self._read = (fake, read), read
 
     def _fitting(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        return self._fits(layout.operands(self.operator, args, kwargs))
+        return self._fits(operands(self.operator, args, kwargs))
 
     def _fits(self, values: Sequence[Any]) -> bool:
         kinds = [argument.kind for argument in self.facts.arguments]
-        return any(layout.run(words, kinds, values) is not None for words in self._programs)
+        return any(layout_program.run(words, kinds, values) is not None for words in self._programs)
 
 
 def _always_has_tensors(operator: Operator) -> bool:
@@ -182,3 +190,67 @@ def schema_with_layout(operator: Operator) -> str:
     separator = "" if not arguments else ", "
     star = "" if any(a.kwarg_only for a in arguments) else "*, "
     return f"{head.rstrip()[:-1]}{separator}{star}int[]? opk_layout=None){arrow}{returns}"
+
+
+# ---- calls without Python --------------------------------------------------------------------------------------------
+
+
+def _offer(function: CompiledFunction) -> None:
+    """Let a kernel run its operator's calls without Python, if Python would choose it and the bridge is loaded."""
+    operator = function.operator
+    with bridged.lock:
+        loaded = bridged.running_bridge.get() if _may_take(operator, function) else None
+        if loaded is None:
+            bridged.running_bridge.waiting.add(operator)
+    with operator.lock, bridged.lock:  # another thread may have forced a kernel before these were held: check again
+        if loaded is not None and _may_take(operator, function) and _install(loaded, operator, function):
+            operator.refreshed()
+
+
+def _may_take(operator: Operator, function: CompiledFunction) -> bool:
+    return not operator.bridged.retired and _first_choice(operator, function) and _checked_in_c(operator)
+
+
+def _install(loaded: bridge.Bridge, operator: Operator, function: CompiledFunction) -> bool:
+    """Install or enable the kernel; return whether that changed anything."""
+    device, kernels = function.device, operator.bridged.installed
+    holder, installed = kernels.get(device, (None, None))
+    if installed is not None and holder is function:
+        changed = not installed.enabled
+        installed.enabled = True
+        return changed
+    if installed is not None:
+        installed.remove()
+    name, _, overload = operator.name.partition(".")
+    assert function.library is not None
+    try:
+        new = loaded.install(name, overload, device, function.library.address)
+    except KernelError:  # another library has a kernel at the operator's autograd key: calls stay in Python
+        kernels.pop(device, None)
+        return False
+    kernels[device] = (function, new)
+    return True
+
+
+def _first_choice(operator: Operator, function: CompiledFunction) -> bool:
+    device, kernels = function.device, operator.kernels
+    if forced_kernels.get().get(operator.name) is not None or kernels.disabled or operator.forced:
+        return False
+    first = next((kernel for kernel in kernels.kernels if kernel.device in (None, device)), None)
+    return (
+        first is not None
+        and first.function is function
+        and first.when is None
+        and first.dtypes is None
+        and not first.autotune
+    )
+
+
+def _checked_in_c(operator: Operator) -> bool:
+    """Return whether C checks everything that the annotations say about the arguments' shapes."""
+    patterns = [p.pattern for p in operator.signature.parameters if p.pattern is not None]
+    dims = [dim for pattern in patterns for dim in pattern.dims]
+    if not config.get().check:
+        return True
+    literal = any(p.choices for p in operator.signature.parameters)
+    return not literal and all(dim.kind in _CHECKED_IN_C and not dim.broadcast for dim in dims)

@@ -23,10 +23,10 @@ from opkit.kernels.cc.dtypes import DTYPES
 from opkit.kernels.cc.native import NativeKernel
 from opkit.op import kernel_kinds
 from opkit.op.core import Operator
-from opkit.op.dispatch.selection import Kernel
-from opkit.op.facts import facts_of
-from opkit.op.layout import outputs as layout
+from opkit.op.dispatch.selection import RegisteredKernel
+from opkit.op.layout.outputs import operands
 from opkit.op.native.compiled import CompiledFunction
+from opkit.op.schema_facts import facts_of
 
 if TYPE_CHECKING:
     from opkit import _core
@@ -67,7 +67,7 @@ class NativeFunction(CompiledFunction):
         """Why the kernel does not take a call; empty where it does."""
         if self._unbuildable:
             return self._unbuildable
-        values = layout.operands(self.operator, args, kwargs)
+        values = operands(self.operator, args, kwargs)
         chosen: dict[str, torch.dtype] = {}
         for slot in self.bound.slots:
             if slot.source not in _POINTERS or slot.argument >= len(values):
@@ -135,9 +135,9 @@ class NativeFunction(CompiledFunction):
     def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
         """A function for calls of exactly these shapes; it builds the kernel when first asked."""
         if self.native.debug:
-            from opkit.op.native import sanitized
+            from opkit.op.native.sanitized import SanitizedKernel  # only debug builds need it
 
-            return sanitized.runner(self)
+            return SanitizedKernel(self.operator, self.__name__, self.bound, self.native.variables, self.build)
         return super().prepare(args, kwargs)
 
 
@@ -159,13 +159,13 @@ def build_all(operators: Sequence[Operator], jobs: int | None = None) -> list[Pa
     return list(compilation.build_all([function.request() for function in functions], jobs))
 
 
-def _kernel(operator: Operator, native: NativeKernel, device: str | None, name: str) -> Kernel:
+def _kernel(operator: Operator, native: NativeKernel, device: str | None, name: str) -> RegisteredKernel:
     if device != native.device:
         raise KernelError(
             f"{operator.name}: {native.name} is a {native.language} kernel, which runs on {native.device} tensors; "
             f'register it with register_kernel("{native.device}", ...), not for {device!r}.'
         )
-    return Kernel(name, device, NativeFunction(operator, native, name), native=True)
+    return RegisteredKernel(name, device, NativeFunction(operator, native, name), native=True)
 
 
 kernel_kinds.register(NativeKernel, _kernel)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from opkit.op import torch_private as private
-from opkit.op.trace.body import fake_like
+from opkit.op.trace.reference_trace import fake_like
 
 
 def counter_in_use() -> bool:

@@ -30,7 +30,7 @@ EXAMPLE_SIZES = ((3, 5, 7, 11, 13, 17, 19, 23, 29, 31), (4, 8, 16, 32, 64, 128, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Dim:
+class PatternDim:
     """One item of a pattern. ``kind`` is "name", "number", "any", "many" or "expression"."""
 
     kind: str
@@ -44,7 +44,7 @@ class TensorPattern:
     """The sizes and dtypes that an annotation allows. ``dtypes`` is None where every dtype is allowed."""
 
     text: str
-    dims: tuple[Dim, ...]
+    dims: tuple[PatternDim, ...]
     dtypes: frozenset[torch.dtype] | None
 
     @property
@@ -100,27 +100,27 @@ def _dtypes(names: Any) -> frozenset[torch.dtype] | None:
     return frozenset(dtype for dtype in found if isinstance(dtype, torch.dtype))
 
 
-def _parse_dim(item: str, text: str) -> Dim:
+def _parse_dim(item: str, text: str) -> PatternDim:
     if item in ("...", "*_"):
-        return Dim("many", "")
+        return PatternDim("many", "")
     broadcast = "#" in item[:2]
     bare = item.replace("#", "", 1) if broadcast else item
     bare = bare.removeprefix("?")
     if bare.startswith("*"):
-        return Dim("many", bare[1:], broadcast=broadcast)
+        return PatternDim("many", bare[1:], broadcast=broadcast)
     if "=" in bare:  # jaxtyping's documentation form, "name=3"
         bare = bare.split("=", 1)[1]
     if bare.startswith("_"):
-        return Dim("any", bare)
+        return PatternDim("any", bare)
     if bare.isdigit():
-        return Dim("number", bare, number=int(bare))
+        return PatternDim("number", bare, number=int(bare))
     if bare.isidentifier():
-        return Dim("name", bare, broadcast=broadcast)
+        return PatternDim("name", bare, broadcast=broadcast)
     try:
         ast.parse(bare.strip("{}"), mode="eval")
     except SyntaxError as error:
         raise DefinitionError(f"the size {item!r} of the shape pattern {text!r} cannot be read") from error
-    return Dim("expression", bare.strip("{}"))
+    return PatternDim("expression", bare.strip("{}"))
 
 
 def evaluate(expression: str, sizes: Mapping[str, Any]) -> int | None:
@@ -146,7 +146,7 @@ def evaluate(expression: str, sizes: Mapping[str, Any]) -> int | None:
 
 
 @dataclasses.dataclass
-class Binding:
+class SizeBinding:
     """Sizes bound so far, and which argument bound each."""
 
     operator: str
@@ -170,7 +170,7 @@ class Binding:
         for dim, size in self._pair(name, shape, pattern):
             self._bind(name, shape, pattern, dim, size)
 
-    def _pair(self, name: str, shape: tuple[Any, ...], pattern: TensorPattern) -> Iterable[tuple[Dim, Any]]:
+    def _pair(self, name: str, shape: tuple[Any, ...], pattern: TensorPattern) -> Iterable[tuple[PatternDim, Any]]:
         at, dims = pattern.many, pattern.dims
         fewest = len(dims) - (at is not None)
         if len(shape) < fewest or (at is None and len(shape) > fewest):
@@ -183,7 +183,7 @@ class Binding:
         tail = shape[len(shape) - after :]
         return [*zip(dims[:at], shape[:at], strict=True), (dims[at], middle), *zip(dims[at + 1 :], tail, strict=True)]
 
-    def _bind(self, name: str, shape: tuple[Any, ...], pattern: TensorPattern, dim: Dim, size: Any) -> None:
+    def _bind(self, name: str, shape: tuple[Any, ...], pattern: TensorPattern, dim: PatternDim, size: Any) -> None:
         if dim.kind == "any" or not dim.text or (dim.broadcast and dim.kind == "name" and size == 1):
             return
         if dim.kind == "number":
@@ -213,7 +213,7 @@ def _show(size: Any) -> str:
     return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
 
 
-def _agrees(expected: Any, size: Any, dim: Dim) -> bool:
+def _agrees(expected: Any, size: Any, dim: PatternDim) -> bool:
     if dim.kind == "many" and dim.broadcast:
         pairs = zip(reversed(expected), reversed(size), strict=False)
         return all(1 in (a, b) or a == b for a, b in pairs)

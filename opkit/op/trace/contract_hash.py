@@ -45,7 +45,7 @@ _ATOMS = (
     range,
     slice,
 )
-_MOST_OBJECTS = 10_000  # a closure over, say, a test framework's objects would lead through all of it
+_MAX_OBJECTS = 10_000  # a closure over, say, a test framework's objects would lead through all of it
 _SLOT = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _CLASS_NOISE = {
     "__abstractmethods__",
@@ -76,7 +76,7 @@ class _Hasher:
         """Hash what was found on the way, and give the digest."""
         for index, value in enumerate(self.found):  # grows while it is gone through
             self.text("object", str(index))
-            if index < _MOST_OBJECTS:
+            if index < _MAX_OBJECTS:
                 self._object(value)
             else:
                 self.text(type(value).__module__, type(value).__qualname__)

@@ -23,10 +23,9 @@ from torch.utils import _pytree as pytree
 from opkit.errors import MutationError, MutationUnknownError
 from opkit.op.schema import patterns
 from opkit.op.schema.signature import Parameter, Signature
-from opkit.op.trace import body as bodies
-from opkit.op.trace import mutation_source
+from opkit.op.trace import mutation_source, reference_trace
 
-_MOST_COMBINATIONS = 32
+_MAX_COMBINATIONS = 32
 _DRAWS = frozenset({
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
     "multinomial", "normal", "normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_",
@@ -100,7 +99,7 @@ def _trace_all(
     mutated: set[str] = set()
     random = False
     for args, kwargs in combinations:
-        trace = bodies.trace(function, args, kwargs)
+        trace = reference_trace.trace(function, args, kwargs)
         if trace.opaque is not None:
             reasons.append(f"tracing it failed: {trace.opaque}")
             return None
@@ -126,7 +125,7 @@ def _example_calls(signature: Signature, sizes_from: Sequence[int]) -> list[tupl
     choices = [_choices(parameter, sizes, sizes_from) for parameter in signature.parameters]
     if any(choice is None for choice in choices):
         return None
-    named = itertools.islice(itertools.product(*[c for c in choices if c is not None]), _MOST_COMBINATIONS)
+    named = itertools.islice(itertools.product(*[c for c in choices if c is not None]), _MAX_COMBINATIONS)
     return [_split(signature, values) for values in named]
 
 
@@ -169,7 +168,7 @@ def owners_of(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 @dataclasses.dataclass
-class Snapshot:
+class ArgumentSnapshot:
     """What the tensors that an operator must not write to looked like before the call."""
 
     operator: str
@@ -189,7 +188,7 @@ class Snapshot:
                 )
 
 
-def snapshot(operator: str, mutates: Iterable[str], named: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
+def snapshot(operator: str, mutates: Iterable[str], named: Iterable[tuple[str, torch.Tensor]]) -> ArgumentSnapshot:
     """Remember the version and the bytes of every tensor not in ``mutates``."""
     declared = set(mutates)
     kept = [
@@ -197,7 +196,7 @@ def snapshot(operator: str, mutates: Iterable[str], named: Iterable[tuple[str, t
         for name, tensor in named
         if name not in declared and tensor.device.type != "meta" and tensor.layout is torch.strided
     ]
-    return Snapshot(operator, kept)
+    return ArgumentSnapshot(operator, kept)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

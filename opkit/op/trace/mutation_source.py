@@ -44,7 +44,7 @@ def read(function: Callable[..., Any], parameters: Sequence[str], depth: int = 0
     tree = _tree(function)
     if tree is None:
         return Reading(reason="it cannot be read")
-    reader = _Reader(function, parameters, depth)
+    reader = _SourceReader(function, parameters, depth)
     for statement in tree.body:
         reader.visit(statement)
     return reader.reading
@@ -71,7 +71,7 @@ def _tree(function: Callable[..., Any]) -> ast.FunctionDef | None:
     return node if isinstance(node, ast.FunctionDef) else None
 
 
-class _Reader(ast.NodeVisitor):
+class _SourceReader(ast.NodeVisitor):
     """Collects writes to parameters; notes the first construct that could hide one."""
 
     def __init__(self, function: Callable[..., Any], parameters: Sequence[str], depth: int) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opkit.op import registry
+from opkit.op import torch_private as private
 from opkit.op.trace.snapshots import (
     ATOMS,
     MISSING,
@@ -119,9 +119,9 @@ class Reads:
             self._reach(getattr(value, "reference", None))
         elif isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):  # pyright: ignore[reportPrivateUsage]
             name = value._qualified_op_name if isinstance(value, torch._ops.OpOverloadPacket) else value.name()  # pyright: ignore
-            found = registry.find(name.removesuffix(".default"))
-            if found is not None:
-                self._reach(found)
+            op = private.custom_ops.OPDEFS.get(name.removesuffix(".default"))
+            if is_operator(op):
+                self._reach(op)
         elif isinstance(value, types.FunctionType):
             if not is_constant(value.__globals__.get("__name__")):
                 self._function(value)

@@ -18,7 +18,7 @@ from torch import Tensor
 import opkit
 from opkit import config
 from opkit.kernels import bridge
-from opkit.op.torch_paths import torch_paths
+from opkit.op.torch_private import torch_paths
 
 FIXTURE = Path(__file__).with_name("fixture.c")
 INCLUDE = Path(bridge.__file__).parents[1] / "include"

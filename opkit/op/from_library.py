@@ -29,8 +29,7 @@ from opkit.kernels.libraries.shared_library import SharedLibrary
 from opkit.op import registry
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp
-from opkit.op.schema import schema as schemas
-from opkit.op.schema import signature
+from opkit.op.schema import schema_string, signature
 
 _OPTIONS = ("mutates_args", "tags", "inline", "autocast")
 
@@ -85,12 +84,12 @@ def from_library(
     >>> hypot(torch.tensor([3.0, 5.0], dtype=torch.float64), torch.tensor(4.0, dtype=torch.float64))
     tensor([5.0000, 6.4031], dtype=torch.float64)
     """
-    schemas.split_name(name)
+    schema_string.split_name(name)
     with _named(name):
         _check_options(options)
         _check_forms(bind, preamble, flags)
         found = shared_library.find(library)
-        given = _Given(found, dict(bind or {}), preamble, returns, parallel, tuple(flags))
+        given = _LibraryOptions(found, dict(bind or {}), preamble, returns, parallel, tuple(flags))
         declared = [_declared(given, text) for text in _texts(declaration, variants)]
         _check_symbols(declared)
         if reference is None:
@@ -103,7 +102,7 @@ def from_library(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
+class _LibraryOptions:
     """What the author said that holds for every variant."""
 
     library: SharedLibrary
@@ -162,7 +161,7 @@ def _check_symbols(declared: Sequence[Foreign]) -> None:
         raise DeclarationError(f"variants=: {twice} is declared twice. Each variant is a function of its own.")
 
 
-def _declared(given: _Given, text: str) -> Foreign:
+def _declared(given: _LibraryOptions, text: str) -> Foreign:
     read = foreign.parse(text, given.preamble)
     shared_library.check_function(given.library, read.symbol)
     return read
@@ -187,14 +186,14 @@ def _completed(
 # ---- with a reference ------------------------------------------------------------------------------------------------
 
 
-def _kernels(declared: Sequence[Foreign], given: _Given, reference: Callable[..., Any]) -> list[NativeKernel]:
+def _kernels(declared: Sequence[Foreign], given: _LibraryOptions, reference: Callable[..., Any]) -> list[NativeKernel]:
     if not isinstance(reference, types.FunctionType):
         raise DeclarationError(f"reference={reference!r}: give a Python function with annotations.")
     parameters = {parameter.name: parameter.kind for parameter in signature.read(reference).parameters}
     return [_kernel(read, given, parameters) for read in declared]
 
 
-def _kernel(read: Foreign, given: _Given, parameters: Mapping[str, str]) -> NativeKernel:
+def _kernel(read: Foreign, given: _LibraryOptions, parameters: Mapping[str, str]) -> NativeKernel:
     """The kernel of one variant; a function of numbers is applied to elements if the reference takes a tensor for one."""
     tensors = [name for name, kind in parameters.items() if kind == "tensor"]
     if not read.of_numbers:
@@ -205,7 +204,7 @@ def _kernel(read: Foreign, given: _Given, parameters: Mapping[str, str]) -> Nati
     return _elementwise_kernel(elementwise.read(read, given.bind, tensors), given)
 
 
-def _elementwise_kernel(function: Elementwise, given: _Given) -> NativeKernel:
+def _elementwise_kernel(function: Elementwise, given: _LibraryOptions) -> NativeKernel:
     return elementwise.kernel(function, given.library, given.bind, given.preamble, given.flags, given.parallel)
 
 
@@ -231,7 +230,7 @@ def _check_without_reference(read: Foreign, returns: str, dtypes: Iterable[torch
 
 
 def _without_reference(
-    name: str, declared: Sequence[Foreign], given: _Given, module: str, options: Mapping[str, Any]
+    name: str, declared: Sequence[Foreign], given: _LibraryOptions, module: str, options: Mapping[str, Any]
 ) -> CustomOp[..., Any]:
     functions = [elementwise.read(read, given.bind) for read in declared]
     python = _signature(functions[0], given.bind)

@@ -1,6 +1,6 @@
-"""Telling torch's compile caches which operators a graph depends on, and what they compute.
+"""Add to the keys of torch's compile caches which operators a graph depends on, and what they compute.
 
-AOTAutograd's and Inductor's caches know a custom operator by name only. Their keys do include
+AOTAutograd's and Inductor's caches identify a custom operator by its name only. Their keys do include
 ``torch.compiler.config.cache_key_tag``; so when a compiler first traces an operator, the operator's contract hash joins
 that tag. Operators that no compiled program uses never enter it.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from opkit.op import torch_names
+from opkit.op import torch_compile
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 
@@ -27,8 +27,8 @@ _registrations = itertools.count()
 
 
 def note_traced(operator: Operator) -> None:
-    """Put the operator's contract hash into the key of torch's compile caches, once it is part of a compiled program."""
-    if not private.in_compilation():
+    """Add the operator's contract hash to the key of torch's compile caches, once a compiler traces the operator."""
+    if not torch_compile.in_compilation():
         return
     config: Any = torch.compiler.config
     state = operator.state.current(versions=True)
@@ -38,20 +38,20 @@ def note_traced(operator: Operator) -> None:
     with _lock:
         operator.traced_hash, operator.traced_state = operator.contract_hash(), state
         _traced[operator.name] = operator.traced_hash
-        users = str(config.cache_key_tag).split(_MARK)[0]
+        user_tag = str(config.cache_key_tag).split(_MARK)[0]
         digest = hashlib.sha256(repr(sorted(_traced.items())).encode()).hexdigest()
-        config.cache_key_tag = f"{users}{_MARK}{digest}"
+        config.cache_key_tag = f"{user_tag}{_MARK}{digest}"
 
 
 def renew(operator: Operator) -> str:
-    """After a registration: programs compiled against the old operator must not be used again; returns a text of its own.
+    """Stop programs compiled against the old operator from being used again, after a registration; return a unique text.
 
-    Compiled code guards on the identity of ``torch.ops.namespace.name``; dropping torch's cached object makes the next
-    look-up return a new one, and so recompiles what used the old. The overload stays the one object that the dispatcher hands
-    to modes, and that is found in the graphs which they trace.
+    Compiled code guards on the identity of ``torch.ops.namespace.name``. Dropping torch's cached object makes the next
+    look-up return a new one, and so recompiles what used the old. The overload stays the same object, because the dispatcher
+    passes it to modes, whose traced graphs refer to it.
     """
     operator.changed()
     if operator.traced_hash:
         operator.traced_hash = ""
-        torch_names.renew_packet(operator.overload)
+        private.renew_packet(operator.overload)
     return f"registration {next(_registrations)}"

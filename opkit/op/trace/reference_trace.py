@@ -29,7 +29,7 @@ _OWN = str(Path(__file__).parents[1])
 
 
 @dataclasses.dataclass(frozen=True)
-class Opaque:
+class OpaqueReason:
     """Why and where a body is not a torch program."""
 
     reason: str
@@ -40,11 +40,11 @@ class Opaque:
 
 
 @dataclasses.dataclass
-class Trace:
+class ReferenceTrace:
     """What one run of a body on fake tensors showed."""
 
     outputs: Any = None
-    opaque: Opaque | None = None
+    opaque: OpaqueReason | None = None
     mutated: tuple[int, ...] = ()
     random: bool = False
     cuts_gradient: bool = False
@@ -124,7 +124,7 @@ def concrete(number: Any) -> Any:
     return number.node.pytype(2 if number.node.hint is None else number.node.hint)
 
 
-def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Trace:
+def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> ReferenceTrace:
     """Run ``body`` on fake copies of the arguments and report what it did.
 
     Exceptions do not escape: a body that raises is opaque as far as this trace can tell, and the trace says why.
@@ -137,7 +137,7 @@ def trace(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
         return pool.submit(_trace, body, described).result()
 
 
-def _trace(body: Callable[..., Any], described: Any) -> Trace:
+def _trace(body: Callable[..., Any], described: Any) -> ReferenceTrace:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     with private.no_modes(), torch.inference_mode(False), torch.enable_grad():
@@ -153,12 +153,12 @@ def _trace(body: Callable[..., Any], described: Any) -> Trace:
             with mode, watch:
                 outputs = body(*fake_args, **fake_kwargs)
         except Exception as error:  # whatever the body raised is the answer to the question that was asked
-            return Trace(opaque=Opaque(_first_line(error), line_at_fault(error)))
+            return ReferenceTrace(opaque=OpaqueReason(_first_line(error), line_at_fault(error)))
     mutated = tuple(i for i, (leaf, v) in enumerate(zip(leaves, versions, strict=True)) if leaf._version != v)  # pyright: ignore[reportPrivateUsage]
     stray = _stray_output(outputs)
-    return Trace(
+    return ReferenceTrace(
         outputs=outputs,
-        opaque=Opaque(stray) if stray else None,
+        opaque=OpaqueReason(stray) if stray else None,
         mutated=mutated,
         random=watch.random,
         cuts_gradient=watch.cuts_gradient,

@@ -12,7 +12,7 @@ from typing import Any
 from opkit.errors import KernelError
 from opkit.kernels.binding.facts import Argument, Facts, Output, Shape
 from opkit.op.core import Operator
-from opkit.op.schema.patterns import Dim, TensorPattern
+from opkit.op.schema.patterns import PatternDim, TensorPattern
 from opkit.op.schema.signature import Parameter, field_names
 
 _KINDS = {
@@ -141,7 +141,7 @@ def _shape(pattern: TensorPattern) -> Shape:
     return Shape(tuple(sizes[:at]), "" if many.broadcast else many.text, tuple(sizes[at + 1 :]))
 
 
-def _size(dim: Dim) -> str | int | None:
+def _size(dim: PatternDim) -> str | int | None:
     if dim.kind == "number":
         return dim.number
     return dim.text if dim.kind == "name" and not dim.broadcast else None

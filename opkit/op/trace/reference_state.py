@@ -9,14 +9,14 @@ import functools
 from collections.abc import Callable, Generator, Hashable
 from typing import Any
 
-from opkit.op.torch_guards import add_guard, add_test, in_guarded_compilation
+from opkit.op.torch_compile import add_guard, add_test, in_guarded_compilation
 from opkit.op.trace.reads import Reads
 from opkit.op.trace.snapshots import TooLargeError, decides_sizes
 
 _MAX_CHANGES, _MAX_OWN = 4, 64
 
 
-class State:
+class ReferenceState:
     """What an operator's reference reads, from call to call."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:

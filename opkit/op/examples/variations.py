@@ -13,23 +13,21 @@ import torch
 
 from opkit.kernels.binding.facts import Argument
 from opkit.kernels.binding.slots import ANY_DTYPE
-from opkit.op import torch_private as private
 from opkit.op.core import Operator
-from opkit.op.facts import declared_type
-from opkit.op.layout import outputs as layout
-from opkit.op.layout.outputs import Program
+from opkit.op.layout.outputs import operands
 from opkit.op.layout.program import DTYPES
 from opkit.op.native.function import NativeFunction
 from opkit.op.schema import patterns
-from opkit.op.schema.patterns import Dim, TensorPattern
+from opkit.op.schema.patterns import PatternDim, TensorPattern
 from opkit.op.schema.signature import field_names
+from opkit.op.schema_facts import declared_type
 
 _RUN = (2, 6, 9, 10)
 """Sizes that ``*name`` stands for, as many as there are; none of them is one of ``patterns.EXAMPLE_SIZES``."""
 
-_MOST_CALLS, _MOST_TRIED, _MOST_VARIATIONS, _HOPELESS = 1024, 128, 16, 12
+_MAX_VARIATIONS = 16
 _TENSORS = ("DATA", "TENSOR")  # how the sources of slots that hold tensors begin
-_ANY_SHAPE = TensorPattern("...", (Dim("many", ""),), None)
+_ANY_SHAPE = TensorPattern("...", (PatternDim("many", ""),), None)
 
 _VALUES: dict[str, tuple[Any, ...]] = {
     "int": (1, 0, -1),
@@ -55,34 +53,7 @@ class _Sizes:
     numbers: Sequence[int]
 
 
-def programs(function: NativeFunction) -> tuple[list[Program], str]:
-    """The programs of output sizes of a native kernel, for the calls that can be foreseen; if there is none, why.
-
-    A program holds for all sizes of 2 and more of tensors of some ranks and dtypes; for sizes of 1, which broadcast,
-    there are others.
-    """
-    found: dict[tuple[int, ...], Program] = {}
-    facts = function.bound.facts
-    if all(output.alias is not None for output in facts.outputs):
-        return [], ""  # there are no sizes to be known
-    kinds = [argument.kind for argument in facts.arguments]
-    tried, reason = 0, f"{facts.operator}: no calls can be made up from its annotations"
-    with private.without_fake_tensor_logs():
-        for values in itertools.islice(example_calls(function), _MOST_CALLS):
-            if any(layout.run(words, kinds, values) is not None for words in found):
-                continue
-            program = layout.derive(function.operator, *_split(function.operator, values))
-            if isinstance(program, Program):
-                found[program.words] = program
-            else:
-                reason = program.reason
-            tried += 1
-            if tried == _MOST_TRIED or (tried == _HOPELESS and not found):
-                break
-    return list(found.values()), "" if found else reason
-
-
-def _split(operator: Operator, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+def split_arguments(operator: Operator, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
     pairs = list(zip(operator.schema.arguments, values, strict=True))
     return [v for a, v in pairs if not a.kwarg_only], {a.name: v for a, v in pairs if a.kwarg_only}
 
@@ -130,7 +101,7 @@ class _Calls:
         if declared_type(declared) == "Device":
             listed = [torch.device("cpu")]
         if declared.has_default_value() and declared.default_value is not None:
-            default = layout.operands(self.operator, [], _others(self.operator, number))[number]
+            default = operands(self.operator, [], _others(self.operator, number))[number]
             listed = [default, *(other for other in listed if argument.kind in ("int", "bool") and other != default)]
         return [*listed, None] if argument.optional else listed
 
@@ -144,7 +115,9 @@ class _Calls:
         return patterns.EXAMPLE_SIZES[0]
 
     def _traceable(self, values: Sequence[Any]) -> bool:
-        return self.operator.given.fake is not None or self.operator.transparent(*_split(self.operator, values))
+        return self.operator.registered.fake is not None or self.operator.transparent(
+            *split_arguments(self.operator, values)
+        )
 
     def sizes(self, ones: bool) -> Iterator[_Sizes]:
         """Each choice of sizes: with some of the leading ones 1, or with none."""
@@ -195,12 +168,12 @@ def _others(operator: Operator, number: int) -> dict[str, Any]:
 
 def _variations(counts: Sequence[int]) -> list[tuple[int, ...]]:
     """Which of its values each argument is given: all combinations, or, of many, those that differ in one."""
-    whole = list(itertools.islice(itertools.product(*map(range, counts)), _MOST_VARIATIONS + 1))
-    if len(whole) <= _MOST_VARIATIONS or 0 in counts:
+    whole = list(itertools.islice(itertools.product(*map(range, counts)), _MAX_VARIATIONS + 1))
+    if len(whole) <= _MAX_VARIATIONS or 0 in counts:
         return whole
     usual = (0,) * len(counts)
     single = [(*usual[:i], n, *usual[i + 1 :]) for i, count in enumerate(counts) for n in range(1, count)]
-    return [usual, *single][:_MOST_VARIATIONS]
+    return [usual, *single][:_MAX_VARIATIONS]
 
 
 def _leading(count: int) -> list[tuple[int, ...]]:

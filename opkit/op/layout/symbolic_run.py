@@ -22,10 +22,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from opkit.op import torch_compile
 from opkit.op import torch_private as private
 from opkit.op.layout import program as p
-from opkit.op.layout.code import Code, constant
-from opkit.op.trace.body import concrete
+from opkit.op.layout.sympy_code import Code, constant
+from opkit.op.trace.reference_trace import concrete
 
 R = TypeVar("R")
 _HUGE = 2**40  # elements
@@ -196,7 +197,7 @@ def run(
         NotTracedError: a tensor is not row-major, or torch would not tell all that it assumes.
         Exception: whatever the body raised.
     """
-    setting = private.guards_left_out()
+    setting = torch_compile.guards_left_out()
     if setting:
         raise NotTracedError(f"torch.fx.experimental._config.{setting} is on, under which torch leaves out guards")
     facts = described(values)

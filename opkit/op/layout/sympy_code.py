@@ -19,7 +19,7 @@ from opkit.op.layout import program as p
 
 Code = tuple[int, ...]
 
-_MOST_FACTORS = 8
+_MAX_FACTORS = 8
 _EXACT = 2**53  # doubles hold every whole number up to this one
 _FLOATS = {"Float", "ToFloat", "IntTrueDiv", "FloatTrueDiv", "FloatPow", "TruncToFloat", "RoundDecimal"}
 _ROUNDINGS = {"TruncToInt", "FloorToInt", "CeilToInt", "RoundToInt", "floor", "ceiling"}
@@ -227,7 +227,7 @@ def _divided(op: int) -> _Rule:
 
 def _power(to: Translator, expression: Any) -> Code:
     base, exponent = expression.args
-    if not (exponent.is_Integer and 1 <= int(exponent) <= _MOST_FACTORS):
+    if not (exponent.is_Integer and 1 <= int(exponent) <= _MAX_FACTORS):
         raise NoCodeError(f"the power {expression} has no code")
     return joined(p.MULTIPLY, [to.code(base)] * int(exponent))
 
