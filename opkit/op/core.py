@@ -306,7 +306,8 @@ class Operator:
         """Return the error for a backward that runs the reference again after values that it reads have changed."""
         return RuleError(
             f"{self.name}: a value that the reference reads in addition to its arguments changed between forward and "
-            "backward, and the backward runs the reference again. Change it after the backward, or make it an argument of the operator."
+            "backward, and the backward runs the reference again. Change it after the backward, or make it an argument of the "
+            "operator."
         )
 
     def random_error(self) -> OpkitError:
