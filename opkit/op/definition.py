@@ -1,4 +1,4 @@
-"""``opkit.custom_op``: from one function to an operator."""
+"""``opkit.custom_op``: make an operator from one function."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -82,7 +82,7 @@ def custom_op(
     inline: bool | None = None,
     autocast: str | None = None,
 ) -> Any:
-    """Make a PyTorch operator of a function; usable as a decorator.
+    """Make a PyTorch operator from a function; usable as a decorator.
 
     A function that stays in torch is the operator's reference: the fake implementation, backward, double backward,
     forward-mode, vmap and FLOP formula are derived from it, and compilers see through the operator on devices for which
@@ -106,7 +106,7 @@ def custom_op(
     Raises:
         DefinitionError: the name, an annotation or an option is at fault; nothing is registered then.
         NameClashError: another module or library holds the name.
-        MutationUnknownError: ``mutates_args`` was left out and could not be established.
+        MutationUnknownError: ``mutates_args`` was left out and could not be inferred.
         UnsupportedTorchError: the installed torch is older than opkit runs on.
 
     >>> import opkit, torch
@@ -132,16 +132,16 @@ def custom_op(
     return define if fn is None else define(fn)
 
 
-def _as_function(given: Callable[..., Any]) -> Callable[..., Any]:
-    """``given`` as a Python function; a schema by hand allows any callable."""
-    if isinstance(given, types.FunctionType) or not callable(given):
-        return given
+def _as_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` as a Python function; with ``schema=`` any callable may be defined as an operator."""
+    if isinstance(fn, types.FunctionType) or not callable(fn):
+        return fn
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return given(*args, **kwargs)
+        return fn(*args, **kwargs)
 
-    call.__doc__, call.__module__ = given.__doc__, getattr(given, "__module__", None) or call.__module__
-    call.__name__ = call.__qualname__ = getattr(given, "__name__", type(given).__name__)
+    call.__doc__, call.__module__ = fn.__doc__, getattr(fn, "__module__", None) or call.__module__
+    call.__name__ = call.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
     return call
 
 
@@ -155,7 +155,7 @@ def _normalized(tags: Tags) -> tuple[torch.Tag, ...]:
 
 @dataclasses.dataclass
 class _Draft:
-    """A definition before anything is registered; every check that can fail is made here."""
+    """The arguments of ``custom_op``; :meth:`operator` makes every check that can fail, before anything is registered."""
 
     name: str
     function: Callable[..., Any]
@@ -281,7 +281,7 @@ class _Draft:
 
 
 def _from_schema(signature: Signature, parsed: Any) -> Signature:
-    """The signature with its parameters' kinds read from a hand-written schema, for functions without annotations."""
+    """Return the signature with its parameters' kinds read from a hand-written schema, for functions without annotations."""
     kinds = {
         a.name: (_SCHEMA_KINDS.get(str(a.type).removeprefix("Optional[").removesuffix("]"), "other"), a)
         for a in parsed.arguments
@@ -291,10 +291,10 @@ def _from_schema(signature: Signature, parsed: Any) -> Signature:
 
 
 def _by_hand(parameter: signatures.Parameter, kinds: dict[str, Any]) -> signatures.Parameter:
-    """A parameter as a schema written by hand has it: its codec holds only where the schema has the codec's arguments."""
+    """Return a parameter as a hand-written schema has it; its codec applies only if the schema has the codec's arguments."""
     if parameter.codec is not None and all(name in kinds for name in signatures.field_names(parameter)):
         return parameter
     kind, argument = kinds.get(parameter.name, (parameter.kind, None))
     optional = parameter.optional if argument is None else str(argument.type).startswith("Optional")
-    held = signatures.SchemaArgument(parameter.name, "" if argument is None else str(argument.type))
-    return dataclasses.replace(parameter, kind=kind, optional=optional, codec=None, arguments=(held,))
+    schema_argument = signatures.SchemaArgument(parameter.name, "" if argument is None else str(argument.type))
+    return dataclasses.replace(parameter, kind=kind, optional=optional, codec=None, arguments=(schema_argument,))

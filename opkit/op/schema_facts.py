@@ -1,6 +1,6 @@
-"""What an operator's schema and annotations say to the author of a C kernel, in plain data.
+"""Convert an operator's schema and annotations into plain data (``Facts``), to which C kernels' parameters are bound.
 
-The kinds follow the schema's declared types, in which a dtype is a ``ScalarType`` and not the integer that it is held as.
+The kinds follow the schema's declared types, in which a dtype is a ``ScalarType`` and not the integer that represents it.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -13,7 +13,7 @@ from opkit.errors import KernelError
 from opkit.kernels.binding.facts import Argument, Facts, Output, Shape
 from opkit.op.core import Operator
 from opkit.op.schema.patterns import PatternDim, TensorPattern
-from opkit.op.schema.signature import Parameter, field_names
+from opkit.op.schema.signature import field_names
 
 _KINDS = {
     "Tensor": "tensor",
@@ -29,23 +29,23 @@ _KINDS = {
 }
 
 _CARRIED = ("Device", "Layout", "MemoryFormat", "Generator")
-"""Types that torch passes on, though a C function cannot ask for them."""
+"""Types that torch passes on, although a C function cannot take them as parameters."""
 
 
 def facts_of(operator: Operator) -> Facts:
-    """The operator's arguments and outputs as a C function's parameters see them.
+    """Return the operator's arguments and outputs as a C function takes them.
 
-    A shape given for a list of tensors holds for each of them.
+    The shape annotated for a list of tensors holds for each of them.
 
     Raises:
         KernelError: the operator returns something that a C kernel cannot make, such as a list of tensors.
     """
-    shapes = _shapes_of_arguments(operator)
+    shapes = {name: _shape(pattern) for name, pattern in patterns_of_arguments(operator).items()}
     arguments = [
         Argument(
             a.name,
             kind_of(a),
-            optional=_is_optional(a),
+            optional=str(a.real_type).startswith("Optional["),
             written=a.alias_info is not None and a.alias_info.is_write,
             shape=shapes.get(a.name),
         )
@@ -58,7 +58,7 @@ def check_passable(operator: Operator) -> None:
     """Refuse an operator whose calls cannot be passed to C.
 
     Raises:
-        KernelError: it takes something that torch's C interface does not carry, or returns a view.
+        KernelError: it takes something that torch's C interface cannot pass, or returns a view.
     """
     for argument in operator.schema.arguments:
         if kind_of(argument) == "ignored" and declared_type(argument) not in _CARRIED:
@@ -72,25 +72,21 @@ def check_passable(operator: Operator) -> None:
 
 
 def kind_of(argument: Any) -> str:
-    """The kind of a schema argument, one of ``opkit.kernels.binding.facts.KINDS``."""
+    """Return the kind of a schema argument, one of ``opkit.kernels.binding.facts.KINDS``."""
     return _KINDS.get(declared_type(argument), "ignored")
 
 
 def declared_type(argument: Any) -> str:
-    """The type of a schema argument or return as it was written, without ``Optional``."""
+    """Return the declared type of a schema argument or return, without ``Optional``."""
     text = str(argument.real_type)
     return text.removeprefix("Optional[").removesuffix("]") if text.startswith("Optional[") else text
 
 
-def _is_optional(argument: Any) -> bool:
-    return str(argument.real_type).startswith("Optional[")
-
-
 def outputs_of(operator: Operator) -> tuple[Output, ...]:
-    """The operator's outputs, "out" or "out0", "out1", ...
+    """Return the operator's outputs, called "out", or "out0", "out1", ...
 
     Raises:
-        KernelError: one of them is no tensor.
+        KernelError: one of them is not a tensor.
     """
     returns = operator.schema.returns
     patterns = operator.signature.return_patterns
@@ -110,7 +106,7 @@ def outputs_of(operator: Operator) -> tuple[Output, ...]:
 
 
 def _aliased(operator: Operator, returned: Any) -> int | None:
-    """The number of the argument that the schema returns as this output."""
+    """Return the number of the argument that the schema returns as this output."""
     names = set() if returned.alias_info is None else set(returned.alias_info.before_set)
     for number, argument in enumerate(operator.schema.arguments):
         if argument.alias_info is not None and names & set(argument.alias_info.before_set):
@@ -118,18 +114,15 @@ def _aliased(operator: Operator, returned: Any) -> int | None:
     return None
 
 
-def _shapes_of_arguments(operator: Operator) -> dict[str, Shape]:
+def patterns_of_arguments(operator: Operator) -> dict[str, TensorPattern]:
+    """Return the shape annotations of schema arguments that are tensors or lists of them, by name."""
     kinds = {argument.name: kind_of(argument) for argument in operator.schema.arguments}
-    shapes: dict[str, Shape] = {}
+    patterns: dict[str, TensorPattern] = {}
     for parameter in operator.signature.parameters:
-        tensors = _tensor_fields(parameter, kinds)
-        if parameter.pattern is not None and len(tensors) == 1:  # of several, the pattern is the first one's
-            shapes[tensors[0]] = _shape(parameter.pattern)
-    return shapes
-
-
-def _tensor_fields(parameter: Parameter, kinds: dict[str, str]) -> list[str]:
-    return [name for name in field_names(parameter) if kinds.get(name) in ("tensor", "tensors")]
+        tensors = [name for name in field_names(parameter) if kinds.get(name) in ("tensor", "tensors")]
+        if parameter.pattern is not None and len(tensors) == 1:  # if there are several, it is the pattern of the first
+            patterns[tensors[0]] = parameter.pattern
+    return patterns
 
 
 def _shape(pattern: TensorPattern) -> Shape:

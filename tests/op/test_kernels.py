@@ -103,7 +103,7 @@ def test_bad_registrations_change_nothing() -> None:
     for arguments, keywords, message in (
         (("toaster", marked(1)), {}, "not a device type"),
         (("cpu", 3), {}, "must be callable"),
-        (("cpu", marked(1)), {"when": lambda y: True}, "asks for y; the operator has x, k, flag"),
+        (("cpu", marked(1)), {"when": lambda y: True}, "takes y; the operator has x, k, flag"),
         (("cpu", marked(1)), {"when": 3}, "must be a function"),
         (("cpu", marked(1)), {"name": "taken"}, "there is a kernel named 'taken' already"),
         (("cpu", marked(1)), {"name": "reference"}, "there is a kernel named 'reference' already"),

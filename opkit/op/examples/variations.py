@@ -1,4 +1,7 @@
-"""Calls made up from an operator's annotations, such that programs of output sizes can be derived before any call."""
+"""Generate small calls of a native kernel from its operator's annotations: every rank, dtype and flag that a call may have.
+
+``aot.package`` derives layout programs from them before any call.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -18,16 +21,14 @@ from opkit.op.layout.outputs import operands
 from opkit.op.layout.program import DTYPES
 from opkit.op.native.function import NativeFunction
 from opkit.op.schema import patterns
-from opkit.op.schema.patterns import PatternDim, TensorPattern
-from opkit.op.schema.signature import field_names
-from opkit.op.schema_facts import declared_type
+from opkit.op.schema.patterns import TensorPattern
+from opkit.op.schema_facts import declared_type, patterns_of_arguments
 
 _RUN = (2, 6, 9, 10)
-"""Sizes that ``*name`` stands for, as many as there are; none of them is one of ``patterns.EXAMPLE_SIZES``."""
+"""The sizes that ``*name`` stands for, from the first on; none of them is one of ``patterns.EXAMPLE_SIZES``."""
 
 _MAX_VARIATIONS = 16
 _TENSORS = ("DATA", "TENSOR")  # how the sources of slots that hold tensors begin
-_ANY_SHAPE = TensorPattern("...", (PatternDim("many", ""),), None)
 
 _VALUES: dict[str, tuple[Any, ...]] = {
     "int": (1, 0, -1),
@@ -41,12 +42,15 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "tensor": (1,),
     "tensors": (2, 1, 3),
 }
-"""What arguments of each kind are given, the usual first; of tensors, how many."""
+"""The values of arguments of each kind, the usual first; for tensors, how many."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """The sizes of a call: how many ``*name`` stands for, which are 1, and from which numbers the others are taken."""
+    """The sizes of a call.
+
+    ``run`` is what ``*name`` stands for, ``names`` holds the named sizes that are 1, and ``numbers`` those for the others.
+    """
 
     run: tuple[int, ...]
     names: Mapping[str, int]
@@ -59,7 +63,7 @@ def split_arguments(operator: Operator, values: Sequence[Any]) -> tuple[list[Any
 
 
 def example_calls(function: NativeFunction) -> Iterator[list[Any]]:
-    """The values of each schema argument of calls that the kernel may get, the more usual ones first.
+    """Yield the values of each schema argument of calls that the kernel may get, the more usual ones first.
 
     They differ in: the element types of the kernel; how many sizes ``*name``, or a tensor without annotation, stands for
     (0 to 4); which of the leading sizes are 1; optional arguments, flags, numbers, and lengths of lists.
@@ -81,7 +85,7 @@ class _Calls:
         self.operator = function.operator
         self.bound = function.bound
         self.arguments = function.bound.facts.arguments
-        self.patterns = _patterns(function.operator, self.arguments)
+        self.patterns = patterns_of_arguments(function.operator)
         self.shapes = [self._pattern(a) for a in self.arguments if a.kind in ("tensor", "tensors")]
         self.runs = list(dict.fromkeys(d.text for shape in self.shapes for d in shape.dims if d.kind == "many"))
         self.names = list(dict.fromkeys(d.text for shape in self.shapes for d in shape.dims if d.kind == "name"))
@@ -92,10 +96,10 @@ class _Calls:
         self.numbers = self._numbers()
 
     def _pattern(self, argument: Argument) -> TensorPattern:
-        return self.patterns.get(argument.name, _ANY_SHAPE)
+        return self.patterns.get(argument.name, patterns.ANY_SHAPE)
 
     def _choices(self, number: int) -> list[Any]:
-        """The values that an argument may have; for tensors, how many."""
+        """Return the values that an argument may have; for tensors, how many."""
         argument, declared = self.arguments[number], self.operator.schema.arguments[number]
         listed = list(_VALUES.get(argument.kind, ()))
         if declared_type(declared) == "Device":
@@ -106,11 +110,11 @@ class _Calls:
         return [*listed, None] if argument.optional else listed
 
     def _numbers(self) -> Sequence[int]:
-        """The numbers for named sizes: odd ones, or those with which the reference can be traced."""
+        """Return the numbers for named sizes: odd ones, or those with which the reference can be traced."""
         for numbers in patterns.EXAMPLE_SIZES:
             sizes = _Sizes(_RUN[:1], {}, numbers)
-            made = (self.values(*each, sizes) for each in itertools.product(self.variations[:1], self.dtypes))
-            if any(values is not None and self._traceable(values) for values in made):
+            calls = (self.values(*each, sizes) for each in itertools.product(self.variations[:1], self.dtypes))
+            if any(values is not None and self._traceable(values) for values in calls):
                 return numbers
         return patterns.EXAMPLE_SIZES[0]
 
@@ -120,7 +124,7 @@ class _Calls:
         )
 
     def sizes(self, ones: bool) -> Iterator[_Sizes]:
-        """Each choice of sizes: with some of the leading ones 1, or with none."""
+        """Yield each choice of sizes; with ``ones``, some of the leading ones are 1."""
         for rank in range(len(_RUN) + 1) if self.runs else (0,):
             count = rank if self.runs else len(self.names)
             for places in _leading(count) if ones else [()]:
@@ -129,7 +133,7 @@ class _Calls:
                 yield _Sizes(run, names, self.numbers)
 
     def values(self, choice: Sequence[int], dtypes: Mapping[str, torch.dtype], sizes: _Sizes) -> list[Any] | None:
-        """The values of one call; None where an annotation forbids one."""
+        """Return the values of one call; None where an annotation forbids one."""
         known: dict[str, Any] = dict(zip(self.names, itertools.cycle(sizes.numbers), strict=False))
         known |= {**sizes.names, **dict.fromkeys(self.runs, sizes.run)}
         values = [self.choices[number][chosen] for number, chosen in enumerate(choice)]
@@ -151,43 +155,32 @@ class _Calls:
         return torch.zeros(patterns.example_shape(pattern, known, numbers), dtype=dtype)
 
     def _dtype(self, number: int, dtypes: Mapping[str, torch.dtype]) -> torch.dtype | None:
-        """What the kernel takes an argument as; None where it does not say."""
-        asked = (
+        """Return the dtype as which the kernel takes an argument; None where any will do."""
+        declared = (
             slot.dtype for slot in self.bound.slots if slot.argument == number and slot.source.startswith(_TENSORS)
         )
-        dtype = next(asked, ANY_DTYPE)
+        dtype = next(declared, ANY_DTYPE)
         if dtype < ANY_DTYPE:
             return dtypes[self.bound.variables[-2 - dtype]]
         return next((known for known, code in DTYPES.items() if code == dtype), None)
 
 
 def _others(operator: Operator, number: int) -> dict[str, Any]:
-    """Something for each argument but one, which is left to its default."""
+    """Return a placeholder for each argument except one, which takes its default."""
     return {argument.name: None for i, argument in enumerate(operator.schema.arguments) if i != number}
 
 
 def _variations(counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Which of its values each argument is given: all combinations, or, of many, those that differ in one."""
-    whole = list(itertools.islice(itertools.product(*map(range, counts)), _MAX_VARIATIONS + 1))
-    if len(whole) <= _MAX_VARIATIONS or 0 in counts:
-        return whole
+    """Return which of its values each argument takes: all combinations, or, if they are many, those that differ in one."""
+    combinations = list(itertools.islice(itertools.product(*map(range, counts)), _MAX_VARIATIONS + 1))
+    if len(combinations) <= _MAX_VARIATIONS or 0 in counts:
+        return combinations
     usual = (0,) * len(counts)
     single = [(*usual[:i], n, *usual[i + 1 :]) for i, count in enumerate(counts) for n in range(1, count)]
     return [usual, *single][:_MAX_VARIATIONS]
 
 
 def _leading(count: int) -> list[tuple[int, ...]]:
-    """Which of some sizes are 1: each of them alone, and the first two, three, ... together."""
+    """Return which of some sizes are 1: each of them alone, and the first two, three, ... together."""
     alone = [(i,) for i in range(count)]
     return [*alone, *(tuple(range(n)) for n in range(2, count + 1))]
-
-
-def _patterns(operator: Operator, arguments: Sequence[Argument]) -> dict[str, TensorPattern]:
-    """The annotations of schema arguments that are tensors; of several from one parameter they say nothing."""
-    kinds = {argument.name: argument.kind for argument in arguments}
-    found: dict[str, TensorPattern] = {}
-    for parameter in operator.signature.parameters:
-        tensors = [name for name in field_names(parameter) if kinds.get(name) in ("tensor", "tensors")]
-        if parameter.pattern is not None and len(tensors) == 1:
-            found[tensors[0]] = parameter.pattern
-    return found

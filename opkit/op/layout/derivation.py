@@ -1,7 +1,7 @@
 """Derive layout programs: the layout of an operator's outputs for every call that is like one example.
 
-:func:`derive` runs the reference on symbolic sizes (``symbolic_run``) and writes what it returned, and what torch assumed of
-the sizes on the way, as the words of a program (``program``). ``sympy_code`` translates the expressions.
+:func:`derive` runs the reference on symbolic sizes (``symbolic_run``). It writes the sizes of the results, and a guard with what
+torch assumed about sizes on the way, as the words of a program (``program``). ``sympy_code`` translates the expressions.
 """
 
 # pyright: reportMissingTypeStubs=false
@@ -38,7 +38,7 @@ from opkit.op.trace.reference_trace import concrete
 
 @dataclasses.dataclass(frozen=True)
 class LayoutRefusal:
-    """Why there is no program for calls like one."""
+    """Why there is no layout program for calls like the example."""
 
     reason: str
 
@@ -47,10 +47,10 @@ class LayoutRefusal:
 
 
 def derive(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> LayoutProgram | LayoutRefusal:
-    """The program that gives the layout of a call through the schema, and of as many others as it can.
+    """Derive the program that computes the layout of a call through the schema, and of as many others as it can.
 
     It holds for this call, which is checked, and for every other one that fits its key and guard.
-    There is none where a tensor is not row-major: such calls pass their layout.
+    There is none where a tensor is not row-major: Python passes the layout to such calls.
     """
     try:
         facts, values = facts_of(operator), operands(operator, args, kwargs)
@@ -68,6 +68,7 @@ def _refused(operator: Operator, why: object) -> LayoutRefusal:
 
 
 def _refuse_untestable(operator: Operator) -> None:
+    """Raise if the operator has an argument that a program cannot test."""
     arguments = operator.schema.arguments
     tensors = any(kind_of(argument).startswith("tensor") for argument in arguments)
     for argument in arguments:
@@ -79,7 +80,7 @@ def _refuse_untestable(operator: Operator) -> None:
 
 @dataclasses.dataclass
 class _Deriving:
-    """The call that a program is derived from, and its layout."""
+    """The derivation of a program from one call, whose layout is ``expected``."""
 
     operator: Operator
     facts: Facts
@@ -92,31 +93,31 @@ class _Deriving:
         return [argument.kind for argument in self.facts.arguments]
 
     def best(self) -> LayoutProgram | LayoutRefusal:
-        """The program with the fewest numbers pinned."""
-        found = self.attempt(frozenset())
+        """Return the program with the fewest numbers pinned."""
+        result = self.attempt(frozenset())
         for pinned in ({"float"}, {"float", "int"}):
-            if isinstance(found, LayoutRefusal) and any(kind.removesuffix("s") in pinned for kind in self.kinds):
-                found = self.attempt(frozenset(pinned))
-        return found
+            if isinstance(result, LayoutRefusal) and any(kind.removesuffix("s") in pinned for kind in self.kinds):
+                result = self.attempt(frozenset(pinned))
+        return result
 
     def attempt(self, pinned: frozenset[Any]) -> LayoutProgram | LayoutRefusal:
-        """The program with the numbers ``pinned`` (see :class:`~opkit.op.layout.symbolic_run.Symbols`) taken as they are."""
+        """Return the program with the numbers ``pinned`` (see :class:`~opkit.op.layout.symbolic_run.Symbols`) as constants."""
         try:
             program = self._program(self._traced(pinned))
         except (NoCodeError, OpkitError, p.UnfitError, symbolic_run.NotTracedError) as error:
             return _refused(self.operator, error)
-        if self._right(program):
+        if self._is_right(program):
             return program
-        why = f"on symbolic sizes the reference does other than on plain ones.\n{program}"
+        why = f"on symbolic sizes the reference does something else than on plain ones.\n{program}"
         return _refused(self.operator, why)
 
-    def _right(self, program: LayoutProgram) -> bool:
-        """Whether the program is right for the call, and, if it fits, for one of twice the sizes."""
+    def _is_right(self, program: LayoutProgram) -> bool:
+        """Return whether the program is right for the call, and for one of twice the sizes if that fits."""
         if run(program.words, self.kinds, self.values) != self.expected:
             return False
         values = symbolic_run.isolated(lambda: symbolic_run.doubled(self.values))
-        found = run(program.words, self.kinds, values)
-        return found is None or found == self._layout(values)
+        layout = run(program.words, self.kinds, values)
+        return layout is None or layout == self._layout(values)
 
     def _layout(self, values: list[Any]) -> list[int] | None:
         named = zip(self.operator.schema.arguments, values, strict=True)
@@ -161,7 +162,7 @@ def _attempted(
         return symbolic_run.run(shape_function(operator), kinds, values, names, pinned)
     except symbolic_run.NotTracedError:
         raise
-    except Exception as error:  # whatever the body raised is the reason
+    except Exception as error:  # what the body raised is the reason
         first = str(error).strip().split("\n")[0]
         raise symbolic_run.NotTracedError(
             f"on symbolic sizes the reference raises {type(error).__name__}: {first}"
@@ -172,28 +173,28 @@ def _attempted(
 
 
 class LayoutWriter:
-    """Writes the parts of a program; :meth:`guard` comes last, because it holds what the outputs assume."""
+    """Writes the parts of a program; :meth:`guard` must be called last, because the outputs add to its conditions."""
 
     def __init__(self, traced: SymbolicRun) -> None:
         self.traced = traced
         self.env = traced.symbols.env
         self.translator = Translator(traced.symbols.code)
-        self.apart: list[Code] = []
+        self.no_overlap: list[Code] = []
 
     def output(self, tensor: torch.Tensor) -> list[int]:
-        """The words of one new output."""
+        """Return the words of one new output."""
         sizes, strides = [[self._plain(expression(n)) for n in ns] for ns in (tensor.shape, tensor.stride())]
         words = [p.DTYPES[tensor.dtype], len(sizes), *self._codes(sizes)]
         if self._row_major(sizes, strides):
             return [*words, 0]
         nested = sorted(range(len(sizes)), key=lambda i: (concrete(tensor.stride(i)), concrete(tensor.shape[i])))
-        self._keep_apart([(sizes[i], strides[i]) for i in nested])
+        self._forbid_overlap([(sizes[i], strides[i]) for i in nested])
         return [*words, 1, *self._codes(strides)]
 
     def guard(self) -> list[int]:
-        """The words of the guard."""
+        """Return the words of the guard."""
         guards = [self.translator.code(guard) for guard in dict.fromkeys(self.traced.guards)]
-        conditions = [*self.traced.symbols.conditions, *guards, *self.apart, *self.translator.conditions]
+        conditions = [*self.traced.symbols.conditions, *guards, *self.no_overlap, *self.translator.conditions]
         conditions = [code for code in dict.fromkeys(conditions) if code != constant(1)]
         return _sized(joined(p.AND, conditions or [constant(1)]))
 
@@ -201,7 +202,7 @@ class LayoutWriter:
         return [word for number in numbers for word in _sized(self.translator.code(number))]
 
     def _plain(self, number: Any) -> Any:
-        """``number`` without "at least 1" where that is so anyway."""
+        """Return ``number`` without ``max(1, ...)`` around what is at least 1 anyway."""
         known = {
             item: self._at_least_one(other) for item in number.atoms(_max()) if (other := _other(item)) is not None
         }
@@ -218,14 +219,14 @@ class LayoutWriter:
             step = step * self._at_least_one(size)
         return True
 
-    def _keep_apart(self, dimensions: Sequence[tuple[Any, Any]]) -> None:
-        """Demand that no two elements share memory, with the dimensions (size, stride) nested as in this call."""
+    def _forbid_overlap(self, dimensions: Sequence[tuple[Any, Any]]) -> None:
+        """Add conditions under which no two elements share memory, with the dimensions (size, stride) nested as in this call."""
         extent = expression(1)
         if any(size == 0 for size, _ in dimensions):
             return
         for size, stride in dimensions:
             if size != 1 and not _equal(stride, extent):
-                self.apart.append((*self.translator.code(extent), *self.translator.code(stride), p.LESS_EQUAL))
+                self.no_overlap.append((*self.translator.code(extent), *self.translator.code(stride), p.LESS_EQUAL))
             extent = _expanded(extent + (size - 1) * stride)
 
 
@@ -236,7 +237,7 @@ def _max() -> Any:
 
 
 def _other(maximum: Any) -> Any:
-    """What "at least 1" is said of; None for any other maximum."""
+    """Return ``x`` for ``max(1, x)``; None for any other maximum."""
     rest = [item for item in maximum.args if item != 1]
     return rest[0] if len(rest) == 1 and len(maximum.args) == 2 else None
 
@@ -252,7 +253,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _sized(code: Code) -> list[int]:
-    """A piece of code behind its length."""
+    """Return a piece of code after its length."""
     if p.depth(code) > p.MAX_DEPTH:
         raise NoCodeError(f"the code of one number holds more than {p.MAX_DEPTH} values at a time")
     return [len(code), *code]

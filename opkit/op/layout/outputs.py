@@ -1,7 +1,7 @@
-"""The sizes, strides and dtypes of an operator's new outputs, for kernels that are given their outputs.
+"""Compute the dtypes, sizes and strides of an operator's new outputs, for kernels that write to allocated outputs.
 
-:func:`layout_of` works them out for one call, by running the author's fake implementation or the reference on fake
-tensors. :func:`derive` makes a program of the same run on symbolic sizes, which gives them for every call that fits it,
+:func:`layout_of` computes them for one call, by running the author's fake implementation or the reference on fake
+tensors. ``derivation`` derives a program from the same run on symbolic sizes, which computes them for every call that fits it,
 without Python. ``opkit/kernels/include/opkit.h`` describes both forms.
 """
 
@@ -26,7 +26,7 @@ from opkit.op.trace.reference_trace import OpaqueReason, ReferenceTrace
 
 
 def operands(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The value of each schema argument of a call, defaults filled in."""
+    """Return the value of each schema argument of a call, defaults filled in."""
     values: list[Any] = []
     for number, argument in enumerate(operator.schema.arguments):
         if argument.name in kwargs:
@@ -47,16 +47,13 @@ def _default(operator: Operator, argument: Any) -> Any:
     return value
 
 
-# ---- one call -------------------------------------------------------------------------------------------------------
-
-
 def layout_of(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
-    """The dtype, rank, sizes and strides of each new output of a call through the schema.
+    """Return the dtype, rank, sizes and strides of each new output of a call through the schema.
 
     Raises:
         RuleError: the sizes are not known: the body leaves torch and no fake implementation is registered, or they
             depend on data.
-        OutputError: an output is not a tensor that a C kernel can be given.
+        OutputError: a C kernel cannot write to an output.
         KernelError: the operator returns a list of tensors.
     """
     new = new_outputs(facts_of(operator))
@@ -82,7 +79,7 @@ def _trace(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> R
 
 
 def shape_function(operator: Operator) -> Callable[..., Any]:
-    """The function that tells the outputs' sizes when it is run on fake tensors."""
+    """Return the function that returns the outputs when it runs on fake tensors: fake implementation or reference."""
     if operator.registered.fake is None:
         return operator.reference
     return private.in_fake_context(operator.flat(operator.registered.fake), operator.overload)
@@ -96,10 +93,10 @@ def _unknown(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any], op
             f"{opaque}. Correct what is registered with `{function}.register_fake`."
         )
     error = RuleError(
-        f"{operator.name}: the output sizes of this call are not known, and a C kernel is given its outputs: {opaque}. "
+        f"{operator.name}: the output sizes of this call are not known, and a C kernel needs allocated outputs: {opaque}. "
         f"Register a fake implementation with `{function}.register_fake`."
     )
-    operator.known_trace(args, kwargs)  # which the note reads
+    operator.known_trace(args, kwargs)  # the note reads it
     error.add_note(operator.opaque_note("output sizes", "register_fake"))
     return error
 
@@ -118,7 +115,7 @@ def list_outputs(operator: Operator, returned: Any) -> list[Any]:
 
 
 def checked_output(operator: Operator, name: str, output: Any, device: torch.device) -> torch.Tensor:
-    """``output`` if it is a strided tensor on the call's device, of a dtype that C kernels know."""
+    """Return ``output`` if it is a strided tensor on the call's device, of a dtype that C kernels know."""
     if not isinstance(output, torch.Tensor):
         raise OutputError(f"{operator.name}: {name} is {type(output).__name__}, but a C kernel writes to tensors.")
     if output.layout is not torch.strided:
@@ -131,17 +128,13 @@ def checked_output(operator: Operator, name: str, output: Any, device: torch.dev
             f"{operator.name}: {name} has dtype {output.dtype}, for which C kernels have no element type. Return "
             f"another dtype, and convert outside of the operator."
         )
-    if not _same(output.device, device):
+    indices: set[int | None] = {output.device.index, device.index}
+    if output.device.type != device.type or not (None in indices or len(indices) == 1):
         raise OutputError(
             f"{operator.name}: {name} is on {output.device}, but the call is on {device}, where a C kernel makes its "
             f"outputs. Return it on the device of the arguments."
         )
     return output
-
-
-def _same(one: torch.device, other: torch.device) -> bool:
-    indices: set[int | None] = {one.index, other.index}
-    return one.type == other.type and (None in indices or len(indices) == 1)
 
 
 def _layout(operator: Operator, name: str, output: Any, device: torch.device) -> list[int]:
@@ -160,16 +153,16 @@ def _known(operator: Operator, name: str, size: Any) -> int:
         known = size.node.maybe_as_int()
         if known is None:
             raise RuleError(
-                f"{operator.name}: the sizes of {name} depend on the data of the arguments, and a C kernel is given its "
-                "outputs before it runs. Return a tensor of the greatest possible size and, as a second output, how much "
-                "of it counts."
+                f"{operator.name}: the sizes of {name} depend on the data of the arguments, and a C kernel needs its "
+                "outputs allocated before it runs. Return a tensor of the greatest possible size and, as a second output, how "
+                "much of it counts."
             )
         return known
     return int(size)
 
 
 def _overlaps(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements may share memory; strides under which they provably do not are those of permuted dense tensors."""
+    """Return whether elements may share memory; only the strides of permuted dense tensors prove that they do not."""
     extent = 1
     for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size > 1 and stride < extent:

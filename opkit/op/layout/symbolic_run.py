@@ -1,6 +1,6 @@
-"""One run of a reference on symbolic sizes: what it returns, and what was assumed of the sizes on the way.
+"""Run a reference on symbolic sizes, and record what it returns and what torch assumes about the sizes on the way.
 
-Every size and every int becomes a symbol; so do floats, as long as nothing that matters depends on them. Sizes of 0 and 1
+Every size and every int becomes a symbol; so do floats, unless a guard or an output's layout depends on them. Sizes of 0 and 1
 stay numbers, as they do under torch.compile, because broadcasting treats them differently. So do ints that are not
 positive, because torch simplifies ``(n // m) // m`` to ``n // m**2`` and ``m // m`` to 1 whatever the sign of m.
 """
@@ -38,7 +38,7 @@ class NotTracedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class TensorFacts:
-    """What a symbolic tensor is made from: a row-major tensor's."""
+    """The sizes, dtype and device of a row-major tensor, from which a symbolic one is made."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class TensorFacts:
 
 
 def described(values: Sequence[Any]) -> list[Any]:
-    """The values of a call with tensors replaced by their facts and symbolic numbers by their hints.
+    """Return the values of a call with tensors replaced by their facts and symbolic numbers by their hints.
 
     Raises:
         NotTracedError: a tensor whose strides do not follow from its sizes.
@@ -66,9 +66,9 @@ def _described(leaf: Any) -> Any:
 
 
 class Symbols:
-    """The numbers of a call as symbols: ``code`` has what each stands for, ``conditions`` what was assumed of them.
+    """The numbers of a call as symbols: ``code`` holds the code of each, ``conditions`` what was assumed about them.
 
-    ``pinned`` names the kinds ("int") and the single floats (argument, item) that are to stay numbers.
+    ``pinned`` holds the kinds ("int") and the single floats (argument, item) that stay numbers.
     """
 
     def __init__(self, pinned: frozenset[Any]) -> None:
@@ -84,7 +84,7 @@ class Symbols:
         self.conditions: list[Code] = []
 
     def argument(self, kind: str, number: int, value: Any) -> Any:
-        """An argument with symbols in place of its numbers."""
+        """Return an argument with symbols in place of its numbers."""
         if value is None or kind not in _MAKERS:
             return value
         make, listed = _MAKERS[kind]
@@ -93,13 +93,13 @@ class Symbols:
         return make(self, value, number, 0)
 
     def tensor(self, facts: TensorFacts, argument: int, item: int) -> FakeTensor:
-        """A fake tensor of symbolic sizes."""
+        """Return a fake tensor of symbolic sizes."""
         sizes = [self._size(size, (argument, item, dim)) for dim, size in enumerate(facts.sizes)]
         self._assume_strides(facts.sizes, argument, item)
         with self.mode:
-            made: Any = torch.empty(sizes, dtype=facts.dtype, device=facts.device)
-        private.throw_on_data_pointer(made)
-        return made
+            tensor: Any = torch.empty(sizes, dtype=facts.dtype, device=facts.device)
+        private.throw_on_data_pointer(tensor)
+        return tensor
 
     def _size(self, size: int, place: tuple[int, int, int]) -> Any:
         code = (p.SIZE, *place)
@@ -118,7 +118,7 @@ class Symbols:
                 self.conditions.append((p.STRIDE, argument, item, dim, *step, p.EQUAL))
 
     def integer(self, value: Any, argument: int, item: int) -> Any:
-        """A symbolic int if it is positive."""
+        """Return a symbolic int if ``value`` is positive, else the number."""
         code, value = (p.INT, argument, item), int(value)
         if value > 0 and "int" not in self.pinned:
             self.conditions.append((*constant(1), *code, p.LESS_EQUAL))
@@ -127,7 +127,7 @@ class Symbols:
         return value
 
     def floating(self, value: Any, argument: int, item: int) -> Any:
-        """A symbolic float."""
+        """Return a symbolic float, unless it is pinned or not finite."""
         value = float(value)
         if "float" not in self.pinned and (argument, item) not in self.pinned and math.isfinite(value):
             symbol, source = self._created(value, None, specialize=False)
@@ -160,25 +160,25 @@ _MAKERS: dict[str, tuple[Callable[[Symbols, Any, int, int], Any], bool]] = {
     "float": (Symbols.floating, False),
     "floats": (Symbols.floating, True),
 }
-"""How arguments of each kind are made symbolic, and whether they are lists."""
+"""The function that makes arguments of each kind symbolic, and whether they are lists."""
 
 
 @dataclasses.dataclass
 class SymbolicRun:
-    """What a body returned for symbolic arguments."""
+    """The symbols of one run, and what the body returned."""
 
     symbols: Symbols
     returned: Any
 
     @property
     def guards(self) -> list[Any]:
-        """The expressions that torch took to be true, those about sizes that depend on data among them."""
+        """The expressions that torch assumed to be true, including those about sizes that depend on data."""
         env = self.symbols.env
         asserted = [item.expr for items in env.deferred_runtime_asserts.values() for item in items]
         return [*[guard.expr for guard in env.guards], *asserted]
 
     def floats(self, outputs: Sequence[torch.Tensor]) -> frozenset[tuple[int, int]]:
-        """The floats (argument, item) on which a guard or one of the outputs' sizes or strides depends."""
+        """Return the floats (argument, item) on which a guard, or a size or stride of an output, depends."""
         numbers = [expression(n) for tensor in outputs for n in (*tensor.shape, *tensor.stride())]
         used: set[Any] = set().union(*[e.free_symbols for e in (*self.guards, *numbers)])
         return frozenset(place for symbol, place in self.symbols.floats.items() if symbol in used)
@@ -194,8 +194,8 @@ def run(
     """Run ``body`` on symbolic copies of ``values``, those with a name as keyword arguments.
 
     Raises:
-        NotTracedError: a tensor is not row-major, or torch would not tell all that it assumes.
-        Exception: whatever the body raised.
+        NotTracedError: a tensor is not row-major, or a setting makes torch leave out guards.
+        Exception: the error that the body raised.
     """
     setting = torch_compile.guards_left_out()
     if setting:
@@ -213,15 +213,15 @@ def _run(
 ) -> SymbolicRun:
     with private.no_modes(), torch.inference_mode(False), torch.enable_grad():
         symbols = Symbols(pinned)
-        made = [symbols.argument(kind, i, v) for i, (kind, v) in enumerate(zip(kinds, values, strict=True))]
-        args = [value for value, name in zip(made, names, strict=True) if name is None]
-        kwargs = {name: value for value, name in zip(made, names, strict=True) if name is not None}
+        arguments = [symbols.argument(kind, i, v) for i, (kind, v) in enumerate(zip(kinds, values, strict=True))]
+        args = [value for value, name in zip(arguments, names, strict=True) if name is None]
+        kwargs = {name: value for value, name in zip(arguments, names, strict=True) if name is not None}
         with private.symbolic_tracing(symbols.mode):
             return SymbolicRun(symbols, body(*args, **kwargs))
 
 
 def doubled(values: Sequence[Any]) -> list[Any]:
-    """The values of a call whose tensors have twice the sizes; fake tensors."""
+    """Return the values of a call with fake tensors of twice the sizes."""
     with private.no_modes(), torch.inference_mode(False):
         mode = FakeTensorMode()
         return pytree.tree_map(functools.partial(_doubled, mode), described(values))
@@ -237,7 +237,7 @@ def _doubled(mode: FakeTensorMode, leaf: Any) -> Any:
 
 
 def isolated(function: Callable[[], R]) -> R:
-    """Call ``function`` where no transform, autocast or function mode of the caller's is in force.
+    """Call ``function`` outside of the caller's transforms, autocast and function modes.
 
     They belong to the thread, so a new thread has none.
     """
@@ -248,7 +248,7 @@ def isolated(function: Callable[[], R]) -> R:
 
 
 def expression(value: Any) -> Any:
-    """The expression of a size or stride; a plain number as sympy has it."""
+    """Return the sympy expression of a size or stride."""
     import sympy
 
     return value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(int(value))

@@ -1,9 +1,10 @@
-"""From sympy's expressions, as torch's symbolic sizes hold them, to the code of programs.
+"""Translate sympy expressions, which torch's symbolic sizes hold, into the code of layout programs.
 
 Sizes are whole numbers, but a body may compute them by way of fractions or floating-point numbers (``ceil(n / 2)``,
 ``int(n * 0.5)``). Such a step is translated where whole numbers give the same result: fractions of whole numbers, and
-doubles that are whole numbers over a power of two, while no numerator exceeds 2**53. What has to hold for that is noted
-in ``conditions``, which belong to the guard. Expressions are told apart by their classes' names: sympy is slow to import.
+doubles that are whole numbers over a power of two, while no numerator exceeds 2**53. The conditions for
+that are collected in ``conditions``, which belong to the guard. Expressions are distinguished by their classes' names, because
+sympy is slow to import.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -31,15 +32,15 @@ _RELATIONS = {
     "StrictGreaterThan": (p.LESS, True),
     "GreaterThan": (p.LESS_EQUAL, True),
 }
-"""The operation of each relation, and whether its sides change places."""
+"""The operation of each relation, and whether its sides are swapped."""
 
 
 class NoCodeError(Exception):
-    """An expression cannot be said in a program's code; the message names it."""
+    """An expression has no translation into a program's code; the message names it."""
 
 
 def constant(value: Any) -> Code:
-    """Code for a number.
+    """Return code for a number.
 
     Raises:
         NoCodeError: it is out of the range of ``int64_t``.
@@ -50,15 +51,15 @@ def constant(value: Any) -> Code:
 
 
 def joined(op: int, parts: Iterable[Code]) -> Code:
-    """``op`` applied to ``parts`` from left to right."""
+    """Return code that applies ``op`` to ``parts`` from left to right."""
     first, *rest = parts
     return sum(((*part, op) for part in rest), start=tuple(first))
 
 
 class Translator:
-    """Translates expressions over ``symbols``, each of which has its code.
+    """Translates expressions over ``symbols``, which maps each symbol to its code.
 
-    ``conditions`` are pieces of code that must yield other than 0 for the translations made so far to be right.
+    The translations so far are right if no piece of code in ``conditions`` yields 0.
     """
 
     def __init__(self, symbols: Mapping[Any, Code]) -> None:
@@ -66,7 +67,7 @@ class Translator:
         self.conditions: list[Code] = []
 
     def code(self, expression: Any) -> Code:
-        """The code of a whole number or of a condition.
+        """Return the code of a whole number or of a condition.
 
         Raises:
             NoCodeError: naming the part that has no code.
@@ -87,7 +88,7 @@ class Translator:
     # ---- sums and products of fractions ----------------------------------------------------------------------------
 
     def whole(self, expression: Any) -> Code:
-        """A sum or product with fractional coefficients whose value is known to be whole."""
+        """Return code for a sum or product with fractional coefficients whose value is known to be whole."""
         numerator, denominator = self.fraction(expression)
         if denominator == 1:
             return numerator
@@ -96,11 +97,11 @@ class Translator:
         return (*numerator, *constant(denominator), p.FLOOR_DIVIDE)
 
     def fraction(self, expression: Any) -> tuple[Code, int]:
-        """Code for a numerator, and the denominator."""
+        """Return code for the numerator, and the denominator."""
         terms = [term.as_coeff_Mul(rational=True) for term in expression.as_ordered_terms()]
         denominator = math.lcm(*[int(factor.q) for factor, _ in terms])
         scaled = [(int(factor * denominator), rest) for factor, rest in terms]
-        scaled.sort(key=lambda term: term[0] < 0)  # what is added first, what is subtracted after it
+        scaled.sort(key=lambda term: term[0] < 0)  # terms to add come first, terms to subtract last
         code = self._term(*scaled[0])
         for factor, rest in scaled[1:]:
             code = (*code, *self._term(abs(factor), rest), p.SUBTRACT if factor < 0 else p.ADD)
@@ -113,7 +114,7 @@ class Translator:
         return joined(p.MULTIPLY, factors if factor == 1 else [*factors, constant(factor)])
 
     def divisor(self, expression: Any) -> Code:
-        """A divisor. Its factors must be positive, as torch took them to be when it simplified the division."""
+        """Return code for a divisor. Its factors must be positive, as torch assumed when it simplified the division."""
         for factor in expression.as_ordered_factors():
             base = factor.as_base_exp()[0]
             if not base.is_positive:
@@ -130,10 +131,10 @@ class Translator:
         return (*_times(a, over_b), *_times(b, over_a), op)
 
     def double(self, expression: Any) -> tuple[Code, int]:
-        """A double that is a whole number over a power of two: code for the first, and the second.
+        """Return code for the numerator of a double, and its denominator, which is a power of two.
 
         Raises:
-            NoCodeError: it may be another number, or one that computing in doubles rounds.
+            NoCodeError: it may be a number of another form, or one that is rounded when computed in doubles.
         """
         kind = type(expression).__name__
         if not floating(expression):
@@ -159,7 +160,7 @@ class Translator:
 
     def _sum(self, parts: list[tuple[Code, int]]) -> tuple[Code, int]:
         common = max(denominator for _, denominator in parts)
-        limit = _EXACT // len(parts)  # no order of adding them exceeds what doubles hold
+        limit = _EXACT // len(parts)  # sums in any order stay exact in doubles
         terms = [self._bounded(_times(code, common // denominator), limit) for code, denominator in parts]
         return joined(p.ADD, terms), common
 
@@ -171,7 +172,7 @@ class Translator:
         return self._bounded(_times(numerator, under)), over * value
 
     def quotient(self, expression: Any) -> tuple[Code, Code]:
-        """Two pieces of code whose quotient rounds up or down to what the double ``expression`` rounds to."""
+        """Return two pieces of code whose quotient rounds up or down to the same number as the double ``expression``."""
         if type(expression).__name__ not in ("IntTrueDiv", "FloatTrueDiv"):
             numerator, denominator = self.double(expression)
             return numerator, constant(denominator)
@@ -180,7 +181,7 @@ class Translator:
         return self._bounded(_times(numerator, under)), _times(divisor, over)
 
     def rounded(self, expression: Any) -> tuple[Code, Code]:
-        """Code for the argument of a rounding operation, rounded down and rounded up."""
+        """Return code for the argument of a rounding operation, rounded down and rounded up."""
         (inner,) = expression.args
         if floating(inner):
             numerator, denominator = self.quotient(inner)
@@ -199,7 +200,7 @@ class Translator:
 
 
 def floating(expression: Any) -> bool:
-    """Whether an expression is a floating-point number."""
+    """Return whether an expression is a floating-point number."""
     kind = type(expression).__name__
     return kind in _FLOATS or (kind not in _ROUNDINGS and any(floating(item) for item in expression.args))
 

@@ -1,9 +1,8 @@
-"""Kernels that run through torch's dispatcher without Python: what those in C, C++, CUDA and Triton have in common.
+"""Compiled kernels, in C, C++, CUDA and Triton: they run through torch's dispatcher without Python.
 
-Such a kernel is registered as the boxed kernel of an operator of its own, ``opkit_native::...``, which has the schema of
-the operator it serves and one argument more, the sizes of the outputs. Python's plans call that. Once calls of some shape
-were verified, the sizes are left to a program (see ``layout``), and with the bridge the operator itself is served without
-Python.
+Such a kernel is the boxed kernel of a hidden operator, ``opkit_native::...``, which has the schema of the operator that it
+computes and one more argument, the layout of the outputs. Plans call the hidden operator. Once a call was verified, a layout
+program computes the outputs' sizes (see ``layout``), and with the bridge (``bridged``) the operator itself runs without Python.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -52,21 +51,20 @@ class CompiledFunction(abc.ABC):
         self.library: _core.KernelLibrary | None = None
         self._overload: Any = None
         self._programs: list[tuple[int, ...]] = []
-        self._read: tuple[Any, ...] = ()  # values that may decide sizes: looked up again in each call
-        self._sizes: tuple[Any, ReferenceState] | None = (
-            None  # the fake implementation that gives them, and what it reads
-        )
-        self._derived_from: Any = None  # both, as the programs were made
+        self._read: tuple[Any, ...] = ()  # values that may decide sizes: each call looks them up again
+        # the fake implementation that computes sizes, and what it reads; the same two as the programs were derived with
+        self._sizes: tuple[Any, ReferenceState] | None = None
+        self._derived_from: Any = None
         self._lock = threading.RLock()
-        self._kept: list[Any] = []  # what must live as long as the registration
+        self._registrations: list[Any] = []  # they must live as long as the kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function = self.prepare(args, kwargs)
-        if self._read and function is not self._overload:  # other values are read now than when it was settled
+        if self._read and function is not self._overload:  # the values have changed since it was settled
             self.settle(args, kwargs, function)
         return function(*args, **kwargs)
 
-    # ---- what each kind of kernel says of itself -------------------------------------------------------------------
+    # ---- what each kind of kernel implements ----------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
@@ -80,28 +78,28 @@ class CompiledFunction(abc.ABC):
 
     @abc.abstractmethod
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What decides what the kernel computes."""
+        """Return what decides what the kernel computes."""
 
     @abc.abstractmethod
     def refusal(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        """Why the kernel does not take a call; empty where it does."""
+        """Return why the kernel does not take a call; empty if it does."""
 
     @abc.abstractmethod
     def ready(self) -> bool:
-        """Make the kernel ready to run; False, with one warning, where this machine lacks what that takes."""
+        """Make the kernel ready to run; return False, with one warning, if this machine has no compiler for it."""
 
     @abc.abstractmethod
     def open(self) -> _core.KernelLibrary:
-        """The kernel as the runtime has it."""
+        """Open the kernel as the runtime's library."""
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     def load(self) -> _core.KernelLibrary:
-        """Put the kernel into the dispatcher, once."""
+        """Register the kernel with the dispatcher, once."""
         with self._lock:
             if self.library is None:
                 library = self.open()
-                library.forget_programs()  # those are of the reference that it was built with
+                library.forget_programs()  # they were derived from the reference that it was built with
                 self._overload = self._registered(library)
                 self.library = library
             return self.library
@@ -113,12 +111,14 @@ class CompiledFunction(abc.ABC):
         fragment.define(name + schema_with_layout(operator))
         fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
         key = private.dispatch_key_of(self.device)
-        keys = [key] if _always_has_tensors(operator) else [key, "BackendSelect"]  # by which calls without tensors come
-        self._kept = [fragment, *[library.register(f"{_NAMESPACE}::{name}", key, True) for key in keys]]
+        keys = (
+            [key] if _always_has_tensors(operator) else [key, "BackendSelect"]
+        )  # BackendSelect, for calls without tensors
+        self._registrations = [fragment, *[library.register(f"{_NAMESPACE}::{name}", key, True) for key in keys]]
         return private.hidden_operator(f"{_NAMESPACE}::{name}")
 
     def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        """A function for calls of exactly these shapes; it builds the kernel when first asked."""
+        """Return a function for calls of exactly these shapes; the first call builds the kernel."""
         self.load()
         with self._lock:
             self._forget_outdated()
@@ -127,7 +127,7 @@ class CompiledFunction(abc.ABC):
         return functools.partial(self._overload, opk_layout=layout_of(self.operator, args, kwargs))
 
     def settle(self, args: Sequence[Any], kwargs: dict[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
-        """After such a call was verified: calls of its kind, at other sizes too, need no layout from Python any more."""
+        """Derive the layout program after a call was verified; return a function that needs no layout from Python."""
         if self.library is None:
             return function
         with self._lock:
@@ -144,7 +144,7 @@ class CompiledFunction(abc.ABC):
         return self if self._sized_by_floats(args, kwargs) else function
 
     def _unless_changed(self, read: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-        """Run a call for which there is a program, unless other values are read now or were meanwhile."""
+        """Run a call that has a program, unless the values that the fake implementation reads have changed."""
         assert self._sizes is not None
         unchanged = self._read is read and self._sizes[1].of_sizes() == read
         return (self._overload if unchanged else self)(*args, **kwargs)
@@ -153,12 +153,12 @@ class CompiledFunction(abc.ABC):
         return any(argument.kind == "float" for argument in self.facts.arguments)
 
     def _sized_by_floats(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether the sizes hold for these floats alone, of which a plan says nothing."""
+        """Return whether the sizes depend on the values of floats, which are not in a plan's key."""
         values = [v + 1.25 if isinstance(v, float) else v for v in operands(self.operator, args, kwargs)]
         return self._takes_floats() and not self._fits(values)
 
     def _forget_outdated(self) -> None:
-        """Forget the sizes that another fake implementation gave, or that were given while other values were to be read."""
+        """Forget programs that were derived with another fake implementation, or while it read other values."""
         operator, fake = self.operator, self.operator.registered.fake
         if self._sizes is None or self._sizes[0] is not fake:
             self._sizes = fake, operator.state if fake is None else ReferenceState(operator.name, fake)
@@ -184,7 +184,7 @@ def _always_has_tensors(operator: Operator) -> bool:
 
 
 def schema_with_layout(operator: Operator) -> str:
-    """The operator's schema with the argument ``opk_layout`` after the others."""
+    """Return the operator's schema with the argument ``opk_layout`` after the others."""
     head, arrow, returns = operator.schema_text.rpartition(" -> ")
     arguments = operator.schema.arguments
     separator = "" if not arguments else ", "

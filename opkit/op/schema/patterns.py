@@ -64,6 +64,10 @@ class TensorPattern:
         return next((dtype for dtype in _PREFERRED_DTYPES if dtype in self.dtypes), min(self.dtypes, key=str))
 
 
+ANY_SHAPE = TensorPattern("...", (PatternDim("many", ""),), None)
+"""The pattern of tensors without an annotation."""
+
+
 def is_jaxtyping(annotation: object) -> bool:
     """Whether ``annotation`` is a jaxtyping annotation such as ``Float[Tensor, "b n"]``."""
     return isinstance(annotation, type) and all(

@@ -33,7 +33,7 @@ def calls_of(operator: Operator, examples: Sequence[Mapping[str, Any]]) -> list[
     Raises:
         ArgumentError: an example cannot be read, or nothing can be made up.
     """
-    return typical_calls.given(operator, examples) if examples else typical_calls.made_up(operator)
+    return typical_calls.from_examples(operator, examples) if examples else typical_calls.generate(operator)
 
 
 def values_of(operator: Operator, bound: Bound, call: ExampleCall) -> Values:
