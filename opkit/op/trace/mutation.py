@@ -1,8 +1,8 @@
-"""Which arguments an operator writes to: established at definition, verified at run time.
+"""Infer which arguments an operator writes to when it is defined, and verify that at run time.
 
 At definition the body is traced on small tensors made from its annotations, once for each combination of its flags; a
-fake tensor's version counter tells of writes through helpers, views and ``out=``. Without annotations, or where the trace
-leaves torch, the source is read instead, and counts only if every statement in it is understood. Where neither proves
+fake tensor's version counter shows writes through helpers, views and ``out=``. Without annotations, or where the trace
+leaves torch, the source is read instead, which counts only if every statement in it is understood. Where neither proves
 anything the definition raises. At run time the first call of each guard set compares version counters and bytes, which
 also catches writes through pointers.
 """
@@ -42,7 +42,7 @@ _EXAMPLES: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Inference:
-    """The arguments written to, and how that was established."""
+    """The arguments written to, and the origin of that knowledge."""
 
     mutates: tuple[str, ...]
     origin: str
@@ -50,7 +50,7 @@ class Inference:
 
 
 def infer(operator: str, function: Callable[..., Any], signature: Signature, opaque: bool) -> Inference:
-    """Establish which arguments ``function`` writes to.
+    """Infer which arguments ``function`` writes to.
 
     Raises:
         MutationUnknownError: neither a trace nor the source proves it.
@@ -73,7 +73,7 @@ def infer(operator: str, function: Callable[..., Any], signature: Signature, opa
 
 
 def names_random(function: Callable[..., Any]) -> bool:
-    """Whether the function's own code names a torch function that draws random numbers.
+    """Return whether the function's own code names a torch function that draws random numbers.
 
     A hint for functions that are not traced at definition: the tag it leads to only keeps compilers from merging calls.
     """
@@ -159,7 +159,7 @@ def _names(signature: Signature, args: list[Any], kwargs: dict[str, Any], positi
 
 
 def owners_of(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[str]:
-    """The parameter that each tensor of a call, in flattened order, belongs to."""
+    """Yield the parameter of each tensor of a call, in flattened order."""
     positional = [p.name for p in signature.parameters if not p.keyword_only]
     for name, value in [*zip(positional, args, strict=False), *kwargs.items()]:
         for leaf in pytree.tree_leaves(value):
@@ -169,7 +169,7 @@ def owners_of(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any])
 
 @dataclasses.dataclass
 class ArgumentSnapshot:
-    """What the tensors that an operator must not write to looked like before the call."""
+    """The versions and bytes, before a call, of the tensors that the operator must not write to."""
 
     operator: str
     tensors: list[tuple[str, torch.Tensor, int | None, torch.Tensor]]
@@ -189,14 +189,14 @@ class ArgumentSnapshot:
 
 
 def snapshot(operator: str, mutates: Iterable[str], named: Iterable[tuple[str, torch.Tensor]]) -> ArgumentSnapshot:
-    """Remember the version and the bytes of every tensor not in ``mutates``."""
+    """Return the versions and the bytes of every tensor not in ``mutates``."""
     declared = set(mutates)
-    kept = [
+    tensors = [
         (name, tensor, _version(tensor), tensor.detach().clone())
         for name, tensor in named
         if name not in declared and tensor.device.type != "meta" and tensor.layout is torch.strided
     ]
-    return ArgumentSnapshot(operator, kept)
+    return ArgumentSnapshot(operator, tensors)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

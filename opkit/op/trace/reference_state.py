@@ -1,4 +1,4 @@
-"""What an operator's reference reads beside its arguments, followed from call to call."""
+"""Track the values that an operator's reference reads in addition to its arguments, from call to call."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -17,18 +17,21 @@ _MAX_CHANGES, _MAX_OWN = 4, 64
 
 
 class ReferenceState:
-    """What an operator's reference reads, from call to call."""
+    """The values that an operator's reference reads, from call to call.
+
+    ``changes`` counts how often a compiled program met other values than the one before.
+    """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self.function = name, function
-        self.changes = 0  # how often a compiled program met other values than the one before
+        self.changes = 0
         self._reads: Reads | None = None
         self._last: dict[bool, tuple[Hashable, ...]] = {}
         self._guarded: tuple[Hashable, ...] | None = None
         self._own: dict[tuple[Hashable, ...], tuple[Hashable, ...]] = {}
 
     def current(self, versions: bool = False) -> tuple[Hashable, ...]:
-        """The values that a call would read now; ``versions``: whether writes to a tensor make it another one."""
+        """Return the values that a call would read now; with ``versions``, a tensor that was written to is another value."""
         reads = self._reads
         if reads is not None and not reads.paths:
             return ()
@@ -42,13 +45,13 @@ class ReferenceState:
         return self._own.get(values, values)
 
     def of_sizes(self) -> tuple[Hashable, ...]:
-        """The values of which some may decide sizes; empty where none may."""
+        """Return the values if some of them may decide sizes; else nothing."""
         values = self.current()
         return values if any(map(decides_sizes, values)) else ()
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
-        """While opkit runs the reference to look at it: what it writes to itself, a cache of its own say, changes nothing."""
+        """Ignore what the reference itself writes, such as a cache of its own, while opkit runs it to trace it."""
         before = self.current()
         yield
         after = self.current()
@@ -65,11 +68,11 @@ class ReferenceState:
 
     @property
     def volatile(self) -> bool:
-        """Whether compiled programs had to be made again for other values several times."""
+        """Whether programs were recompiled for other values several times."""
         return self.changes >= _MAX_CHANGES
 
     def guard(self) -> None:
-        """Have the program that torch.compile is making used only while the values are as they are."""
+        """Guard the program that torch.compile is tracing on the present values."""
         if not in_guarded_compilation():
             return
         values = self.current(versions=True)
@@ -80,7 +83,7 @@ class ReferenceState:
 
     @functools.cached_property
     def _unchanged(self) -> Callable[[Any, Any], None]:
-        """What makes the guard once the program is made: running the reference may have filled a cache of its own."""
+        """The function that creates the guard after tracing, because running the reference may have filled its own cache."""
 
         def create(builder: Any, guard: Any) -> None:
             expected = self.current(versions=True)

@@ -1,8 +1,8 @@
-"""Whether a body stays in torch, found by running it on fake tensors.
+"""Run a body on fake tensors to find out whether it stays in torch.
 
 A body that stays in torch is the operator's reference: rules are derived from it and the compiler sees through it. One
-that leaves torch (numpy, ctypes, ``.item()``, branches on values) is opaque, and the first line at which it left is
-remembered for the error that somebody will need.
+that leaves torch (numpy, ctypes, ``.item()``, branches on values) is opaque; the trace records the first line at which it left,
+for error messages.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -30,7 +30,7 @@ _OWN = str(Path(__file__).parents[1])
 
 @dataclasses.dataclass(frozen=True)
 class OpaqueReason:
-    """Why and where a body is not a torch program."""
+    """The reason and the line for which a body is not a torch program."""
 
     reason: str
     where: str = ""
@@ -41,7 +41,7 @@ class OpaqueReason:
 
 @dataclasses.dataclass
 class ReferenceTrace:
-    """What one run of a body on fake tensors showed."""
+    """The result of one run of a body on fake tensors."""
 
     outputs: Any = None
     opaque: OpaqueReason | None = None
@@ -53,7 +53,7 @@ class ReferenceTrace:
 
 
 def line_at_fault(error: BaseException) -> str:
-    """``file:line: source`` of the innermost frame that is neither torch's nor opkit's."""
+    """Return ``file:line: source`` of the innermost frame that is neither torch's nor opkit's."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _OWN))]
     if not frames:
         return ""
@@ -63,7 +63,7 @@ def line_at_fault(error: BaseException) -> str:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes operators that draw random numbers, and parts that run cut off from autograd."""
+    """A mode that records whether a body draws random numbers, cuts parts off from autograd, or captures tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         self.cuts_gradient |= func is torch.ops.aten.detach.default or not torch.is_grad_enabled()
-        if func is not torch.ops.aten.lift_fresh.default:  # which torch.tensor(1.0) calls on a real tensor
+        if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(1.0) calls it on a real tensor
             for leaf in pytree.tree_leaves(args):
                 if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
                     self.captures = True
@@ -84,8 +84,8 @@ class _Watch(TorchDispatchMode):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shape:
-    """What a fake tensor is made from."""
+class _TensorFacts:
+    """The data from which a fake tensor is made."""
 
     sizes: list[int]
     strides: list[int]
@@ -94,7 +94,7 @@ class _Shape:
 
 
 def fake_like(value: Any, mode: Any) -> Any:
-    """Fake tensors of the sizes, strides, dtypes and devices in ``value``; symbolic numbers become their hints."""
+    """Return fake tensors of the sizes, strides, dtypes and devices in ``value``; symbolic numbers become their hints."""
     return pytree.tree_map(lambda leaf: _fake(leaf, mode), _described(value))  # pyright: ignore[reportUnknownLambdaType]
 
 
@@ -103,7 +103,7 @@ def _described(value: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
             return concrete(leaf)
         sizes, strides = [[concrete(number) for number in numbers] for numbers in (leaf.shape, leaf.stride())]
-        return _Shape(sizes, strides, leaf.dtype, leaf.device)
+        return _TensorFacts(sizes, strides, leaf.dtype, leaf.device)
 
     return pytree.tree_map(describe, value)
 
@@ -111,14 +111,14 @@ def _described(value: Any) -> Any:
 def _fake(leaf: Any, mode: Any) -> Any:
     if isinstance(leaf, torch.Tensor):  # of a layout that sizes and strides do not describe
         return mode.from_tensor(leaf)
-    if not isinstance(leaf, _Shape):
+    if not isinstance(leaf, _TensorFacts):
         return leaf
     with mode:
         return torch.empty_strided(leaf.sizes, leaf.strides, dtype=leaf.dtype, device=leaf.device)
 
 
 def concrete(number: Any) -> Any:
-    """The hint of a symbolic number, or 2 where it has none; anything else as it is."""
+    """Return the hint of a symbolic number, or 2 where it has none; anything else as it is."""
     if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return number
     return number.node.pytype(2 if number.node.hint is None else number.node.hint)
@@ -152,7 +152,7 @@ def _trace(body: Callable[..., Any], described: Any) -> ReferenceTrace:
         try:
             with mode, watch:
                 outputs = body(*fake_args, **fake_kwargs)
-        except Exception as error:  # whatever the body raised is the answer to the question that was asked
+        except Exception as error:  # what the body raised is the reason why it is opaque
             return ReferenceTrace(opaque=OpaqueReason(_first_line(error), line_at_fault(error)))
     mutated = tuple(i for i, (leaf, v) in enumerate(zip(leaves, versions, strict=True)) if leaf._version != v)  # pyright: ignore[reportPrivateUsage]
     stray = _stray_output(outputs)
@@ -168,7 +168,7 @@ def _trace(body: Callable[..., Any], described: Any) -> ReferenceTrace:
 
 
 def differentiable(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool] | None:
-    """For each leaf of ``body``'s outputs, whether it depends differentiably on the arguments that require grad."""
+    """Return for each leaf of ``body``'s outputs whether it depends differentiably on the arguments that require grad."""
     needs = [leaf.requires_grad for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
 
     def with_gradients(*fake_args: Any, **fake_kwargs: Any) -> Any:
@@ -177,10 +177,10 @@ def differentiable(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
             leaf.requires_grad_(need)
         return body(*fake_args, **fake_kwargs)
 
-    found = trace(with_gradients, args, kwargs)
-    if found.opaque is not None:
+    traced = trace(with_gradients, args, kwargs)
+    if traced.opaque is not None:
         return None
-    return [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(found.outputs)]
+    return [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(traced.outputs)]
 
 
 def _first_line(error: BaseException) -> str:
