@@ -1,4 +1,4 @@
-"""``opkit.from_library``: an operator from a function of a shared library that is already installed."""
+"""``opkit.from_library``: make an operator from a function of an installed shared library."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -49,7 +49,7 @@ def from_library(
     flags: Sequence[str] = (),
     **options: Any,
 ) -> CustomOp[..., Any]:
-    """Make an operator of a C function that a shared library exports.
+    """Make an operator from a C function that a shared library exports.
 
     A function of numbers (``double hypot(double x, double y)``) is applied to every element: its floating parameters
     become tensors, which broadcast and have the declared dtype, and its integers stay numbers. Without ``reference`` the
@@ -63,9 +63,9 @@ def from_library(
         library: a name ("m"), a file name ("libopenblas.so.0") or a path. It is linked with, and loaded at the first call.
         declaration: the function's C declaration, with every parameter named.
         reference: a torch function with annotations that computes the same.
-        bind: what parameters are given, where it is not what their name says: numbers, names, expressions of sizes and
+        bind: the values of parameters that are not bound by their own name: numbers, names, expressions of sizes and
             integer arguments (``{"order": 101, "c": "out", "lda": "max(1, k)"}``), a letter for a ``char``, None for NULL.
-        preamble: C that goes first, such as ``#include <cblas.h>``.
+        preamble: C code before the declaration, such as ``#include <cblas.h>``.
         returns: "code": an integer returned is an error's code, 0 for none; "ignore": it means nothing. What a function
             of numbers returns is its value.
         dtypes: with ``reference``, the kernel takes only calls whose floating tensors have these dtypes.
@@ -88,22 +88,23 @@ def from_library(
     with _named(name):
         _check_options(options)
         _check_forms(bind, preamble, flags)
-        found = shared_library.find(library)
-        given = _LibraryOptions(found, dict(bind or {}), preamble, returns, parallel, tuple(flags))
-        declared = [_declared(given, text) for text in _texts(declaration, variants)]
+        settings = _LibraryOptions(
+            shared_library.find(library), dict(bind or {}), preamble, returns, parallel, tuple(flags)
+        )
+        declared = [_declared(settings, text) for text in _texts(declaration, variants)]
         _check_symbols(declared)
         if reference is None:
             _check_without_reference(declared[0], returns, dtypes)
             caller = sys._getframe(1).f_globals.get("__name__", "__main__")  # pyright: ignore[reportPrivateUsage]
-            return _without_reference(name, declared, given, caller, options)
-        kernels = _kernels(declared, given, reference)
+            return _without_reference(name, declared, settings, caller, options)
+        kernels = _kernels(declared, settings, reference)
     op = custom_op(name, reference, **options)
     return _completed(op, declared, kernels, None if dtypes is None else tuple(dtypes))
 
 
 @dataclasses.dataclass(frozen=True)
 class _LibraryOptions:
-    """What the author said that holds for every variant."""
+    """The options of ``from_library`` that hold for every variant."""
 
     library: SharedLibrary
     bind: dict[str, Constant]
@@ -115,7 +116,7 @@ class _LibraryOptions:
 
 @contextlib.contextmanager
 def _named(name: str) -> Generator[None]:
-    """Errors within name the operator."""
+    """Add the operator's name to errors raised within."""
     try:
         yield
     except OpkitError as error:
@@ -135,7 +136,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check_forms(bind: object, preamble: object, flags: object) -> None:
-    """Raise where something is of the wrong type altogether."""
+    """Raise if an option has the wrong type."""
     if bind is not None and not isinstance(bind, Mapping):
         raise DeclarationError(f'bind={bind!r}: give a dictionary, such as {{"n": "rows"}}.')
     if not isinstance(preamble, str):
@@ -161,9 +162,9 @@ def _check_symbols(declared: Sequence[Foreign]) -> None:
         raise DeclarationError(f"variants=: {twice} is declared twice. Each variant is a function of its own.")
 
 
-def _declared(given: _LibraryOptions, text: str) -> Foreign:
-    read = foreign.parse(text, given.preamble)
-    shared_library.check_function(given.library, read.symbol)
+def _declared(settings: _LibraryOptions, text: str) -> Foreign:
+    read = foreign.parse(text, settings.preamble)
+    shared_library.check_function(settings.library, read.symbol)
     return read
 
 
@@ -173,7 +174,7 @@ def _completed(
     kernels: Sequence[Any],
     dtypes: Iterable[torch.dtype] | None = None,
 ) -> CustomOp[..., Any]:
-    """The operator with its kernels; it is removed again where one does not fit it."""
+    """Register the operator's kernels; remove the operator again if one does not fit it."""
     try:
         for read, kernel in reversed(list(zip(declared, kernels, strict=True))):
             op.register_kernel("cpu", kernel, name=read.symbol, dtypes=dtypes)
@@ -186,26 +187,30 @@ def _completed(
 # ---- with a reference ------------------------------------------------------------------------------------------------
 
 
-def _kernels(declared: Sequence[Foreign], given: _LibraryOptions, reference: Callable[..., Any]) -> list[NativeKernel]:
+def _kernels(
+    declared: Sequence[Foreign], settings: _LibraryOptions, reference: Callable[..., Any]
+) -> list[NativeKernel]:
     if not isinstance(reference, types.FunctionType):
         raise DeclarationError(f"reference={reference!r}: give a Python function with annotations.")
     parameters = {parameter.name: parameter.kind for parameter in signature.read(reference).parameters}
-    return [_kernel(read, given, parameters) for read in declared]
+    return [_kernel(read, settings, parameters) for read in declared]
 
 
-def _kernel(read: Foreign, given: _LibraryOptions, parameters: Mapping[str, str]) -> NativeKernel:
-    """The kernel of one variant; a function of numbers is applied to elements if the reference takes a tensor for one."""
+def _kernel(read: Foreign, settings: _LibraryOptions, parameters: Mapping[str, str]) -> NativeKernel:
+    """Return the kernel of one variant; a function of numbers is applied to the elements of the reference's tensors."""
     tensors = [name for name, kind in parameters.items() if kind == "tensor"]
     if not read.of_numbers:
         return foreign.kernel(
-            read, given.library, given.bind, parameters, given.returns, given.preamble, given.flags
+            read, settings.library, settings.bind, parameters, settings.returns, settings.preamble, settings.flags
         )  # fmt: skip
-    _check_value(read, given.returns)
-    return _elementwise_kernel(elementwise.read(read, given.bind, tensors), given)
+    _check_value(read, settings.returns)
+    return _elementwise_kernel(elementwise.read(read, settings.bind, tensors), settings)
 
 
-def _elementwise_kernel(function: Elementwise, given: _LibraryOptions) -> NativeKernel:
-    return elementwise.kernel(function, given.library, given.bind, given.preamble, given.flags, given.parallel)
+def _elementwise_kernel(function: Elementwise, settings: _LibraryOptions) -> NativeKernel:
+    return elementwise.kernel(
+        function, settings.library, settings.bind, settings.preamble, settings.flags, settings.parallel
+    )
 
 
 def _check_value(read: Foreign, returns: str) -> None:
@@ -226,17 +231,19 @@ def _check_without_reference(read: Foreign, returns: str, dtypes: Iterable[torch
         )
     _check_value(read, returns)
     if dtypes is not None:
-        raise DeclarationError("dtypes= goes with reference=. Without one the declarations say which dtypes there are.")
+        raise DeclarationError(
+            "dtypes= is for use with reference=. Without one the declarations say which dtypes there are."
+        )
 
 
 def _without_reference(
-    name: str, declared: Sequence[Foreign], given: _LibraryOptions, module: str, options: Mapping[str, Any]
+    name: str, declared: Sequence[Foreign], settings: _LibraryOptions, module: str, options: Mapping[str, Any]
 ) -> CustomOp[..., Any]:
-    functions = [elementwise.read(read, given.bind) for read in declared]
-    python = _signature(functions[0], given.bind)
+    functions = [elementwise.read(read, settings.bind) for read in declared]
+    python = _signature(functions[0], settings.bind)
     for function in functions[1:]:
-        _check_variant(function, functions[0], given.bind)
-    kernels = [_elementwise_kernel(function, given) for function in functions]
+        _check_variant(function, functions[0], settings.bind)
+    kernels = [_elementwise_kernel(function, settings) for function in functions]
     choice = _Choice(name, tuple(_Dtypes(f.foreign.symbol, f.dtypes, f.result) for f in functions), python)
     body, chosen = _body(choice, module, declared[0]), {"mutates_args": (), **options}
     op: CustomOp[..., Any] = custom_op(name, body, opaque=True, **chosen)  # pyright: ignore
@@ -253,11 +260,11 @@ def _signature(function: Elementwise, bind: Mapping[str, Constant]) -> inspect.S
 
 
 def _is_bound(read: Foreign, parameter: CParameter, bind: Mapping[str, Constant]) -> bool:
-    """Whether ``bind`` gives a parameter a number; it can give nothing else where there are no other names."""
+    """Return whether ``bind`` binds a parameter to a number; without a reference there are no names to bind it to."""
     value = bind.get(parameter.name)
     if isinstance(value, str) or (value is None and parameter.name in bind):
         raise read.parameter_error(
-            parameter, f"bind gives it {value!r}, but without reference= there is nothing but numbers to give."
+            parameter, f"bind gives it {value!r}, but without reference= it can give only numbers."
         )
     return value is not None
 
@@ -294,43 +301,43 @@ class _Dtypes:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """Which variant a call gets, by its dtypes."""
+    """The choice of the variant for a call, by its dtypes."""
 
     name: str
     variants: tuple[_Dtypes, ...]
     signature: inspect.Signature
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The tensors of a call by name."""
-        given = self.signature.bind(*args, **kwargs).arguments
-        return {name: given[name] for name in self.variants[0].tensors}
+        """Return the tensors of a call by name."""
+        arguments = self.signature.bind(*args, **kwargs).arguments
+        return {name: arguments[name] for name in self.variants[0].tensors}
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> _Dtypes:
-        """The variant.
+        """Return the variant.
 
         Raises:
             DtypeError: none takes these dtypes.
         """
         have = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-        found = next((variant for variant in self.variants if dict(variant.tensors) == have), None)
-        if found is None:
+        chosen = next((variant for variant in self.variants if dict(variant.tensors) == have), None)
+        if chosen is None:
             listed = ", ".join(f"{name}: {dtype}" for name, dtype in have.items())
             raise DtypeError(
                 f"{self.name}: no variant of the function takes {listed}; {'; '.join(map(str, self.variants))}. Convert the "
                 "arguments, or declare the function for that type in variants=."
             )
-        return found
+        return chosen
 
 
 def _body(choice: _Choice, module: str, read: Foreign) -> types.FunctionType:
-    """What stands behind the kernels, and says why none of them took the call."""
+    """Return the operator's function, which runs if no kernel takes a call and raises the reason."""
 
     def body(*args: Any, **kwargs: Any) -> Any:
         tensors = choice.tensors(args, kwargs)
         variant = choice.of(tensors)
         shown = ", ".join(f"{name} on {tensor.device}, {tensor.layout}" for name, tensor in tensors.items())
         raise KernelError(
-            f"{choice.name}: {variant.symbol} runs on dense tensors on the CPU; it was given {shown}. Move them there first."
+            f"{choice.name}: {variant.symbol} runs on dense tensors on the CPU; got {shown}. Move them there first."
         )
 
     body.__name__ = body.__qualname__ = choice.name.split("::")[1].replace(".", "_")
@@ -355,21 +362,21 @@ def _fake(choice: _Choice) -> Callable[..., torch.Tensor]:
 
 
 def _vmap(op: CustomOp[..., Any], choice: _Choice) -> Callable[..., tuple[torch.Tensor, int]]:
-    """A mapped dimension is one more that the tensors broadcast along: the first."""
+    """Return the vmap rule: a mapped dimension becomes the first one, which the tensors broadcast along."""
 
     def vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[torch.Tensor, int]:
         dims = dict(zip(choice.signature.parameters, in_dims, strict=False))
         tensors = choice.tensors(args, {})
         rank = max(tensor.ndim - (dims[name] is not None) for name, tensor in tensors.items())
         moved = {name: _leading(tensor, dims[name], rank) for name, tensor in tensors.items()}
-        given = zip(choice.signature.parameters, args, strict=True)
-        return op(*[moved.get(name, value) for name, value in given]), 0
+        named = zip(choice.signature.parameters, args, strict=True)
+        return op(*[moved.get(name, value) for name, value in named]), 0
 
     return vmap
 
 
 def _leading(tensor: torch.Tensor, dim: int | None, rank: int) -> torch.Tensor:
-    """``tensor`` with the mapped dimension first, before ``rank`` others."""
+    """Return ``tensor`` with the mapped dimension first, before ``rank`` others."""
     if dim is None:
         return tensor
     tensor = tensor.movedim(dim, 0)

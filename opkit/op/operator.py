@@ -40,7 +40,7 @@ Devices = str | Sequence[str] | None
 class CustomOp(private.CustomOpDef, Generic[P, R]):
     """A PyTorch operator, made by :func:`opkit.custom_op`; call it like the function it was made from.
 
-    It has every method of ``torch.library``'s ``CustomOpDef`` with the same meaning, and is one wherever torch asks.
+    It has every method of ``torch.library``'s ``CustomOpDef`` with the same meaning, and torch accepts it as one.
     """
 
     def __init__(self, operator: Operator) -> None:
@@ -85,7 +85,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             self._refresh()
 
     def _refresh(self, renewed: bool = True) -> None:
-        """Choose anew what ``_call`` runs; ``renewed`` says whether kernels or rules may have changed."""
+        """Set what ``_call`` runs; ``renewed`` says whether kernels or rules may have changed."""
         operator = self._operator
         self._opoverload = operator.overload
         through = self._dispatched if self._flattened else private.builtin(operator.overload)
@@ -347,7 +347,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
     @property
     def reference(self) -> Callable[P, R]:
-        """The function that says what the operator computes."""
+        """The function that defines what the operator computes."""
         return self._operator.explicit_reference or self._operator.function
 
     @property

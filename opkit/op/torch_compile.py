@@ -1,4 +1,4 @@
-"""What torch.compile is doing at the moment, and guards that opkit adds to the programs that it traces.
+"""Find out what torch.compile is doing at the moment, and add guards to the programs that it traces.
 
 The private torch names are those of torch 2.13; torch 2.11 and 2.14 have them too.
 """
@@ -18,46 +18,46 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 
 def in_compilation() -> bool:
-    """Whether torch.compile, AOTInductor or export is tracing."""
+    """Return whether torch.compile, AOTInductor or export is tracing."""
     return torch._guards.TracingContext.try_get() is not None or ahead_of_time()
 
 
 def ahead_of_time() -> bool:
-    """Whether AOTInductor is compiling."""
+    """Return whether AOTInductor is compiling."""
     virtualized: Any = sys.modules.get("torch._inductor.virtualized")
     return virtualized is not None and bool(virtualized.V.aot_compilation)
 
 
 def in_guarded_compilation() -> bool:
-    """Whether torch.compile is tracing a program that it guards; what is exported or compiled ahead of time is not."""
+    """Return whether torch.compile is tracing a program that it guards, unlike one that is exported or compiled ahead."""
     return in_compilation() and not (ahead_of_time() or torch.compiler.is_exporting())
 
 
 def compiling() -> bool:
-    """Whether the tracing in progress belongs to torch.compile or AOTInductor, and not to export."""
+    """Return whether torch.compile or AOTInductor is tracing, and not export."""
     if ahead_of_time():  # its AOTAutograd calls itself an export, and has no tracing context
         return True
     return torch._guards.TracingContext.try_get() is not None and not torch.compiler.is_exporting()
 
 
 def functionalizing() -> bool:
-    """Whether AOTAutograd (or export) is functionalising the program that calls us."""
+    """Return whether AOTAutograd (or export) is functionalising the program that calls us."""
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
 def fake_mode_in_force() -> Any:
-    """The fake mode that refuses real tensors and is tracing the program that calls us; None where there is none."""
+    """Return the active fake mode if it refuses real tensors; else None."""
     mode: Any = torch._guards.detect_fake_mode()
     return None if mode is None or mode.allow_non_fake_inputs else mode
 
 
 def without_functional_wrapper(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that functionalisation wraps; any other one as it is."""
+    """Return the tensor that functionalisation wraps; any other one as it is."""
     return torch._from_functional_tensor(tensor.elem) if isinstance(tensor, FunctionalTensor) else tensor
 
 
 def guards_left_out() -> str:
-    """The setting, if one is on, by which torch leaves out guards on symbolic sizes."""
+    """Return the name of an active setting by which torch leaves out guards on symbolic sizes; empty where none is."""
     from torch.fx.experimental import _config
 
     names = ("backed_size_oblivious", "aggressive_guard_free_semantics")
@@ -65,14 +65,14 @@ def guards_left_out() -> str:
 
 
 def inductor_widens_floats() -> bool:
-    """Whether Inductor hands floats to kernels of the user's as float64, where Triton itself takes them for float32."""
-    from torch._inductor import config as inductor  # takes a while to import, and what asks is about to compile
+    """Return whether Inductor passes floats to the user's kernels as float64, where Triton itself takes them as float32."""
+    from torch._inductor import config as inductor  # slow to import, and the caller is about to compile
 
     return bool(getattr(inductor, "_use_fp64_for_unbacked_floats", False))
 
 
 def add_guard(create: Callable[[Any, Any], None]) -> None:
-    """Have ``create(builder, guard)`` add a test (:func:`add_test`) to the program that torch.compile is tracing."""
+    """Let ``create(builder, guard)`` add a test (:func:`add_test`) to the program that torch.compile is tracing."""
     from torch._dynamo.source import GlobalStateSource
 
     context = torch._guards.TracingContext.get()
@@ -80,7 +80,7 @@ def add_guard(create: Callable[[Any, Any], None]) -> None:
 
 
 def add_test(builder: Any, guard: Any, test: Callable[[], bool], text: str) -> None:
-    """Have a compiled program used only while ``test`` is true; ``text`` says so to a person."""
+    """Guard a compiled program on ``test``; ``text`` describes it in torch's logs."""
     guard.set_export_info(guard.inner_create_fn().__name__, None, [text], None)
 
     def check(_: object) -> bool:

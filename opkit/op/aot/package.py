@@ -150,12 +150,12 @@ def _tuning(folder: Path, kernels: Sequence[TritonFunction]) -> int:
 def operators_of(module: str) -> list[CustomOp[Any, Any]]:
     """Return the operators that a module, or one below its package, defines."""
     above = _package(module)
-    found: list[CustomOp[Any, Any]] = []
+    operators: list[CustomOp[Any, Any]] = []
     for op in registry.operators():
         where = str(getattr(op._operator.function, "__module__", ""))  # pyright: ignore[reportPrivateUsage]
         if where in (module, above) or where.startswith(f"{above}."):
-            found.append(op)
-    return found
+            operators.append(op)
+    return operators
 
 
 def native_functions(module: str) -> list[NativeFunction]:
@@ -254,7 +254,7 @@ def layout_programs(function: NativeFunction) -> tuple[list[layout_program.Layou
     if all(output.alias is not None for output in facts.outputs):
         return [], ""  # no output is new, so no sizes are needed
     kinds = [argument.kind for argument in facts.arguments]
-    tried, reason = 0, f"{facts.operator}: no calls can be made up from its annotations"
+    tried, reason = 0, f"{facts.operator}: no calls can be generated from its annotations"
     with private.without_fake_tensor_logs():
         for values in itertools.islice(example_calls(function), _MAX_CALLS):
             if any(layout_program.run(words, kinds, values) is not None for words in programs):

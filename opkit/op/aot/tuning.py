@@ -56,7 +56,7 @@ def device() -> str:
         ArgumentError: there is no GPU, or tuning is switched off.
     """
     if not config.get().tune:
-        raise ArgumentError("OPKIT_TUNE=off says that nothing is to be timed. Unset it.")
+        raise ArgumentError("OPKIT_TUNE=off forbids timing. Unset it.")
     if torch.cuda.is_available():
         return "cuda"
     raise ArgumentError(

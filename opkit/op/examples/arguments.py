@@ -136,16 +136,16 @@ def parse_call(text: str) -> ExampleCall:
     Raises:
         ArgumentError: it cannot be read; the message says where.
     """
-    found = _CALL.fullmatch(text)
-    if found is None:
+    match = _CALL.fullmatch(text)
+    if match is None:
         raise ArgumentError(f"{text!r} is no call. Write it as in demo::rms_norm(x=bf16[8192, 4096], eps=1e-6).")
-    reader = _ArgumentReader(text, found.start(2), found.end(2))
+    reader = _ArgumentReader(text, match.start(2), match.end(2))
     arguments: dict[str, Any] = {}
     for name, value in reader.named():
         if name in arguments:
             raise ArgumentError(f"{text!r} gives {name} twice.")
         arguments[name] = value
-    return ExampleCall(found[1], arguments)
+    return ExampleCall(match[1], arguments)
 
 
 def parse_arguments(arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -269,18 +269,18 @@ class _ArgumentReader:
                 return
 
     def _take(self, mark: str) -> bool:
-        found = _TOKEN.match(self._text, self._at, self._end)
-        if found is None or found["mark"] != mark:
+        match = _TOKEN.match(self._text, self._at, self._end)
+        if match is None or match["mark"] != mark:
             return False
-        self._at = found.end()
+        self._at = match.end()
         return True
 
     def _next(self, expected: str) -> tuple[str, str]:
-        found = _TOKEN.match(self._text, self._at, self._end)
-        if found is None or found.lastgroup is None:
+        match = _TOKEN.match(self._text, self._at, self._end)
+        if match is None or match.lastgroup is None:
             raise self._error(f"expected {expected}")
-        self._at = found.end()
-        return found.lastgroup, found[found.lastgroup]
+        self._at = match.end()
+        return match.lastgroup, match[match.lastgroup]
 
     def _error(self, what: str) -> ArgumentError:
         return ArgumentError(f"{self._text!r} cannot be read: {what}, at {self._text[: self._at] + ' <--'!r}.")
@@ -292,16 +292,16 @@ def named_dtype(name: str) -> torch.dtype | None:
     >>> named_dtype("bf16"), named_dtype("torch.int32"), named_dtype("float")
     (torch.bfloat16, torch.int32, torch.float32)
     """
-    found = SHORT_DTYPES.get(name) or getattr(torch, name.removeprefix("torch."), None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = SHORT_DTYPES.get(name) or getattr(torch, name.removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _dtype(name: str, error: Callable[[str], ArgumentError]) -> torch.dtype:
-    found = named_dtype(name)
-    if found is None:
+    dtype = named_dtype(name)
+    if dtype is None:
         near = difflib.get_close_matches(name, SHORT_DTYPES, n=2) or list(SHORT_DTYPES)
         raise error(f"{name!r} is no dtype; there are {', '.join(near)} and torch's own")
-    return found
+    return dtype
 
 
 # ---- making ----------------------------------------------------------------------------------------------------------

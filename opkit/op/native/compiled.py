@@ -140,7 +140,7 @@ class CompiledFunction(abc.ABC):
                 self._programs.append(program.words)
             function = functools.partial(self._unless_changed, self._read) if self._read else self._overload
         if function is self._overload:
-            _offer(self)
+            offer(self)
         return self if self._sized_by_floats(args, kwargs) else function
 
     def _unless_changed(self, read: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +195,7 @@ def schema_with_layout(operator: Operator) -> str:
 # ---- calls without Python --------------------------------------------------------------------------------------------
 
 
-def _offer(function: CompiledFunction) -> None:
+def offer(function: CompiledFunction) -> None:
     """Let a kernel run its operator's calls without Python, if Python would choose it and the bridge is loaded."""
     operator = function.operator
     with bridged.lock:

@@ -191,8 +191,8 @@ class _SanitizedCall:
         chosen: dict[int, str] = {}
         for slot in self.bound.slots:
             if slot.dtype <= -2 and slot.source in ("DATA", "TENSOR", "DATA_LIST", "TENSOR_LIST"):
-                found = self._tensors_of(slot)
-                for tensor in found if isinstance(found, (list, tuple)) else [found]:
+                tensors = self._tensors_of(slot)
+                for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
                     if tensor is not None:
                         chosen[-2 - slot.dtype] = str(tensor.dtype).removeprefix("torch.")
         variables = [self.kernel.variables[name] for name in self.bound.variables]
@@ -256,10 +256,10 @@ def _bytes(memory: torch.Tensor) -> bytes:
 def _bound_sizes(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
     first, last = len(shape.before), len(sizes) - len(shape.after)
     named = [*zip(shape.before, sizes[:first], strict=True), *zip(shape.after, sizes[last:], strict=True)]
-    found = {name: size for name, size in named if isinstance(name, str)}
+    bound = {name: size for name, size in named if isinstance(name, str)}
     if shape.variadic:
-        found[shape.variadic] = functools.reduce(lambda a, b: a * b, sizes[first:last], 1)
-    return found
+        bound[shape.variadic] = functools.reduce(lambda a, b: a * b, sizes[first:last], 1)
+    return bound
 
 
 def _shown(value: Any) -> str:

@@ -119,7 +119,7 @@ class DerivedRule:
                 graph = vjp.derive(reference, inputs, [t.requires_grad for t in inputs], outputs)
         except vjp.RandomReferenceError:
             raise self.operator.random_error() from None
-        except Exception as error:  # the trace is an optimisation: without it the whole reference runs, and says why
+        except Exception as error:  # without a trace the whole reference runs, and ``unpruned`` has the reason
             self.unpruned = f"{type(error).__name__}: {error}".split("\n")[0]
             return None
         graphs.append(graph)

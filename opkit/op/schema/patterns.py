@@ -1,4 +1,4 @@
-"""Shape patterns: what ``Float[Tensor, "*batch d"]`` says of a tensor, and whether a tensor agrees.
+"""Parse shape patterns such as ``Float[Tensor, "*batch d"]``, and check tensors against them.
 
 The pattern language is jaxtyping's: a name is a size (equal names, equal sizes), ``*name`` any number of sizes, ``...``
 any number of unnamed sizes, ``_`` one unnamed size, ``#name`` a size that may also be 1, a number is that number, and
@@ -26,7 +26,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 _PREFERRED_DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
 EXAMPLE_SIZES = ((3, 5, 7, 11, 13, 17, 19, 23, 29, 31), (4, 8, 16, 32, 64, 128, 256, 12, 24, 48))
-"""Sizes for examples: odd and distinct, or, for operators that want even ones, powers of two."""
+"""Sizes for examples: odd and distinct ones, or, for operators that need even sizes, powers of two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TensorPattern:
 
     @property
     def many(self) -> int | None:
-        """The position of the item that stands for any number of sizes, if there is one."""
+        """The position of the item that stands for any number of sizes; None where there is none."""
         return next((i for i, dim in enumerate(self.dims) if dim.kind == "many"), None)
 
     @property
@@ -58,7 +58,7 @@ class TensorPattern:
         return self.dims[0].text if self.dims and self.dims[0].kind == "many" and self.dims[0].text else None
 
     def example_dtype(self) -> torch.dtype:
-        """A dtype that the annotation allows, the most ordinary one first."""
+        """Return a dtype that the annotation allows, float32 if possible."""
         if self.dtypes is None:
             return torch.float32
         return next((dtype for dtype in _PREFERRED_DTYPES if dtype in self.dtypes), min(self.dtypes, key=str))
@@ -69,14 +69,14 @@ ANY_SHAPE = TensorPattern("...", (PatternDim("many", ""),), None)
 
 
 def is_jaxtyping(annotation: object) -> bool:
-    """Whether ``annotation`` is a jaxtyping annotation such as ``Float[Tensor, "b n"]``."""
+    """Return whether ``annotation`` is a jaxtyping annotation such as ``Float[Tensor, "b n"]``."""
     return isinstance(annotation, type) and all(
         hasattr(annotation, name) for name in ("dim_str", "dtypes", "array_type")
     )
 
 
 def parse(annotation: Any) -> TensorPattern:
-    """The pattern of a jaxtyping annotation.
+    """Return the pattern of a jaxtyping annotation.
 
     Raises:
         DefinitionError: the shape string cannot be read.
@@ -85,7 +85,7 @@ def parse(annotation: Any) -> TensorPattern:
 
 
 def parse_shape(text: str, dtypes: frozenset[torch.dtype] | None = None) -> TensorPattern:
-    """The pattern of a shape string such as "*batch d".
+    """Return the pattern of a shape string such as "*batch d".
 
     Raises:
         DefinitionError: the shape string cannot be read.
@@ -100,8 +100,8 @@ def _dtypes(names: Any) -> frozenset[torch.dtype] | None:
     if not isinstance(names, (tuple, list)):  # jaxtyping's marker for "any dtype"
         return None
     listed = cast("Iterable[object]", names)
-    found = (getattr(torch, name, None) for name in listed if isinstance(name, str))
-    return frozenset(dtype for dtype in found if isinstance(dtype, torch.dtype))
+    values = (getattr(torch, name, None) for name in listed if isinstance(name, str))
+    return frozenset(dtype for dtype in values if isinstance(dtype, torch.dtype))
 
 
 def _parse_dim(item: str, text: str) -> PatternDim:
@@ -128,7 +128,7 @@ def _parse_dim(item: str, text: str) -> PatternDim:
 
 
 def evaluate(expression: str, sizes: Mapping[str, Any]) -> int | None:
-    """The value of ``expression`` over ``sizes``; None where it uses a name that is not bound.
+    """Return the value of ``expression`` over ``sizes``; None where it uses a name that is not bound.
 
     >>> evaluate("2*d+1", {"d": 3})
     7
@@ -151,7 +151,7 @@ def evaluate(expression: str, sizes: Mapping[str, Any]) -> int | None:
 
 @dataclasses.dataclass
 class SizeBinding:
-    """Sizes bound so far, and which argument bound each."""
+    """The sizes that a call's arguments bound so far, and the argument that bound each."""
 
     operator: str
     sizes: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -225,7 +225,7 @@ def _agrees(expected: Any, size: Any, dim: PatternDim) -> bool:
 
 
 def example_shape(pattern: TensorPattern, sizes: dict[str, Any], choices: Sequence[int]) -> tuple[int, ...]:
-    """A small shape that fits ``pattern``; sizes of names are chosen from ``choices`` and remembered in ``sizes``."""
+    """Return a small shape that fits ``pattern``; named sizes are chosen from ``choices`` and added to ``sizes``."""
     shape: list[int] = []
     for dim in pattern.dims:
         if dim.kind == "many":

@@ -1,4 +1,4 @@
-"""The schema string of an operator, by torch.library's own inference on a flattened signature."""
+"""Infer the schema string of an operator with torch.library's own inference, on the flattened signature."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = re.compile(r"^(?P<namespace>[A-Za-z_]\w*)::(?P<name>[A-Za-z_]\w*(\.[A-Za
 
 
 def split_name(name: object) -> tuple[str, str]:
-    """The namespace and the name of "namespace::name".
+    """Return the namespace and the name of "namespace::name".
 
     Raises:
         DefinitionError: ``name`` has another form.
@@ -38,13 +38,13 @@ def split_name(name: object) -> tuple[str, str]:
 
 
 def infer(signature: Signature, mutates_args: str | Iterable[str], tags: Sequence[torch.Tag]) -> str:
-    """The schema of a signature, such as ``(Tensor x, float eps=1e-06) -> Tensor``.
+    """Return the schema of a signature, such as ``(Tensor x, float eps=1e-06) -> Tensor``.
 
-    torch.library's own inference says what is written to and what is returned; it is asked with other types in the place of
-    those that it does not know.
+    torch.library's own inference supplies the arguments written to and the returns. It sees stand-ins for types that it does not
+    know.
 
     Raises:
-        DefinitionError: naming the parameter, what is wrong with it, and what to write.
+        DefinitionError: it names the parameter, the problem, and what to write.
     """
     for parameter in signature.parameters:
         if parameter.problem:
@@ -61,13 +61,15 @@ def infer(signature: Signature, mutates_args: str | Iterable[str], tags: Sequenc
     try:
         text: str = torch_infer(_prototype(signature), **options)
     except ValueError as error:
-        found = str(error).removeprefix("infer_schema(func): ").split(" Got func with signature")[0]
-        raise DefinitionError(f"{signature.operator}: {found}") from error
+        reason = str(error).removeprefix("infer_schema(func): ").split(" Got func with signature")[0]
+        raise DefinitionError(f"{signature.operator}: {reason}") from error
     parameters, returned = text[1:].split(") -> ", 1)
     kinds = {name: kind for kind, _, name in (each.rpartition(" ") for each in parameters.split(", "))}
     keyword_only = [p for p in signature.parameters if p.keyword_only]
     positional = [a for p in signature.parameters if not p.keyword_only for a in p.arguments]
-    last = max((i for i, a in enumerate(positional) if a.default is None), default=-1)  # no default may come before it
+    last = max(
+        (i for i, a in enumerate(positional) if a.default is None), default=-1
+    )  # no argument before it may have a default
     written = [_spelled(a, kinds[a.name], i > last) for i, a in enumerate(positional)]
     written += ["*"] if keyword_only else []
     written += [_spelled(a, kinds[a.name], True) for p in keyword_only for a in p.arguments]
@@ -88,7 +90,7 @@ _STAND_INS: dict[str, Any] = {
 
 
 def _prototype(signature: Signature) -> Callable[..., Any]:
-    """A function with the schema's arguments for parameters, of types that torch.library knows."""
+    """Return a function whose parameters are the schema's arguments, with types that torch.library knows."""
 
     def prototype() -> None: ...
 
@@ -107,8 +109,8 @@ def _prototype(signature: Signature) -> Callable[..., Any]:
 
 
 def _written(signature: Signature, mutates: Iterable[str]) -> list[str]:
-    """The schema arguments of the parameters written to, which hold tensors."""
-    found: list[str] = []
+    """Return the schema arguments of the parameters written to, which hold tensors."""
+    written: list[str] = []
     for name in mutates:
         arguments = next((p.arguments for p in signature.parameters if p.name == name), ())
         tensors = [a.name for a in arguments if a.type in _STAND_INS]
@@ -118,8 +120,8 @@ def _written(signature: Signature, mutates: Iterable[str]) -> list[str]:
                 f"{signature.operator}: mutates_args names {name}, a {shown}. An operator writes to tensors and lists of them; "
                 "return what else it computes."
             )
-        found += tensors or [name]
-    return found
+        written += tensors or [name]
+    return written
 
 
 def _check_return(signature: Signature) -> None:
@@ -154,10 +156,10 @@ def check_manual(schema: str, mutates: set[str], declared: str | Iterable[str], 
 
 
 def device_argument(schema: Any, devices: Sequence[str | None]) -> int | None:
-    """Where an operator without tensor arguments takes its device, if it has kernels of its own for some device.
+    """Return the position of the device argument of an operator without tensor arguments that has kernels for some device.
 
     Raises:
-        DeviceArgumentError: it has no such argument.
+        DeviceArgumentError: it has no device argument.
     """
     if all(device is None for device in devices) or private.library_utils.has_tensor_arg(schema):
         return None

@@ -87,9 +87,9 @@ def _by_tracing(function: Callable[..., Any], signature: Signature, reasons: lis
         if combinations is None:
             reasons.append("its annotations do not give every tensor's sizes and every argument an example value")
             return None
-        found = _trace_all(function, signature, combinations, reasons)
-        if found is not None:
-            return found
+        inference = _trace_all(function, signature, combinations, reasons)
+        if inference is not None:
+            return inference
     return None
 
 

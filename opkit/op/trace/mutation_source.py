@@ -122,7 +122,7 @@ class _SourceReader(ast.NodeVisitor):
             if keyword.arg == "out":
                 self._written(keyword.value, node)
             elif keyword.arg is None or (keyword.arg == "inplace" and not _is_false(keyword.value)):
-                self._doubt(node, f"an argument {keyword.arg or '**'} that may ask for a write")
+                self._doubt(node, f"an argument {keyword.arg or '**'} that may request a write")
         self._called(node)
         self.generic_visit(node)
 

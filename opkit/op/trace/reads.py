@@ -295,10 +295,10 @@ def _imported(name: str, before: list[Any], scope: dict[str, Any]) -> _Path | No
     """Return the path to the module that an import statement within a function imports."""
     level, names = before if len(before) == 2 else (0, None)
     try:
-        found = importlib.util.resolve_name("." * (level or 0) + name, scope.get("__package__") or "")
-    except ImportError:  # the function raises the same, and says so
+        absolute = importlib.util.resolve_name("." * (level or 0) + name, scope.get("__package__") or "")
+    except ImportError:  # the function itself raises the same error
         return None
-    name = found if names else found.split(".")[0]
+    name = absolute if names else absolute.split(".")[0]
     if is_constant(name) and name not in sys.modules:
         return None
     return _Path(functools.partial(sys.modules.get, name, MISSING))
