@@ -290,7 +290,7 @@ def _from_schema(signature: Signature, parsed: Any) -> Signature:
     return dataclasses.replace(signature, parameters=parameters)
 
 
-def _by_hand(parameter: signatures.Parameter, kinds: dict[str, Any]) -> signatures.Parameter:
+def _by_hand(parameter: signatures.OperatorParameter, kinds: dict[str, Any]) -> signatures.OperatorParameter:
     """Return a parameter as a hand-written schema has it; its codec applies only if the schema has the codec's arguments."""
     if parameter.codec is not None and all(name in kinds for name in signatures.field_names(parameter)):
         return parameter

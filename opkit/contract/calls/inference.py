@@ -16,7 +16,7 @@ from opkit.errors import ArgumentError, DefinitionError
 from opkit.op.schema import signature
 from opkit.op.schema.codecs import EnumCodec
 from opkit.op.schema.patterns import TensorPattern
-from opkit.op.schema.signature import Parameter, Signature
+from opkit.op.schema.signature import OperatorParameter, Signature
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ANY = "*shape"  # tensors of which nothing is known have equal shapes
@@ -50,7 +50,7 @@ def from_function(name: str, function: Callable[..., Any]) -> CallSpec | None:
     return from_signature(name, found) if annotated and found.parameters else None
 
 
-def _of_parameter(name: str, parameter: Parameter) -> Any:
+def _of_parameter(name: str, parameter: OperatorParameter) -> Any:
     if parameter.kind == "tensor":
         return _tensor(parameter.pattern, parameter.optional)
     if parameter.kind == "tensors":

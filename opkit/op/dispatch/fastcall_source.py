@@ -17,7 +17,7 @@ import torch
 
 from opkit.op.core import Operator
 from opkit.op.schema.annotations import without_none
-from opkit.op.schema.signature import Parameter
+from opkit.op.schema.signature import OperatorParameter
 
 _SCALAR_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "dtype": torch.dtype, "device": torch.device}
 _TENSORS = ("tensor", "tensors")
@@ -104,11 +104,11 @@ def has_fast_form(operator: Operator) -> bool:
     )
 
 
-def _is_list(p: Parameter) -> bool:
+def _is_list(p: OperatorParameter) -> bool:
     return p.kind == "tensors" or _items(p) is not None
 
 
-def _items(p: Parameter) -> type | None:
+def _items(p: OperatorParameter) -> type | None:
     """Return the type of a list's items if they are numbers."""
     bare, _ = without_none(p.annotation)
     items = typing.get_args(bare) if typing.get_origin(bare) in _LISTS else ()
@@ -148,7 +148,7 @@ _HELPERS = ("profiling", "function_modes", "returned_argument", "dispatch_modes"
             "entries")  # fmt: skip
 
 
-def _parameter_list(parameters: tuple[Parameter, ...], namespace: dict[str, Any]) -> str:
+def _parameter_list(parameters: tuple[OperatorParameter, ...], namespace: dict[str, Any]) -> str:
     written: list[str] = []
     for p in parameters:
         if p.keyword_only and "*" not in written:
@@ -161,11 +161,11 @@ def _parameter_list(parameters: tuple[Parameter, ...], namespace: dict[str, Any]
     return ", ".join(written)
 
 
-def _passed(parameters: tuple[Parameter, ...], written: Callable[[Parameter], str]) -> str:
+def _passed(parameters: tuple[OperatorParameter, ...], written: Callable[[OperatorParameter], str]) -> str:
     return ", ".join(f"{p.name}={written(p)}" if p.keyword_only else written(p) for p in parameters)
 
 
-def _copied(p: Parameter) -> str:
+def _copied(p: OperatorParameter) -> str:
     """Copy a list, because the dispatcher also passes one that the caller does not hold."""
     if not _is_list(p):
         return p.name
@@ -185,14 +185,14 @@ def _returned(operator: Operator) -> str:
     )
 
 
-def _tensors(parameters: tuple[Parameter, ...]) -> str:
+def _tensors(parameters: tuple[OperatorParameter, ...]) -> str:
     """Return the tensors of a call, one after another."""
     absent = "*(() if {0} is None else ({0},))"
     spread = {"tensor": ("{0}", absent), "tensors": ("*{0}", "*({0} or ())")}
     return ", ".join(spread[p.kind][p.optional].format(p.name) for p in parameters if p.kind in spread)
 
 
-def _flags(p: Parameter, conditional: bool) -> list[str]:
+def _flags(p: OperatorParameter, conditional: bool) -> list[str]:
     """Return what two calls must have equal in an argument to be alike, in addition to what the guard tests."""
     absent = f"None if {p.name} is None else " if p.optional else ""
     if p.kind == "tensors":
@@ -204,7 +204,7 @@ def _flags(p: Parameter, conditional: bool) -> list[str]:
     return [p.name] if p.kind != "float" or conditional else []
 
 
-def _type_tests(p: Parameter, namespace: dict[str, Any]) -> list[str]:
+def _type_tests(p: OperatorParameter, namespace: dict[str, Any]) -> list[str]:
     if p.kind == "tensor":
         return []
     if _is_list(p):
@@ -216,7 +216,7 @@ def _type_tests(p: Parameter, namespace: dict[str, Any]) -> list[str]:
     return [f"({p.name} is None or {test})" if p.optional else test]
 
 
-def _item_tests(p: Parameter, namespace: dict[str, Any]) -> list[str]:
+def _item_tests(p: OperatorParameter, namespace: dict[str, Any]) -> list[str]:
     item = _items(p)
     if item is None:
         return []
@@ -224,7 +224,7 @@ def _item_tests(p: Parameter, namespace: dict[str, Any]) -> list[str]:
     return [f"(not {p.name} or _opkit_set(_opkit_map(_opkit_type, {p.name})) == _opkit_only_{item.__name__})"]
 
 
-def _unusual(p: Parameter, operator: Operator, namespace: dict[str, Any]) -> str:
+def _unusual(p: OperatorParameter, operator: Operator, namespace: dict[str, Any]) -> str:
     if p.kind in _TENSORS:
         test = _unusual_tensor(p.name if p.kind == "tensor" else "_opkit_item", bool(operator.kernels.kernels))
     else:
@@ -244,7 +244,7 @@ def _unusual_tensor(name: str, kernels: bool) -> str:
     return f"({test})"
 
 
-def _key(parameters: tuple[Parameter, ...], conditional: bool, kernels: bool) -> str:
+def _key(parameters: tuple[OperatorParameter, ...], conditional: bool, kernels: bool) -> str:
     parts: list[str] = []
     for p in parameters:
         if p.kind in _TENSORS:
@@ -258,7 +258,7 @@ def _key(parameters: tuple[Parameter, ...], conditional: bool, kernels: bool) ->
     return f"({', '.join(parts)},)"
 
 
-def _gradients(parameters: tuple[Parameter, ...]) -> str:
+def _gradients(parameters: tuple[OperatorParameter, ...]) -> str:
     wanted: list[str] = []
     for p in parameters:
         if p.kind in _TENSORS:

@@ -17,7 +17,7 @@ from opkit.op.examples.arguments import ExampleCall, TensorSpec, make_all, named
 from opkit.op.schema import patterns
 from opkit.op.schema.codecs import EnumCodec
 from opkit.op.schema.patterns import TensorPattern
-from opkit.op.schema.signature import Parameter
+from opkit.op.schema.signature import OperatorParameter
 
 _ROWS = 4
 _NAMED_SIZES = (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2)
@@ -43,7 +43,7 @@ def generate(operator: Operator) -> list[ExampleCall]:
     return [ExampleCall(operator.name, each) for number, each in enumerate(arguments) if each not in arguments[:number]]
 
 
-def _required(operator: Operator) -> list[Parameter]:
+def _required(operator: Operator) -> list[OperatorParameter]:
     return [parameter for parameter in operator.signature.parameters if parameter.required]
 
 
@@ -71,7 +71,7 @@ def _shape(pattern: TensorPattern, sizes: Mapping[str, Any]) -> tuple[int, ...]:
     return patterns.example_shape(pattern, dict(sizes), _NAMED_SIZES[:1])
 
 
-def _value(operator: Operator, parameter: Parameter, sizes: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def _value(operator: Operator, parameter: OperatorParameter, sizes: Mapping[str, Any], dtype: torch.dtype) -> Any:
     if parameter.kind in _TENSORS:
         pattern = parameter.pattern or patterns.ANY_SHAPE
         allowed = pattern.dtypes is None or dtype in pattern.dtypes
@@ -129,7 +129,7 @@ def check(operator: Operator, call: ExampleCall) -> None:
         _check_tensor(call, parameters[name], value)
 
 
-def _check_tensor(call: ExampleCall, parameter: Parameter, value: Any) -> None:
+def _check_tensor(call: ExampleCall, parameter: OperatorParameter, value: Any) -> None:
     wanted = parameter.kind == "tensor" and not (value is None and parameter.optional)
     if wanted != isinstance(value, TensorSpec) and (wanted or parameter.codec is None):
         what = "a tensor such as bf16[4096, 1024]" if wanted else f"{parameter.annotation}, which is no tensor"
@@ -159,7 +159,7 @@ def arguments_of(
     return positional, named
 
 
-def _converted(call: ExampleCall, parameter: Parameter, value: Any) -> Any:
+def _converted(call: ExampleCall, parameter: OperatorParameter, value: Any) -> Any:
     """Return the dtype or the enumeration's member that ``value`` names; any other value as it is."""
     if isinstance(value, str) and parameter.kind == "dtype":
         converted: Any = named_dtype(value)

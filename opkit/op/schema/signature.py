@@ -40,7 +40,7 @@ class SchemaArgument:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
+class OperatorParameter:
     """One parameter of the operator's Python signature. ``kind`` is "tensor", "tensors", a scalar's name or "other".
 
     ``choices`` are the values of a ``Literal``; ``problem`` says why the parameter has no schema argument.
@@ -85,7 +85,7 @@ class Signature:
 
     operator: str
     python: inspect.Signature
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[OperatorParameter, ...]
     return_annotation: Any
     returns: ReturnCodec | None
     return_patterns: tuple[patterns.TensorPattern | None, ...]
@@ -172,7 +172,7 @@ class Signature:
         return positional, named
 
 
-def field_names(parameter: Parameter) -> list[str]:
+def field_names(parameter: OperatorParameter) -> list[str]:
     """Return the schema's argument names for one Python parameter."""
     return [argument.name for argument in parameter.arguments]
 
@@ -232,8 +232,8 @@ def _return_patterns(annotation: Any) -> tuple[patterns.TensorPattern | None, ..
     return (_first_pattern(annotation),)
 
 
-def _parameter(item: inspect.Parameter, scope: dict[str, Any]) -> Parameter:
-    unread = Parameter(
+def _parameter(item: inspect.Parameter, scope: dict[str, Any]) -> OperatorParameter:
+    unread = OperatorParameter(
         name=item.name,
         kind="other",
         optional=item.default is None,
@@ -274,7 +274,7 @@ def _parameter(item: inspect.Parameter, scope: dict[str, Any]) -> Parameter:
     return _with_arguments(read, codec.fields if codec else (Field("", kind or ""),))
 
 
-def _with_arguments(parameter: Parameter, fields: Sequence[Field]) -> Parameter:
+def _with_arguments(parameter: OperatorParameter, fields: Sequence[Field]) -> OperatorParameter:
     """Return ``parameter`` with its schema arguments, or with the problem of its default."""
     defaults: Sequence[Any] = [EMPTY] * len(fields)
     try:

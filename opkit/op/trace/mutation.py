@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from opkit.errors import MutationError, MutationUnknownError
 from opkit.op.schema import patterns
-from opkit.op.schema.signature import Parameter, Signature
+from opkit.op.schema.signature import OperatorParameter, Signature
 from opkit.op.trace import mutation_source, reference_trace
 
 _MAX_COMBINATIONS = 32
@@ -116,7 +116,7 @@ def _trace_all(
     return Inference(ordered, "a trace of the reference", random)
 
 
-def _value_dependent(parameter: Parameter) -> bool:
+def _value_dependent(parameter: OperatorParameter) -> bool:
     return parameter.kind in ("int", "float", "str", "dtype", "device", "other")
 
 
@@ -134,7 +134,7 @@ def _split(signature: Signature, values: Sequence[Any]) -> tuple[list[Any], dict
     return [v for p, v in pairs if not p.keyword_only], {p.name: v for p, v in pairs if p.keyword_only}
 
 
-def _choices(parameter: Parameter, sizes: dict[str, Any], sizes_from: Sequence[int]) -> Sequence[Any] | None:
+def _choices(parameter: OperatorParameter, sizes: dict[str, Any], sizes_from: Sequence[int]) -> Sequence[Any] | None:
     nothing = (None,) if parameter.optional else ()
     if parameter.kind in ("tensor", "tensors"):
         if parameter.pattern is None:
