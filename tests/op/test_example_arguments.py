@@ -126,8 +126,8 @@ def test_mistakes_in_calls():
 
 
 def test_a_dictionary_of_arguments():
-    given = {"x": "bf16[4]", "xs": ["i8[1]", 2], "mode": "silu", "dtype": torch.int8, "n": None}
-    assert parse_arguments(given, "here") == {
+    arguments = {"x": "bf16[4]", "xs": ["i8[1]", 2], "mode": "silu", "dtype": torch.int8, "n": None}
+    assert parse_arguments(arguments, "here") == {
         "x": TensorSpec(torch.bfloat16, (4,)),
         "xs": [TensorSpec(torch.int8, (1,)), 2],
         "mode": "silu",

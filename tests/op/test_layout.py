@@ -270,7 +270,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @case(T("n m"), C([True, False], [False, True], [True]))
-def kept(x: Tensor, keep: list[bool]) -> Tensor:
+def kept_items(x: Tensor, keep: list[bool]) -> Tensor:
     return x.sum([i for i, k in enumerate(keep) if not k])
 
 
@@ -346,13 +346,13 @@ def expected(operator: Any, args: list[Any]) -> list[int] | None:
         return None
 
 
-def given(operator: Any, program: LayoutProgram, args: list[Any]) -> list[int] | None:
+def layout_by_program(operator: Any, program: LayoutProgram, args: list[Any]) -> list[int] | None:
     return run(program.words, [kind for _, kind in program.arguments], operands(operator, args, {}))
 
 
 def compared(operator: Any, program: LayoutProgram, args: list[Any]) -> bool:
     """Check the program on one call; whether it fits."""
-    found = given(operator, program, args)
+    found = layout_by_program(operator, program, args)
     if found is not None:
         shown = [a.shape if isinstance(a, Tensor) else a for a in args]
         assert found == expected(operator, args), f"{shown}\n{program}"
@@ -363,7 +363,7 @@ def compared(operator: Any, program: LayoutProgram, args: list[Any]) -> bool:
 REPRESENTATIVE = [
     "broadcast_three", "promoted", "summed", "normed", "product", "concatenated", "halved", "heads", "convolved",
     "pooled", "windows", "permuted", "listed", "at_most", "optional", "padded", "gaps", "rounded_up", "scaled",
-    "branching", "by_name", "cast", "kept", "factors", "large_or_small",
+    "branching", "by_name", "cast", "kept_items", "factors", "large_or_small",
 ]  # fmt: skip
 
 
