@@ -32,6 +32,9 @@ from opkit.op.trace.mutation import Inference
 from opkit.op.trace.reference_state import ReferenceState
 from opkit.op.trace.reference_trace import OpaqueReason, ReferenceTrace
 
+_MAX_TRACES = 4096
+_NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat)
+
 inlining: contextvars.ContextVar[bool | None] = contextvars.ContextVar("opkit_inlining", default=None)
 """While a compiler traces: whether it sees through all operators (True) or none (False); None: each as it was defined."""
 
@@ -165,7 +168,8 @@ class Operator:
     def known_trace(self, args: Sequence[Any], kwargs: dict[str, Any]) -> ReferenceTrace:
         """Return a trace for this guard set (ranks, dtypes, devices, flags), made earlier or now."""
         # branches depend on numbers too, and what a branch draws or captures decides whether there is a backward
-        key = (guard_key(args, kwargs), self.state.current(), *map(reference_trace.concrete, _numbers(args, kwargs)))
+        numbers = [leaf for leaf in leaves(args, kwargs) if isinstance(leaf, _NUMBERS)]
+        key = (guard_key(args, kwargs), self.state.current(), *map(reference_trace.concrete, numbers))
         trace = self._traces.get(key)
         if trace is None:
             # a body that raised may have raised at these sizes only, so its trace holds for these only
@@ -373,14 +377,6 @@ class Operator:
 def guard_key(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return what calls of one guard set have in common: ranks, dtypes, devices, layout and flags, not sizes."""
     return tuple([_guard(leaf) for leaf in leaves(args, kwargs)])
-
-
-_MAX_TRACES = 4096
-
-
-def _numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    kinds = (int, float, complex, torch.SymInt, torch.SymFloat)
-    return [leaf for leaf in leaves(args, kwargs) if isinstance(leaf, kinds)]
 
 
 def _guard(leaf: Any) -> Any:

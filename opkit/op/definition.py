@@ -179,7 +179,8 @@ class _Draft:
             else tuple(self.mutates_args)
         )
         inference = self._mutation(signature, declared)
-        text = self.schema or self._inferred_schema(signature, inference, declared)
+        mutates = declared if isinstance(declared, str) else inference.mutates
+        text = self.schema or schema_string.infer(signature, mutates, self.tags)
         parsed = self._parsed(opname, text)
         if self.schema is not None:
             signature = _from_schema(signature, parsed)
@@ -200,8 +201,10 @@ class _Draft:
             device_types=self._devices(parsed),
             kernels=KernelTable(self.name, [p.name for p in signature.parameters]),
         )
-        if self.reference is not None:
-            self._add_body(operator)
+        if self.reference is not None:  # the function is a kernel then, in front of its reference
+            for device in operator.device_types or (None,):
+                name = operator.kernels.free_name(getattr(self.function, "__name__", ""), device)
+                operator.kernels.add(RegisteredKernel(name, device, operator.body))
         return operator
 
     def _check_options(self) -> None:
@@ -237,11 +240,6 @@ class _Draft:
             return Inference(tuple(tensors), "unknown: every tensor")
         return Inference(() if isinstance(declared, str) else declared, "declared")
 
-    def _inferred_schema(
-        self, signature: Signature, inference: Inference, declared: str | tuple[str, ...] | None
-    ) -> str:
-        return schema_string.infer(signature, declared if isinstance(declared, str) else inference.mutates, self.tags)
-
     def _parsed(self, opname: str, text: str) -> Any:
         try:
             parsed = private.parse_schema(opname + text)
@@ -273,11 +271,6 @@ class _Draft:
                 ) from error
         schema_string.device_argument(parsed, devices)
         return devices
-
-    def _add_body(self, operator: Operator) -> None:
-        for device in operator.device_types or (None,):
-            name = operator.kernels.free_name(getattr(self.function, "__name__", ""), device)
-            operator.kernels.add(RegisteredKernel(name, device, operator.body))
 
 
 def _from_schema(signature: Signature, parsed: Any) -> Signature:

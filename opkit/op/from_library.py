@@ -128,7 +128,7 @@ def _named(name: str) -> Generator[None]:
 def _check_options(options: Mapping[str, Any]) -> None:
     for option in options:
         if option not in _OPTIONS:
-            near = difflib.get_close_matches(option, [*_OPTIONS, *_own_options()], 1)
+            near = difflib.get_close_matches(option, [*_OPTIONS, *inspect.getfullargspec(from_library).kwonlyargs], 1)
             hint = f" Did you mean {near[0]}=?" if near else ""
             raise DeclarationError(
                 f"from_library has no option {option}=. Options of the operator are {', '.join(_OPTIONS)}.{hint}"
@@ -143,10 +143,6 @@ def _check_forms(bind: object, preamble: object, flags: object) -> None:
         raise DeclarationError(f"preamble={preamble!r}: give C text.")
     if isinstance(flags, str):
         raise DeclarationError(f"flags={flags!r}: give a list of options.")
-
-
-def _own_options() -> list[str]:
-    return [p.name for p in inspect.signature(from_library).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
 def _texts(declaration: str, variants: Sequence[str]) -> list[str]:

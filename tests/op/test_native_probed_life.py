@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import opkit
+from opkit.op.native import compiled
 
 FILL = "void fill(const T* x, T* out, int64_t out_numel) { for (int64_t i = 0; i < out_numel; i++) out[i] = 7; }"
 TIMES = (

@@ -69,15 +69,14 @@ def choose(
     remembered = _read(path).get(key)
     by_name = {kernel.name: kernel for kernel in kernels}
     if remembered not in by_name:
-        times = {kernel.name: measure(_runnable(kernel, args, kwargs), args, kwargs, device) for kernel in kernels}
+        times: dict[str, float] = {}
+        for kernel in kernels:
+            function: Any = kernel.function
+            runnable = function.prepare(args, kwargs) if kernel.native else function
+            times[kernel.name] = measure(runnable, args, kwargs, device)
         remembered = min(times, key=times.__getitem__)
         _remember(path, key, remembered)
     return by_name[remembered]
-
-
-def _runnable(kernel: RegisteredKernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    function: Any = kernel.function
-    return function.prepare(args, kwargs) if kernel.native else function
 
 
 def measure(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str) -> float:

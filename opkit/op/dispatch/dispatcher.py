@@ -212,8 +212,10 @@ class Dispatcher:
         mode = torch_compile.fake_mode_in_force()
         if mode is not None and operator.known_trace(args, kwargs).captures:
             mode.allow_non_fake_inputs = True  # tensors that the reference captured are constants of the traced program
-        if flops.counter_in_use():
-            self._install_flops(args, kwargs)
+        if flops.counter_in_use() and operator.transparent(args, kwargs):
+            if self.flop_formula is None:
+                self.flop_formula = flops.formula(lambda *a, **k: operator.reference(*a, **k))
+            flops.install(operator.overload.overloadpacket, self.flop_formula)
         level = private.functorch_level()
         # within a transform, AOTAutograd enters a level of forward mode that Python does not see
         if (private.forward_ad._current_level >= 0 or level is not None) and self._any_tangent(args, kwargs):
@@ -312,12 +314,6 @@ class Dispatcher:
     @staticmethod
     def _any_tangent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return any(private.has_tangent(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
-
-    def _install_flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.operator.transparent(args, kwargs):
-            if self.flop_formula is None:
-                self.flop_formula = flops.formula(lambda *a, **k: self.operator.reference(*a, **k))
-            flops.install(self.operator.overload.overloadpacket, self.flop_formula)
 
     def _autocast_kernel(self, device: str, key: Any) -> Callable[..., Any]:
         keys = private.DispatchKeySet(key)

@@ -233,7 +233,8 @@ class GenericCall:
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         """Return the plan of a call; it is made when its shapes are first seen."""
-        key = (forced_kernels.get().get(self.operator.name), _generic_key(args, kwargs))
+        values = (*args, *kwargs.items()) if kwargs else args
+        key = (forced_kernels.get().get(self.operator.name), tuple([_key_of(value) for value in values]))
         plan = self.plans.get(key)
         if plan is None:
             plan = make_plan(self.operator, args, kwargs)
@@ -249,12 +250,6 @@ class GenericCall:
         if plan.train is None:
             plan.train = make_training(self.operator, plan, args, kwargs)
         return plan.train(*args, **kwargs)
-
-
-def _generic_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if kwargs:
-        args = (*args, *kwargs.items())
-    return tuple([_key_of(arg) for arg in args])
 
 
 def _key_of(arg: Any) -> Any:

@@ -105,7 +105,8 @@ class _Calls:
         if declared_type(declared) == "Device":
             listed = [torch.device("cpu")]
         if declared.has_default_value() and declared.default_value is not None:
-            default = operands(self.operator, [], _others(self.operator, number))[number]
+            others = {a.name: None for i, a in enumerate(self.operator.schema.arguments) if i != number}
+            default = operands(self.operator, [], others)[number]
             listed = [default, *(other for other in listed if argument.kind in ("int", "bool") and other != default)]
         return [*listed, None] if argument.optional else listed
 
@@ -163,11 +164,6 @@ class _Calls:
         if dtype < ANY_DTYPE:
             return dtypes[self.bound.variables[-2 - dtype]]
         return next((known for known, code in DTYPES.items() if code == dtype), None)
-
-
-def _others(operator: Operator, number: int) -> dict[str, Any]:
-    """Return a placeholder for each argument except one, which takes its default."""
-    return {argument.name: None for i, argument in enumerate(operator.schema.arguments) if i != number}
 
 
 def _variations(counts: Sequence[int]) -> list[tuple[int, ...]]:

@@ -79,16 +79,12 @@ def string_hash(text: str) -> int:
     value = 0xCBF29CE484222325
     for byte in text.encode():
         value = ((value ^ byte) * 0x100000001B3) % 2**64
-    return _signed(value)
+    return value - 2**64 if value >= 2**63 else value
 
 
 def float_bits(value: float) -> int:
     """Return the bits of a double, as a signed number of 64 bits."""
     return struct.unpack("<q", struct.pack("<d", value))[0]
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
 
 
 def _tensor_key(tensor: torch.Tensor) -> list[int]:

@@ -123,12 +123,6 @@ class _SanitizedCall:
     def _value(self, slot: Slot) -> Value:
         return _VALUES[slot.source](self, slot)
 
-    def _data(self, slot: Slot) -> Value:
-        return self._buffer(slot.name, self._tensors_of(slot), slot, True)
-
-    def _tensor(self, slot: Slot) -> Value:
-        return self._described_tensor(slot.name, self._tensors_of(slot), slot)
-
     def _data_list(self, slot: Slot) -> Value:
         listed = self._tensors_of(slot)
         return (
@@ -157,9 +151,6 @@ class _SanitizedCall:
         code = _POINTEES[self.bound.facts.arguments[slot.argument].kind]
         return Buffer(slot.name, array.array(code, [number]).tobytes())
 
-    def _string(self, slot: Slot) -> Value:
-        return self.values[slot.argument]
-
     def _list(self, slot: Slot) -> Value:
         value = self.values[slot.argument]
         code = _TYPECODES[self.bound.facts.arguments[slot.argument].kind]
@@ -172,12 +163,6 @@ class _SanitizedCall:
     def _measure(self, slot: Slot) -> Value:
         tensor = self._tensors_of(slot)
         return 0 if tensor is None else _MEASURES[slot.source](tensor, slot.detail)
-
-    def _named_size(self, slot: Slot) -> Value:
-        return self.sizes.get(self.bound.facts.sizes[slot.detail], 0)
-
-    def _constant(self, slot: Slot) -> Value:
-        return slot.constant
 
     def _named_sizes(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -206,18 +191,18 @@ class _SanitizedCall:
 
 
 _VALUES: dict[str, Callable[[_SanitizedCall, Slot], Value]] = {
-    "DATA": _SanitizedCall._data,  # pyright: ignore[reportPrivateUsage]
-    "TENSOR": _SanitizedCall._tensor,  # pyright: ignore[reportPrivateUsage]
+    "DATA": lambda call, slot: call._buffer(slot.name, call._tensors_of(slot), slot, True),  # pyright: ignore[reportPrivateUsage]
+    "TENSOR": lambda call, slot: call._described_tensor(slot.name, call._tensors_of(slot), slot),  # pyright: ignore[reportPrivateUsage]
     "DATA_LIST": _SanitizedCall._data_list,  # pyright: ignore[reportPrivateUsage]
     "TENSOR_LIST": _SanitizedCall._tensor_list,  # pyright: ignore[reportPrivateUsage]
     "SCALAR": _SanitizedCall._scalar,  # pyright: ignore[reportPrivateUsage]
     "SCALAR_POINTER": _SanitizedCall._scalar_pointer,  # pyright: ignore[reportPrivateUsage]
-    "STRING": _SanitizedCall._string,  # pyright: ignore[reportPrivateUsage]
+    "STRING": lambda call, slot: call.values[slot.argument],
     "VALUES": _SanitizedCall._list,  # pyright: ignore[reportPrivateUsage]
     "LENGTH": _SanitizedCall._length,  # pyright: ignore[reportPrivateUsage]
-    "NAMED_SIZE": _SanitizedCall._named_size,  # pyright: ignore[reportPrivateUsage]
+    "NAMED_SIZE": lambda call, slot: call.sizes.get(call.bound.facts.sizes[slot.detail], 0),
     **dict.fromkeys(("NUMEL", "RANK", "SIZE", "STRIDE"), _SanitizedCall._measure),  # pyright: ignore[reportPrivateUsage]
-    **dict.fromkeys(("INT_CONSTANT", "FLOAT_CONSTANT"), _SanitizedCall._constant),  # pyright: ignore[reportPrivateUsage]
+    **dict.fromkeys(("INT_CONSTANT", "FLOAT_CONSTANT"), lambda call, slot: slot.constant),
 }
 _MEASURES: dict[str, Callable[[torch.Tensor, int], int]] = {
     "NUMEL": lambda tensor, _: tensor.numel(),

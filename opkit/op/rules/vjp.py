@@ -202,7 +202,7 @@ def _trace(
         gradients = _gradients(results, primals, needs, cotangents, again)
         return [[r.detach() for r in results], [None if g is None else g.detach() for g in gradients]]
 
-    examples = [_example(t, need) for t, need in zip(inputs, needs, strict=True)]
+    examples = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
     examples += [t.detach() for t in outputs]
     with _TRACER, torch.enable_grad():
         module = make_fx(joint, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
@@ -213,12 +213,10 @@ def _trace(
         module, placeholders[: len(inputs)], placeholders[len(inputs) :], results, gradients,
         facts["differentiable"],
     )  # fmt: skip
-    _refuse_random(parts)
+    for node in module.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise RandomReferenceError(str(node.target))
     return parts, _guard(placeholders)
-
-
-def _example(tensor: torch.Tensor, need: bool) -> torch.Tensor:
-    return tensor.detach().requires_grad_(need)
 
 
 def _gradients(
@@ -272,12 +270,6 @@ def _writes_elsewhere(node: torch.fx.Node) -> bool:
 def _view(node: torch.fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-
-
-def _refuse_random(joint: _Joint) -> None:
-    for node in joint.module.graph.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise RandomReferenceError(str(node.target))
 
 
 def _guard(placeholders: Sequence[torch.fx.Node]) -> Callable[[Sequence[torch.Tensor]], bool]:

@@ -26,6 +26,7 @@ from opkit.op.schema.signature import OperatorParameter, Signature
 from opkit.op.trace import mutation_source, reference_trace
 
 _MAX_COMBINATIONS = 32
+_VALUE_KINDS = ("int", "float", "str", "dtype", "device", "other")
 _DRAWS = frozenset({
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
     "multinomial", "normal", "normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_",
@@ -104,8 +105,9 @@ def _trace_all(
             reasons.append(f"tracing it failed: {trace.opaque}")
             return None
         random |= trace.random
-        mutated |= _names(signature, args, kwargs, trace.mutated)
-    unseen = mutation_source.branches_on(function, [p.name for p in signature.parameters if _value_dependent(p)])
+        owners = list(owners_of(signature, args, kwargs))
+        mutated |= {owners[i] for i in trace.mutated}
+    unseen = mutation_source.branches_on(function, [p.name for p in signature.parameters if p.kind in _VALUE_KINDS])
     if unseen:
         read = mutation_source.read(function, [p.name for p in signature.parameters])
         if not read.proved:
@@ -114,10 +116,6 @@ def _trace_all(
         mutated |= set(read.mutates)
     ordered = tuple(p.name for p in signature.parameters if p.name in mutated)
     return Inference(ordered, "a trace of the reference", random)
-
-
-def _value_dependent(parameter: OperatorParameter) -> bool:
-    return parameter.kind in ("int", "float", "str", "dtype", "device", "other")
 
 
 def _example_calls(signature: Signature, sizes_from: Sequence[int]) -> list[tuple[list[Any], dict[str, Any]]] | None:
@@ -151,11 +149,6 @@ def _choices(parameter: OperatorParameter, sizes: dict[str, Any], sizes_from: Se
     if parameter.codec is not None:
         return None
     return (*_EXAMPLES[parameter.kind], *nothing) if parameter.kind in _EXAMPLES else nothing or None
-
-
-def _names(signature: Signature, args: list[Any], kwargs: dict[str, Any], positions: Iterable[int]) -> set[str]:
-    owners = list(owners_of(signature, args, kwargs))
-    return {owners[i] for i in positions}
 
 
 def owners_of(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[str]:
