@@ -36,7 +36,8 @@ from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.hopper import listed
-from opkit.attn.masks.lowering import Sizes, lower
+from opkit.attn.masks.algebra import lower
+from opkit.attn.masks.program_builder import CallSizes
 from opkit.masks import Causal, Dense, Mask, Segments, SlidingWindow
 
 SIZE: gpu.Size = (2, 16, 16384, 128)
@@ -119,7 +120,7 @@ def call_of(mask: Mask, inputs: Sequence[Tensor]) -> attention_calls.Call:
     """The operator's arguments."""
     q, k, v = inputs
     batch, heads, queries, head = q.shape
-    said = lower(mask, Sizes(batch, heads, queries, k.shape[2], q.device))
+    said = lower(mask, CallSizes(batch, heads, queries, k.shape[2], q.device))
     return attention_calls.Call(q, k, v, said.tensors, [], None, None, said.program, [], head**-0.5, 0.0, 0.0, False)
 
 

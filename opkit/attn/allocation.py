@@ -49,7 +49,7 @@ def overwritten(example: Tensor) -> Callable[[], Tensor]:
     return make
 
 
-def room_beside(x: Tensor, size: int | tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+def allocate_scratch(x: Tensor, size: int | tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
     """``x.new_empty``, for what a kernel overwrites wholly: see :func:`overwritten`."""
     if not private.deterministic():
         return x.new_empty(size, dtype=dtype)

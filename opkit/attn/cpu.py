@@ -36,7 +36,7 @@ def forward(*given: Any) -> Run:
     from opkit import _core
 
     call = Call(*given)
-    _see_to(takes(call), "tiles", call)
+    _check_supported(takes(call), "tiles", call)
     out = rows(call.q, call.v.shape[3], call.heads_inside)
     new = overwritten(out), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     if call.k.shape[2] == 0:
@@ -79,7 +79,7 @@ def backward(*given: Any) -> Run:
     from opkit import _core
 
     call = GradientCall(*given)
-    _see_to(takes_gradients(call), "tiles", call)
+    _check_supported(takes_gradients(call), "tiles", call)
     results = [rows(each, each.shape[3], call.heads_inside) for each in (call.q, call.k, call.v)]
     new = [overwritten(each) for each in (*results, call.q.new_empty(call.q.shape[:3], dtype=torch.float32))]
     if 0 in (call.q.numel(), call.k.numel(), call.v.numel()):
@@ -154,7 +154,7 @@ def _decodes(call: Call) -> bool:
     return banded and not call.bias and call.dropout_p == 0 and paged_cpu.takes(*call[:3])
 
 
-def _see_to(fits: bool, name: str, call: Call | GradientCall) -> None:
+def _check_supported(fits: bool, name: str, call: Call | GradientCall) -> None:
     """A kernel that is forced is not asked whether it takes the call."""
     if fits:
         return
@@ -172,7 +172,7 @@ def _see_to(fits: bool, name: str, call: Call | GradientCall) -> None:
 def decode(*given: Any) -> Run:
     """Few queries: keys and values are read as they lie, once for all heads that share them."""
     call = Call(*given)
-    _see_to(_decodes(call), "decode", call)
+    _check_supported(_decodes(call), "decode", call)
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
     out = rows(call.q, call.v.shape[3], call.heads_inside)
     run = paged_cpu.contiguous(call.q, call.k, call.v, out, lower, upper, call.scale, call.softcap)

@@ -85,7 +85,7 @@ def attention_float8_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     return op
 
 
-def of_call(call: Sequence[Any], descales: Descales | None) -> Float8Call:
+def float8_call(call: Sequence[Any], descales: Descales | None) -> Float8Call:
     """The operator's arguments, given those of ``opkit::attention`` and the user's descales.
 
     Raises:

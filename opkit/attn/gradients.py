@@ -141,7 +141,7 @@ def _slopes(call: GradientCall | BiasCall, delta: Tensor) -> _Slopes:
     kept = weights
     if call.dropout_p > 0 and call.seed is not None:
         factor = 0.0 if call.dropout_p >= 1 else 1 / (1 - call.dropout_p)
-        factor = philox.kept(call.seed, call.dropout_p, q.shape[0], heads, grid) * factor
+        factor = philox.retained(call.seed, call.dropout_p, q.shape[0], heads, grid) * factor
         slopes, kept = slopes * factor, weights * factor
     of_logits = torch.where(seen, weights * (slopes - delta.unsqueeze(-1)), 0.0)
     inner = of_logits * scale if capped is None else of_logits * (1 - capped.square()) * scale

@@ -33,7 +33,7 @@ def shape_of(call: AnyCall) -> Shape:
     return plans.shape_of(tuple(call.mask), tuple(call.bias))
 
 
-def with_room(call: Any) -> Any:
+def fit_to_slots(call: Any) -> Any:
     """The call, its mask and bias written out where they have no room in a kernel."""
     if shape_of(call).fits:
         return call

@@ -81,7 +81,7 @@ def forward(*given: Any) -> Any:
         KernelError: it does not take the call, or batch invariance is asked for, which another kernel has.
     """
     call = Call(*given)
-    _see_to(takes(call), call)
+    _check_supported(takes(call), call)
     _refuse_batch_invariance()
     from opkit.attn.gpu.portable import forward as portable
 
@@ -96,7 +96,7 @@ def backward(*given: Any) -> Any:
         KernelError: it does not take the call.
     """
     call = GradientCall(*given)
-    _see_to(takes_gradients(call), call)
+    _check_supported(takes_gradients(call), call)
     from opkit.attn.gpu.portable import backward as portable_backward
 
     return portable_backward.backward(call)
@@ -110,7 +110,7 @@ def bias_backward(*given: Any) -> Any:
         KernelError: it does not take the call.
     """
     call = BiasCall(*given)
-    _see_to(takes_bias_gradients(call), call)
+    _check_supported(takes_bias_gradients(call), call)
     from opkit.attn.gpu.portable import bias as portable_bias
 
     return portable_bias.backward(call)
@@ -124,7 +124,7 @@ def _refuse_batch_invariance() -> None:
         )
 
 
-def _see_to(fits: bool, call: Call | GradientCall | BiasCall) -> None:
+def _check_supported(fits: bool, call: Call | GradientCall | BiasCall) -> None:
     """A kernel that is forced is not asked whether it takes the call."""
     if not fits:
         shapes = dtypes_and_shapes((call.q, call.k, call.v))

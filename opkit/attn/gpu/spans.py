@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opkit.attn.gpu import tile_lists
 from opkit.attn.gpu.blocks import tiles_in
-from opkit.attn.kept import Kept
+from opkit.attn.tensor_cache import TensorCache
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
@@ -29,12 +29,12 @@ class Spans(NamedTuple):
     tiles: Tensor
 
 
-_kept: Kept[Spans] = Kept(_MOST)
+_kept: TensorCache[Spans] = TensorCache(_MOST)
 
 
 def spans_of_call(call: Any, own: Tensor, others: Tensor, tile: int, what: Hashable) -> Spans:
     """:func:`spans_of` views of a call's mask's tensors, kept with these; ``what`` names which views they are."""
-    return tile_lists.found_or(_kept, (what, tile), call, functools.partial(spans_of, own, others, tile))
+    return tile_lists.get_or_create(_kept, (what, tile), call, functools.partial(spans_of, own, others, tile))
 
 
 def spans_of(own: Tensor, others: Tensor, tile: int) -> Spans:

@@ -13,8 +13,8 @@ from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks, tiles_in
 from opkit.attn.gpu.plans import Shape
 from opkit.attn.gpu.tile_states import states_of
-from opkit.attn.kept import Kept, stream_of, trusted
 from opkit.attn.masks import program
+from opkit.attn.tensor_cache import TensorCache, cacheable, stream_of
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
@@ -34,8 +34,8 @@ class Lists(NamedTuple):
     counts: Tensor
 
 
-_kept: Kept[Lists] = Kept(_MOST)
-_kept_turns: Kept[Tensor] = Kept(_MOST)
+_kept: TensorCache[Lists] = TensorCache(_MOST)
+_kept_turns: TensorCache[Tensor] = TensorCache(_MOST)
 
 
 def worth_it(shape: Shape, blocks: Blocks, queries: int, keys: int) -> bool:
@@ -47,7 +47,7 @@ def lists_of(call: Any, shape: Shape, blocks: Blocks, by_keys: bool) -> Lists:
     """The lists of a call: of each tile of queries the tiles of keys, or ``by_keys`` the other way round."""
     masks, sizes = list(call.mask_tensors), _sizes(call)
     build = functools.partial(_built, shape, masks, blocks, sizes, by_keys, call.q.device)
-    return found_or(_kept, (shape, blocks[:2], sizes, by_keys), call, build)
+    return get_or_create(_kept, (shape, blocks[:2], sizes, by_keys), call, build)
 
 
 def turns_of_call(lists: Lists, call: Any, shape: Shape, blocks: Blocks) -> Tensor:
@@ -64,20 +64,20 @@ def _turned(count: Callable[[Lists, Lists], Tensor], lists: Lists, call: Any, sh
     def build() -> Tensor:
         return count(lists, lists_of(call, shape, blocks, by_keys=False))
 
-    return found_or(_kept_turns, (count, shape, blocks[:2], _sizes(call)), call, build)
+    return get_or_create(_kept_turns, (count, shape, blocks[:2], _sizes(call)), call, build)
 
 
 def _sizes(call: Any) -> tuple[int, int, int, int]:
     return (*call.q.shape[:3], call.k.shape[2])
 
 
-def found_or(kept: Kept[T], what: Hashable, call: Any, build: Callable[[], T]) -> T:
+def get_or_create(kept: TensorCache[T], what: Hashable, call: Any, build: Callable[[], T]) -> T:
     """What is kept for the tensors of a call's mask, else what is built now: always where a graph is captured."""
     masks, device = call.mask_tensors, call.q.device
     stream = stream_of(device)
-    if stream is None or not all(map(trusted, masks)):
+    if stream is None or not all(map(cacheable, masks)):
         return build()
-    return kept.found_or((what, device), masks, build, stream)
+    return kept.get_or_create((what, device), masks, build, stream)
 
 
 def turns_of(lists: Lists, others: Lists) -> Tensor:

@@ -32,7 +32,7 @@ def _identities(kernels: Sequence[Kernel]) -> list[Identity]:
 def _notes(call: Callable[..., Any], kernels: Sequence[Kernel], *given: Any) -> list[str]:
     from opkit.attn.gpu import arguments
 
-    roomy = arguments.with_room(call(*given))
+    roomy = arguments.fit_to_slots(call(*given))
     return [
         arguments.tiles_of(each, roomy, arguments.shape_of(roomy)).explained(each.name, "by its table")
         for each in kernels

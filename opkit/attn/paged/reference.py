@@ -84,8 +84,8 @@ def _attend(
     sink = torch.full_like(q[0, :, 0], -torch.inf) if sinks is None else sinks.to(q.dtype)
     logits = torch.cat([logits, sink[None, :, None].expand(*q.shape[:2], 1)], dim=-1)
     lse = logits.logsumexp(-1)
-    dead = (lse == -torch.inf)[..., None]
-    weights = logits.masked_fill(dead, 0.0).softmax(-1)[..., :-1].masked_fill(dead, 0.0)
+    masked = (lse == -torch.inf)[..., None]
+    weights = logits.masked_fill(masked, 0.0).softmax(-1)[..., :-1].masked_fill(masked, 0.0)
     out = torch.einsum("thgk,tkhd->thgd", weights.unflatten(1, grouped.shape[1:3]), v).flatten(1, 2)
     return out.to(dtype), lse
 

@@ -70,7 +70,7 @@ def takes(call: Call) -> bool:
     return plain and sinks_fit(call.sinks, q) and max(q.shape[2], k.shape[2]) < FAR
 
 
-def _see_to(call: Call) -> None:
+def _check_supported(call: Call) -> None:
     """A kernel that is forced is not asked whether it takes the call."""
     if takes(call):
         return
@@ -123,7 +123,7 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, ...]]:
         KernelError: it was forced on a call that it does not compute, or batch invariance is asked for.
     """
     call = Call(*given)
-    _see_to(call)
+    _check_supported(call)
     refuse_batch_invariance("opkit::attention")
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
     out = rows(call.q, call.v.shape[3], call.heads_inside)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import room_beside
+from opkit.attn.allocation import allocate_scratch
 from opkit.attn.gpu.decode.plan import Blocks, Device, parts, power
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
         self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES
     ) -> None:
         """Launch on what is written, sinks, ``read`` (queries, keys, values), and of pages: table, lengths, starts, scales."""
-        partial = lse if self.merge is None else room_beside(lse, self.partial)
+        partial = lse if self.merge is None else allocate_scratch(lse, self.partial)
         given = lse if sinks is None else sinks.contiguous()
         self.decode(*read, out, lse, given, partial, *pages)
         if self.merge is not None:
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
         self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES
     ) -> float:
         """The milliseconds that the launches of :meth:`run` take, one after the other."""
-        partial = lse if self.merge is None else room_beside(lse, self.partial)
+        partial = lse if self.merge is None else allocate_scratch(lse, self.partial)
         given = lse if sinks is None else sinks.contiguous()
         took = self.decode.time(*read, out, lse, given, partial, *pages)
         if self.merge is not None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import overwritten, room_beside, rows
+from opkit.attn.allocation import allocate_scratch, overwritten, rows
 from opkit.attn.calls import GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.hopper import backward as gluon
@@ -152,7 +152,7 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
     def run(*given: Any) -> Results:
         gradient, of_lse, q, k, v, out, lse = given[:7]
         results = [each() for each in new]
-        room = room_beside(q, sums + total + counts, torch.float32)
+        room = allocate_scratch(q, sums + total + counts, torch.float32)
         inputs = [readable(each) for each in (q, k, v, out, gradient)]
         problem = Problem.from_buffer_copy(common)
         for name, tensor in zip(_TENSORS, (*inputs, *results[:3], lse, of_lse), strict=True):

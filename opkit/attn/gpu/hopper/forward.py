@@ -180,7 +180,7 @@ def _listed(shape: Shape) -> bool:
 def _prepared(call: Call, tile: Tile) -> Run:
     from opkit.attn.gpu import arguments
 
-    roomy = arguments.with_room(call)
+    roomy = arguments.fit_to_slots(call)
     shape = arguments.shape_of(roomy)
     as_they_lie, copied = (_series(call, shape, tile) for _ in range(2))  # copies have strides of their own
     described = all(describable(each) for each in call[:3])
@@ -212,7 +212,7 @@ def _told(shape: Shape, tile: Tile, fits: bool) -> Callable[[Call], dict[str, Te
     blocks = Blocks(tile.warpgroups * _ROWS, tile.keys, 0, 0)
 
     def told(call: Call) -> dict[str, Tensor]:
-        call = call if fits else arguments.with_room(call)
+        call = call if fits else arguments.fit_to_slots(call)
         lists = tile_lists.lists_of(call, shape, blocks, by_keys=False)
         found = zip(_OF_MASKS, (*lists, *arguments.tensors_of(call, shape)), strict=True)
         return {name: tensor for name, tensor in found if tensor is not None}

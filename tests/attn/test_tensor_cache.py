@@ -10,13 +10,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opkit
-from opkit.attn import kept
-from opkit.attn.kept import Kept, derived
-from opkit.attn.masks.lowering import Sizes, lower
+from opkit.attn import tensor_cache
+from opkit.attn.masks.algebra import lower
+from opkit.attn.masks.program_builder import CallSizes
+from opkit.attn.tensor_cache import TensorCache, get_or_compute
 from opkit.masks import Causal, Dense, KeyPadding, PrefixLM, Segments, VarLen
 
 CPU = torch.device("cpu")
-SIZES = Sizes(1, 2, 7, 7, CPU)
+SIZES = CallSizes(1, 2, 7, 7, CPU)
 
 
 def starts(dtype=torch.int64):
@@ -93,7 +94,7 @@ def test_a_mask_reaches_the_backward_as_it_was_found():
 
 def test_sizes_count():
     ids = starts()
-    found = [lower(VarLen(ids), Sizes(1, 1, n, n, CPU)).tensors[0].shape for n in (7, 8, 7)]
+    found = [lower(VarLen(ids), CallSizes(1, 1, n, n, CPU)).tensors[0].shape for n in (7, 8, 7)]
     assert found == [(1, 7), (1, 8), (1, 7)]
 
 
@@ -101,7 +102,7 @@ def count(what, *sources):
     """How many times of two something is made of these tensors."""
     made = []
     for _ in range(2):
-        derived(what, sources, lambda: made.append(1) or torch.zeros(1))
+        get_or_compute(what, sources, lambda: made.append(1) or torch.zeros(1))
     return len(made)
 
 
@@ -134,7 +135,7 @@ def test_nothing_is_kept_where_it_would_be_seen(monkeypatch):
     torch.jit.trace(counting, torch.ones(2), check_trace=False)
     assert set(counts) == {2}
     with monkeypatch.context() as patched:
-        patched.setattr(kept, "stream_of", lambda device: None)
+        patched.setattr(tensor_cache, "stream_of", lambda device: None)
         patched.setattr(torch.Tensor, "is_cuda", True)
         assert count("x", x) == 2
     assert count("x", x) == 1
@@ -177,18 +178,18 @@ def test_what_is_derived_in_inference_serves_training():
 
 
 def test_those_found_last_are_kept():
-    some, xs = Kept(2), [torch.arange(2) for _ in range(3)]
+    some, xs = TensorCache(2), [torch.arange(2) for _ in range(3)]
     for each in (0, 1, 0, 2):
-        some.found_or("x", [xs[each]], lambda: each)  # noqa: B023 - called at once
-    assert [some.found_or("x", [x], lambda: "new") for x in (xs[0], xs[2], xs[1])] == [0, 2, "new"]
+        some.get_or_create("x", [xs[each]], lambda: each)  # noqa: B023 - called at once
+    assert [some.get_or_create("x", [x], lambda: "new") for x in (xs[0], xs[2], xs[1])] == [0, 2, "new"]
     assert len(some) == 2
 
 
 def test_another_tensor_of_the_same_address_is_another():
-    some, memory = Kept(8), torch.arange(4)
+    some, memory = TensorCache(8), torch.arange(4)
     first, second = memory[:2].detach(), memory[:2].detach()
     assert first.data_ptr() == second.data_ptr()
-    assert [some.found_or("x", [x], lambda: "made") for x in (first, second)] == ["made"] * 2
+    assert [some.get_or_create("x", [x], lambda: "made") for x in (first, second)] == ["made"] * 2
     assert len(some) == 2
     place = id(first)
     del first
@@ -196,7 +197,7 @@ def test_another_tensor_of_the_same_address_is_another():
         third = memory[2:].detach()
         if id(third) == place:
             break
-    assert some.found_or("x", [third], lambda: "anew") == "anew"
+    assert some.get_or_create("x", [third], lambda: "anew") == "anew"
 
 
 class Deadly:
@@ -211,10 +212,10 @@ class Deadly:
 
 
 def test_a_tensor_that_dies_while_the_lock_is_held_is_let_go():
-    some, x, victims = Kept(8), torch.arange(2), [torch.arange(2)]
-    some.found_or("x", victims, lambda: 1)
+    some, x, victims = TensorCache(8), torch.arange(2), [torch.arange(2)]
+    some.get_or_create("x", victims, lambda: 1)
     assert len(some) == 1
-    some.found_or(Deadly(victims), [x], lambda: 2)
+    some.get_or_create(Deadly(victims), [x], lambda: 2)
     assert len(some) == 1
     del x
     assert len(some) == 0
@@ -222,9 +223,9 @@ def test_a_tensor_that_dies_while_the_lock_is_held_is_let_go():
 
 def test_what_was_made_may_let_others_go():
     """A kept tensor is what another thing was made of: both go with the first's source."""
-    some, x = Kept(8), torch.arange(2)
-    made = some.found_or("first", [x], lambda: torch.arange(3))
-    some.found_or("second", [made], lambda: 5)
+    some, x = TensorCache(8), torch.arange(2)
+    made = some.get_or_create("first", [x], lambda: torch.arange(3))
+    some.get_or_create("second", [made], lambda: 5)
     del made
     assert len(some) == 2
     del x
