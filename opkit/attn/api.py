@@ -148,10 +148,8 @@ def attention(
             out, lse = _call_float8(kernel, call, descales)
         else:
             out, lse = _OPERATOR(*call) if kernel is None else _call_kernel(kernel, call)
-    if layout == "bshd":
-        out = out.transpose(1, 2)
-    elif layout == "thd":
-        out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+    if layout != "bhsd":
+        out, lse = _from_bhsd(out, layout), lse.squeeze(0) if layout == "thd" else lse
     return (out, lse) if return_lse else out
 
 
@@ -309,7 +307,7 @@ def _check_sizes(q: Any, k: Any, v: Any, layout: str) -> CallSizes:
 
 
 def _from_bhsd(x: Any, layout: str) -> Any:
-    """Return the view in the user's layout, for error messages."""
+    """Return the view in the user's layout."""
     if layout == "bhsd":
         return x
     return x.transpose(1, 2) if layout == "bshd" else x.squeeze(0).transpose(0, 1)

@@ -32,8 +32,8 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
     merged. Gradients reach all parts.
 
     Args:
-        parts: the result and the log-sum-exp of each, as ``return_lse=True`` returns them: (..., d_v), of one shape and dtype, and
-            (...), float32 or float64. Without a sink, or with it in one part alone.
+        parts: the result and the log-sum-exp of each, as ``return_lse=True`` returns them: (..., d_v), of one shape and dtype,
+            and (...), float32 or float64. Without a sink, or with it in one part alone.
 
     Returns:
         The result, of the parts' shape and dtype, and the log-sum-exp; zeros and minus infinity where no part sees a key.
