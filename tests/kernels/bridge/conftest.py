@@ -57,7 +57,7 @@ def built() -> tuple[Path, Path]:
     cache, paths = Path(os.environ["OPKIT_CACHE_DIR"]), torch_paths()
     folder = cache / "bridge_of_tests"
     folder.mkdir(exist_ok=True)
-    settings = config.Config(cache_dir=cache)
+    settings = config.Settings(cache_dir=cache)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "get", lambda: settings)
         path = bridge.build(paths)
