@@ -115,7 +115,7 @@ def fill_sizes(run):
         run()
     fills = [each for each in profile.events() if each.key == "aten::fill_" and "empty" in each.cpu_parent.key]
     sizes = [torch.Size(each.input_shapes[0]).numel() for each in fills]
-    return [size for size in sizes if size > allocation.FEW]
+    return [size for size in sizes if size > allocation.SMALL]
 
 
 def test_fills_of_new_memory_are_seen(deterministic):
