@@ -137,11 +137,11 @@ def tiles_of(head: int) -> tuple[Blocks, Blocks]:
 
 def forget() -> None:
     """Release the cached lists."""
-    tile_lists._kept.clear()
+    tile_lists._cache.clear()
     spans._kept.clear()
 
 
-def built(*arguments: Any) -> tile_lists.Lists:
+def built(*arguments: Any) -> tile_lists.TileLists:
     """The lists of a call, never the cached ones."""
     forget()
     return tile_lists.lists_of(*arguments)

@@ -302,7 +302,7 @@ def _check_sizes(q: Any, k: Any, v: Any, layout: str) -> CallSizes:
     except (AttributeError, RuntimeError, TypeError, ValueError):  # nested tensors have no shape
         fits = False
     if not fits:
-        arguments.explain(*(_from_bhsd(x, layout) for x in (q, k, v)), layout)
+        arguments.explain(_from_bhsd(q, layout), _from_bhsd(k, layout), _from_bhsd(v, layout), layout)
     return CallSizes(batch, heads, queries, keys, device)  # pyright: ignore[reportPossiblyUnboundVariable]
 
 

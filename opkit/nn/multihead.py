@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opkit.attn.api import attention
-from opkit.attn.masks.algebra import And, Dense, Mask, as_mask, causal_bias_of
+from opkit.attn.compat.torch_private import causal_bias_of
+from opkit.attn.masks.algebra import And, Dense, Mask, as_mask
 from opkit.attn.masks.diagonals import Causal
 from opkit.attn.probabilities import mask_as_tensors, with_probabilities
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError

@@ -51,7 +51,7 @@ def test_candidates_differ_in_each_way_and_spare_registers():
 def test_changes_of_a_division_have_room(shape, gpu_of):
     device = plan.Device(*gpu_of, False, "tf32x3")
     height, heads, keys, d = shape
-    asked = plan.Shape(height, heads, keys, d, d, 2, 2)
+    asked = plan.DecodeShape(height, heads, keys, d, d, 2, 2)
     found = [plan.blocks_of(asked, device, change) for change in plan.CHANGES]
     assert found[0] == plan.blocks_of(asked, device)
     assert len(set(found)) >= 3
