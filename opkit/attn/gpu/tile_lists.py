@@ -61,7 +61,7 @@ def visits_of_call(lists: TileLists, call: Any, shape: Shape, blocks: Blocks) ->
 
 
 def _ordered(
-    count: Callable[[TileLists, TileLists], Tensor], lists: TileLists, call: Any, shape: Shape, blocks: Blocks
+    compute: Callable[[TileLists, TileLists], Tensor], lists: TileLists, call: Any, shape: Shape, blocks: Blocks
 ) -> Tensor:
     def build() -> Tensor:
         return compute(lists, lists_of(call, shape, blocks, by_keys=False))

@@ -9,7 +9,7 @@ from torch import Tensor
 import opkit
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.spans import Spans, spans_of
-from opkit.attn.gpu.tile_lists import states_of, visits_of
+from opkit.attn.gpu.tile_lists import TileLists, states_of, visits_of
 
 
 @opkit.custom_op("listing_tests::states", mutates_args=(), inline=False)
