@@ -138,7 +138,7 @@ def tiles_of(head: int) -> tuple[Blocks, Blocks]:
 def forget() -> None:
     """Release the cached lists."""
     tile_lists._cache.clear()
-    spans._kept.clear()
+    spans._cache.clear()
 
 
 def built(*arguments: Any) -> tile_lists.TileLists:
