@@ -16,7 +16,7 @@ from hypothesis import strategies
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
 from opkit.contract.subject import Subject
 
 
@@ -193,7 +193,7 @@ def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
     found = ""
     try:
         prop.check(subject, case)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         log.refused.append((str(case), str(refusal)))
         if len(log.refused) >= _HOPELESS and len(log.refused) > len(log.times):
             raise _Hopeless from refusal

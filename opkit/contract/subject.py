@@ -16,7 +16,7 @@ from opkit.contract.calls import inference
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.calls.specs import CallSpec
 from opkit.contract.observed.outcome import Outcome, leaves
-from opkit.contract.prop import Refusal
+from opkit.contract.prop import CallRefused
 from opkit.errors import ArgumentError
 from opkit.op import torch_private as private
 from opkit.op.operator import CustomOp
@@ -77,12 +77,12 @@ class Subject:
         """Call the operator, or ``function`` in its place.
 
         Raises:
-            Refusal: it raised.
+            CallRefused: it raised.
         """
         try:
             returned = (function or self.function)(*call.args, **call.kwargs)
         except Exception as error:
-            raise Refusal(error) from error
+            raise CallRefused(error) from error
         return Outcome(call, leaves(returned), returned)
 
     def run(self, case: Case, **how: Any) -> Outcome:

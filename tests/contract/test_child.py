@@ -13,7 +13,7 @@ import torch
 from opkit.contract.calls.cases import Case, TensorCase
 from opkit.contract.processes import child, crashes
 from opkit.contract.processes.child import Ended, Worker, in_child
-from opkit.contract.prop import Refusal, Violation
+from opkit.contract.prop import CallRefused, Violation
 from opkit.testing import tensor
 
 CASE = Case((TensorCase((2,)),))
@@ -27,8 +27,8 @@ def test_what_a_child_finds_is_told_as_what_it_is():
     assert in_child(lambda: 3) == "3"
     with pytest.raises(Violation, match="broken"):
         in_child(lambda: raises(Violation("broken")))
-    with pytest.raises(Refusal, match="ValueError: no"):
-        in_child(lambda: raises(Refusal(ValueError("no"))))
+    with pytest.raises(CallRefused, match="ValueError: no"):
+        in_child(lambda: raises(CallRefused(ValueError("no"))))
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         in_child(lambda: 1 // 0)
 

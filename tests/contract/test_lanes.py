@@ -13,7 +13,7 @@ import torch
 import opkit
 from opkit.contract.processes import child
 from opkit.contract.processes import fork_pool as lanes
-from opkit.contract.prop import Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, Remark, Violation
 from opkit.testing import tensor
 
 pytestmark = pytest.mark.skipif(not child.available(), reason="processes are forked on Linux")
@@ -189,7 +189,7 @@ def test_progress_ends_with_everything_done(check):
 def test_an_answer_from_elsewhere_is_the_answer_that_is_found_here(check):
     def remarks(subject, case):
         if case.tensors()[0].shape[0] % 2:
-            raise Refusal(ValueError("odd"))
+            raise CallRefused(ValueError("odd"))
         raise Remark(f"{case.args[1]} is large")
 
     def answers(forked):

@@ -103,6 +103,10 @@ class Drawing:
     elements: int = joint.MOST_ELEMENTS
 
 
+ANYTHING = Drawing(layouts=tuple(LAYOUTS), fills=tuple(FILLS))
+"""Every layout and every fill."""
+
+
 @dataclasses.dataclass(frozen=True)
 class CallSpec:
     """The arguments of an operator: :class:`TensorArgument`, lists of these, Hypothesis strategies, constants."""

@@ -15,7 +15,7 @@ from opkit.contract.calls.cases import Call, Case
 from opkit.contract.compare.exact import Expected, unit
 from opkit.contract.compare.tolerance import Goal, allowed, wrong
 from opkit.contract.observed.outcome import Outcome, described, same_bits, same_values
-from opkit.contract.prop import NotApplicable, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Remark, Violation
 from opkit.contract.subject import Subject
 
 _RUNS = 8
@@ -288,5 +288,5 @@ def _nearby(subject: Subject, before: Call, seed: int) -> Outcome | None:
 
     try:
         return subject.call(before.map(off))
-    except Refusal:
+    except CallRefused:
         return None

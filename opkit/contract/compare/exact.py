@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.calls.fills import CONSTANT
 from opkit.contract.observed.outcome import Outcome
-from opkit.contract.prop import NotApplicable, Refusal
+from opkit.contract.prop import CallRefused, NotApplicable
 from opkit.contract.subject import Subject
 
 _ULPS = 4  # how far one step of a right kernel may be off, in units of rounding
@@ -239,7 +239,7 @@ class Expected:
         noise = _Noise(generator, unit(dtype), dtype, steady)
         try:
             return _run(self.subject, self.case, noise) if self.exact is not None else self._moved(noise)
-        except (Refusal, _Unpromotable):
+        except (CallRefused, _Unpromotable):
             return None
 
     def moved(self, seed: int) -> Outcome | None:
@@ -249,7 +249,7 @@ class Expected:
         try:
             call = self.case.make(self.subject.device).map(lambda tensor: _off(tensor, noise, unit))
             return _call(self.subject, call, None)
-        except (Refusal, _Unpromotable):
+        except (CallRefused, _Unpromotable):
             return None
 
     def _moved(self, noise: _Noise) -> Outcome | None:
@@ -275,18 +275,18 @@ def expected(subject: Subject, case: Case) -> Expected:
     """Run the reference in its own dtype and in float64.
 
     Raises:
-        Refusal: it gives no result in either.
+        CallRefused: it gives no result in either.
         NotApplicable: it draws random numbers.
     """
     own = refusal = exact = None
     why = ""
     try:
         own = subject.expect(case)
-    except Refusal as error:
+    except CallRefused as error:
         refusal = error
     try:
         exact = _run(subject, case, None)
-    except (Refusal, _Unpromotable) as error:
+    except (CallRefused, _Unpromotable) as error:
         why = "it looks into the bits of floats" if isinstance(error, _Unpromotable) else str(error)
     if own is None and (exact is None or not _lacks_dtype(refusal)):
         assert refusal is not None
@@ -296,7 +296,7 @@ def expected(subject: Subject, case: Case) -> Expected:
     return Expected(subject, case, own, exact, why)
 
 
-def _lacks_dtype(refusal: Refusal | None) -> bool:
+def _lacks_dtype(refusal: CallRefused | None) -> bool:
     return refusal is not None and "not implemented for" in str(refusal)
 
 
@@ -311,7 +311,7 @@ def _call(subject: Subject, call: Call, noise: _Noise | None) -> Outcome:
         torch.set_default_dtype(torch.float64)
         with torch.no_grad(), torch.autocast("cpu", enabled=False), _Promoted(noise):
             return subject.call(plain, subject.reference)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         if isinstance(refusal.error, (NotApplicable, _Unpromotable)):
             raise refusal.error from None
         raise

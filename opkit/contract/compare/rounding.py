@@ -12,7 +12,7 @@ import torch
 
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.observed.outcome import Outcome, described, first_difference, same_bits
-from opkit.contract.prop import Refusal
+from opkit.contract.prop import CallRefused
 from opkit.contract.subject import Subject
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -40,7 +40,7 @@ def quietly(subject: Subject, case: Case) -> None:
     """Call the operator for what the call leaves behind; whether it refuses does not matter."""
     try:
         observe(subject, case)
-    except Refusal:
+    except CallRefused:
         return
 
 
@@ -146,7 +146,7 @@ def _nudged(subject: Subject, case: Case) -> tuple[Outcome, Outcome] | None:
     try:
         nudged = observe(subject, case.make(subject.device).map(nudge)).detached()
         return nudged, observe(subject, case).detached()
-    except Refusal:
+    except CallRefused:
         return None
 
 

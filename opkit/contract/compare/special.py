@@ -13,7 +13,7 @@ from opkit.contract.calls.cases import Case
 from opkit.contract.compare.compared import Pair
 from opkit.contract.compare.exact import widened
 from opkit.contract.observed.outcome import Outcome, same_values
-from opkit.contract.prop import Refusal, Violation
+from opkit.contract.prop import CallRefused, Violation
 from opkit.contract.subject import Subject
 
 _SIGNS = ("signed_zeros", "special")
@@ -63,7 +63,7 @@ def _invalid(subject: Subject, case: Case, pair: Pair) -> torch.Tensor:
 
     try:
         calm = pair.of(_of_changed(subject, case, calmed))
-    except Refusal:
+    except CallRefused:
         return torch.zeros_like(pair.got, dtype=torch.bool)
     found = pair.own.isnan() & ~calm.isnan()
     widest = pair.got.dtype == torch.float64  # of narrower ones, the right result is known
@@ -74,7 +74,7 @@ def _overflows(subject: Subject, case: Case, pair: Pair) -> bool:
     """Whether terms of one sign would overflow: then it depends on the order whether these do."""
     try:
         largest = pair.of(_of_changed(subject, case, lambda t: widened(torch.where(t.isfinite(), t, 0.0).abs())))
-    except Refusal:
+    except CallRefused:
         return False
     limit = torch.finfo(pair.own.dtype).max / _NEAR
     return bool((largest.double().abs() > limit).any()) or bool((~largest.isfinite()).any())

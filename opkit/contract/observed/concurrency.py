@@ -24,7 +24,7 @@ from opkit.contract.calls.specs import Drawing
 from opkit.contract.compare.rounding import beyond_rounding, observe
 from opkit.contract.observed.outcome import Outcome, same_bits
 from opkit.contract.observed.randomness import is_random
-from opkit.contract.prop import Refusal, Violation
+from opkit.contract.prop import CallRefused, Violation
 from opkit.contract.subject import Subject
 
 _COUNTS = (2, 3, 5)
@@ -196,5 +196,5 @@ def _run(subject: Subject, workers: list[_Worker]) -> None:
 
 
 def _raised(error: BaseException) -> str:
-    what = str(error) if isinstance(error, Refusal) else f"{type(error).__name__}: {error}"
+    what = str(error) if isinstance(error, CallRefused) else f"{type(error).__name__}: {error}"
     return f"{_THREADS} threads called at once, and one raised {what}; called alone, it does not."

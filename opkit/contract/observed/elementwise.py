@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.prop import Refusal, Violation
+from opkit.contract.prop import CallRefused, Violation
 from opkit.contract.subject import Subject
 from opkit.op.native.function import NativeFunction
 
@@ -27,7 +27,7 @@ def check_parts(subject: Subject, case: Case) -> None:
     """Demand of each part what the whole has there.
 
     Raises:
-        Refusal: the operator does not take the call, or no part of it.
+        CallRefused: the operator does not take the call, or no part of it.
         Violation: a part differs.
     """
     asked, refused = False, None
@@ -36,7 +36,7 @@ def check_parts(subject: Subject, case: Case) -> None:
     for where, part in _parts([tensor for tensor in call.tensors() if tensor.shape == whole.shape]):
         try:
             found = subject.call(call.map(functools.partial(_part, shape=whole.shape, part=part))).results[0]
-        except Refusal as error:  # an annotation that demands the whole
+        except CallRefused as error:  # an annotation that demands the whole
             refused = error
             continue
         _compare(found, whole[part], where)

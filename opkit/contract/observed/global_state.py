@@ -21,7 +21,7 @@ from opkit.contract.calls.cases import Case
 from opkit.contract.compare.rounding import beyond_rounding, observe, seed_torch
 from opkit.contract.observed.outcome import Outcome
 from opkit.contract.observed.randomness import ever_random, is_random
-from opkit.contract.prop import Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, Remark, Violation
 from opkit.contract.subject import Subject
 
 _SMALLEST_NORMAL = sys.float_info.min
@@ -264,7 +264,7 @@ def _under(subject: Subject, case: Case, expected: Outcome, name: str, setting: 
         with warnings.catch_warnings(), setting():
             warnings.simplefilter("ignore")
             ours = observe(subject, call).detached()
-    except Refusal as refusal:
+    except CallRefused as refusal:
         if name in _MAY_REFUSE:
             return
         raise Violation(f"under {name} the call raises {refusal}; otherwise it does not.") from refusal
@@ -286,7 +286,7 @@ def _on_default_device(subject: Subject, case: Case, expected: Outcome) -> None:
     try:
         with torch.device("meta"):
             ours = subject.call(call)
-    except Refusal:
+    except CallRefused:
         raise Remark("it makes tensors on the default device: with another than the arguments', it raises") from None
     if any(a.device != b.device for a, b in zip(ours.tensors(), expected.tensors(), strict=False)):
         raise Remark("its results are on the default device, which need not be the arguments'")

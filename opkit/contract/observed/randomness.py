@@ -13,7 +13,7 @@ from hypothesis import errors as hypothesis_errors
 from opkit.contract.calls.cases import Case, TensorCase
 from opkit.contract.compare.rounding import difference, observe, seed_torch
 from opkit.contract.observed.outcome import Outcome
-from opkit.contract.prop import NotApplicable, Refusal, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Violation
 from opkit.contract.subject import Subject
 
 _SEEDS = (1, 2, 3, 4, 5)
@@ -26,7 +26,7 @@ def is_random(subject: Subject, case: Case) -> bool:
     Which flags and scalars make it so is kept with the subject, so that asking again costs nothing.
 
     Raises:
-        Refusal: the operator raised.
+        CallRefused: the operator raised.
     """
     known: dict[str, bool] = _memory(subject).setdefault("flags", {})
     flags = _flags(case)
@@ -85,7 +85,7 @@ def _search(subject: Subject) -> bool:
         nonlocal found
         try:
             found = found or is_random(subject, case)
-        except Refusal:
+        except CallRefused:
             hypothesis.reject()
 
     try:

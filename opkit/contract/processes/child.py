@@ -30,7 +30,7 @@ import torch
 
 from opkit.contract.calls.cases import Case
 from opkit.contract.processes import wire
-from opkit.contract.prop import NotApplicable, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Remark, Violation
 
 SECONDS = 5.0
 """How long a call may take."""
@@ -101,7 +101,7 @@ class Worker:
 
         Raises:
             Ended: the child crashed, exited, or did not finish within ``seconds``; a compiler that it waits for has longer.
-            Violation: so did the question, in the child. The same of ``Refusal``, ``Remark`` and ``NotApplicable``.
+            Violation: so did the question, in the child. The same of ``CallRefused``, ``Remark`` and ``NotApplicable``.
             RuntimeError: the question raised something else.
         """
         self.asked += 1
@@ -280,8 +280,8 @@ def _silence() -> None:
 def _found(function: Callable[[], object]) -> tuple[str, str, str]:
     try:
         return "returned", "", str(function())
-    except Refusal as refusal:
-        return "Refusal", type(refusal.error).__name__, str(refusal.error)
+    except CallRefused as refusal:
+        return "CallRefused", type(refusal.error).__name__, str(refusal.error)
     except Exception as error:
         return "raised", type(error).__name__, str(error)
     except BaseException as error:
@@ -327,8 +327,8 @@ def _answer(said: bytes) -> str:
         return text
     if kind == "left":
         raise Ended(f"raised {name}, which ends the program")
-    if kind == "Refusal":
-        raise Refusal(_error(name, text))
+    if kind == "CallRefused":
+        raise CallRefused(_error(name, text))
     if name in _FOUND:
         raise _FOUND[name](text)
     raise RuntimeError(f"{name}: {text}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from opkit.contract.memory import heap
 from opkit.contract.processes import child
 from opkit.contract.processes.child import Ended, Worker
-from opkit.contract.prop import NotApplicable, Refusal, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Violation
 
 if TYPE_CHECKING:
     from opkit.contract.calls.cases import Case
@@ -41,7 +41,7 @@ class Crashes:
 
         Raises:
             Violation: the process ended, or a call did not return.
-            Refusal: the operator raised.
+            CallRefused: the operator raised.
             NotApplicable: calls return in this process, and not in a forked one.
         """
         if str(case) in self._hung:
@@ -79,7 +79,7 @@ class Crashes:
             self._worker.ask(case, _PATIENCE, fresh=True)
         except Ended as again:
             return str(again)
-        except Refusal:
+        except CallRefused:
             return ""
         return ""
 
@@ -103,7 +103,7 @@ class Crashes:
             self._seconds = max(_SHORT, 10 * self._slowest)
             return
         self._seconds = _PATIENCE
-        raise Refusal(TimeoutError(f"a call takes more than {child.SECONDS:g} s"))
+        raise CallRefused(TimeoutError(f"a call takes more than {child.SECONDS:g} s"))
 
     def _ask_here(self, case: Case, ended: Ended) -> None:
         """Raise if a call that only waits in a forked process returns in this one, and in a forked one not even then."""
@@ -120,7 +120,7 @@ class Crashes:
             self._worker.ask(case, child.SECONDS, fresh=True)
         except Ended as ended:
             return ended.hung
-        except Refusal:
+        except CallRefused:
             return False
         return False
 
@@ -136,7 +136,7 @@ def _returns_here(subject: Subject, case: Case) -> bool:
     def call() -> None:
         try:
             subject.run(case)
-        except Refusal:
+        except CallRefused:
             pass
         finally:
             done.set()

@@ -23,7 +23,7 @@ from typing import Any
 from opkit.contract.calls.cases import Case
 from opkit.contract.processes import child, wire
 from opkit.contract.processes.child import Ended, Life, Worker
-from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
 from opkit.contract.search import Found
 from opkit.contract.subject import Subject
 
@@ -229,7 +229,7 @@ def _ends(worker: Worker, case: Case) -> bool:
         worker.ask(case, _PATIENCE, fresh=True)
     except Ended:
         return True
-    except (Violation, Refusal, Remark, NotApplicable, RuntimeError):
+    except (Violation, CallRefused, Remark, NotApplicable, RuntimeError):
         return False
     return False
 

@@ -18,7 +18,7 @@ import torch
 from opkit.contract.calls.cases import Case, TensorCase
 from opkit.contract.compare.rounding import observe, quietly
 from opkit.contract.processes import child
-from opkit.contract.prop import NotApplicable, Refusal, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Violation
 from opkit.contract.subject import Subject
 
 _NOTE = "behaviour.first"
@@ -47,7 +47,7 @@ def check_first(subject: Subject, case: Case) -> None:
     try:
         worker.ask(case, _LONGEST)
     except child.Ended as ended:  # memory.crash is about that
-        raise Refusal(ended) from ended
+        raise CallRefused(ended) from ended
     if time.monotonic() - started > _LONG:
         raise NotApplicable("its first call takes long")
 

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import time
 from unittest import mock
 
 import torch
-from hypothesis.strategies import SearchStrategy
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from opkit.contract.calls.cases import Call, Case, TensorCase
@@ -20,7 +20,7 @@ from opkit.contract.compare.rounding import beyond_rounding, difference, observe
 from opkit.contract.observed import concurrency, devices, elementwise, global_state, randomness
 from opkit.contract.observed.outcome import Outcome
 from opkit.contract.processes import fresh_process as pristine
-from opkit.contract.prop import Property, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, Property, Remark, Violation, drawn
 from opkit.contract.subject import Subject
 
 _REPEATS = 6
@@ -103,7 +103,7 @@ def _history(subject: Subject, case: Case) -> None:
 def _observed(subject: Subject, case: Case) -> Outcome | None:
     try:
         return observe(subject, case).detached()
-    except Refusal:
+    except CallRefused:
         return None
 
 
@@ -191,37 +191,37 @@ def _of_results(ours: Outcome, expected: Outcome) -> str:
     return difference(dataclasses.replace(ours, call=Call((), {})), dataclasses.replace(expected, call=Call((), {})))
 
 
-def _few_elements(subject: Subject) -> SearchStrategy[Case]:
-    return subject.spec.cases(Drawing(elements=256))
-
+_property = functools.partial(Property, share=0.3, cost=0.003)
 
 PROPERTIES: tuple[Property, ...] = (
-    Property(
+    _property(
         "behaviour.first",
         rule="A call returns the same whether it is the first of its process or comes after one with other numbers.",
         defect="a table that the first call for a size fills from its numbers, and that all later ones read",
         check=pristine.check_first,
-        cases=_few_elements,
+        cases=drawn(Drawing(elements=256)),
         share=0.1,
         cost=0.0,  # before any other calls the operator in this process
         skip=pristine.cannot_fork,
+        forked=False,
     ),
-    Property(
+    _property(
         "behaviour.global_state",
         rule="A call leaves torch's settings, random generators, the environment and the floating-point mode as they were.",
         defect="torch.set_num_threads, set_default_dtype or manual_seed inside; numpy's generator; a mode that is never left",
         check=global_state.leaves_state,
-        share=0.3,
         cost=0.0005,
     ),
-    Property(
+    _property(
         "behaviour.deterministic",
         rule="Calls with equal arguments return equal bits, and no later call changes what an earlier one returned.",
         defect="a counter, a first call that differs, memory left over from another call, a result that is an internal buffer",
         check=_deterministic,
         cost=0.002,
+        share=1.0,
+        forked=False,
     ),
-    Property(
+    _property(
         "behaviour.history",
         rule="What a call returns does not depend on which calls came before it.",
         defect="a workspace or table kept by too small a key: larger sizes, other dtypes, flags or NaN show in later results",
@@ -230,7 +230,7 @@ PROPERTIES: tuple[Property, ...] = (
         share=0.6,
         cost=0.002,
     ),
-    Property(
+    _property(
         "behaviour.values",
         rule="What a call returns depends on the numbers in its arguments, not on where they are or in which tensor.",
         defect="a cache keyed by data_ptr() or id(); loads that assume an alignment",
@@ -238,31 +238,27 @@ PROPERTIES: tuple[Property, ...] = (
         share=0.5,
         cost=0.002,
     ),
-    Property(
+    _property(
         "behaviour.arguments",
         rule="Arguments are not kept after the call, and may be given by name in any order.",
         defect="a list or a cache that grows with every call; a wrapper that mixes up names",
         check=_arguments,
         share=0.2,
-        cost=0.003,
     ),
-    Property(
+    _property(
         "behaviour.random",
         rule="Random results are torch.manual_seed's to the bit, and differ for other seeds and from call to call.",
         defect="a fixed seed, a generator of its own, a generator that is read and not moved on",
         check=randomness.check_random,
         share=0.4,
-        cost=0.003,
     ),
-    Property(
+    _property(
         "behaviour.settings",
         rule="Results do not depend on the default dtype, the grad mode, deterministic mode or how denormals are treated.",
         defect="torch.zeros(n) without a dtype; a branch on torch.is_grad_enabled()",
         check=global_state.ignores_state,
-        share=0.3,
-        cost=0.003,
     ),
-    Property(
+    _property(
         "behaviour.threads",
         rule="Results are the same with any number of torch's threads, but for the rounding of sums in another order.",
         defect="threads that write to the same element; a last part that is dropped where the work does not divide",
@@ -270,27 +266,27 @@ PROPERTIES: tuple[Property, ...] = (
         cases=concurrency.large_cases,
         share=0.4,
         cost=0.01,
+        forked=False,
     ),
-    Property(
+    _property(
         "behaviour.concurrent",
         rule="Threads that call at the same time each get their own right results.",
         defect="a static or global buffer; a cache without a lock",
         check=concurrency.check_concurrent,
         cases=concurrency.larger_cases,
-        share=0.3,
         cost=0.03,
         skip=concurrency.not_interpreted,
+        forked=False,
     ),
-    Property(
+    _property(
         "behaviour.elementwise",
         rule="A kernel that is declared elementwise gives of any part of the elements what it gives there of all.",
         defect="an element's neighbours that are read, a sum or a position that is counted over the whole",
         check=elementwise.check_parts,
         share=0.5,
-        cost=0.003,
         skip=elementwise.declares_nothing,
     ),
-    Property(
+    _property(
         "behaviour.streams",
         rule="Work is launched on the current stream.",
         defect="a launch on the default stream, which reads arguments before they are there",
@@ -298,8 +294,9 @@ PROPERTIES: tuple[Property, ...] = (
         share=0.2,
         cost=0.02,
         skip=devices.needs_cuda,
+        forked=False,
     ),
-    Property(
+    _property(
         "behaviour.second_device",
         rule="Tensors on a device that is not the current one give the same results, there.",
         defect="a launch on the current device; a current device that stays changed",
@@ -307,5 +304,6 @@ PROPERTIES: tuple[Property, ...] = (
         share=0.2,
         cost=0.02,
         skip=devices.needs_second_device,
+        forked=False,
     ),
 )

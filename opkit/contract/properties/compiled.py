@@ -19,8 +19,7 @@ from opkit.contract.calls.resizing import CHANGES, at_least_two, other_sizes, re
 from opkit.contract.calls.specs import Drawing
 from opkit.contract.observed.module_state import state_of
 from opkit.contract.observed.outcome import leaves
-from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
-from opkit.contract.properties import compiled_unbacked
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
 from opkit.contract.subject import Subject
 from opkit.contract.traced import fakes, graphs
 
@@ -30,7 +29,7 @@ _GUARDS = ("Guard failed", "Expected input at", "Runtime assertion failed")  # h
 _FEWEST_SIZES = 4  # compiled again at each of so many sizes: it is not dynamic
 
 
-def _cases(subject: Subject) -> SearchStrategy[Case]:
+def compile_cases(subject: Subject) -> SearchStrategy[Case]:
     how = Drawing(layouts=_LAYOUTS, largest=_LARGEST, elements=2**11)
     return subject.spec.cases(how).map(lambda case: at_least_two(subject.spec, case))
 
@@ -83,7 +82,7 @@ def _same_as_eager(
     for number, (where, variant) in enumerate(_variants(subject, case, dynamic)):
         try:
             expected = graphs.eager(subject, plain, variant, gradients)
-        except Refusal:
+        except CallRefused:
             if not number:
                 raise
             continue
@@ -101,7 +100,7 @@ def _after_state(
         with state.changed():
             try:
                 expected = graphs.eager(subject, plain, case, gradients)
-            except Refusal:
+            except CallRefused:
                 continue
             where = f"{how} and called again after {state.name} was changed, which its functions read and its module assigns"
             call = case.make(subject.device)
@@ -115,7 +114,7 @@ def _with_gradients(subject: Subject, plain: graphs.Program, case: Case) -> tupl
     try:
         if not fakes.registers_autograd(subject) or not graphs.eager(subject, plain, able, True).gradients:
             return case, False
-    except Refusal:
+    except CallRefused:
         return case, False
     return able, True
 
@@ -176,7 +175,7 @@ def _of_distinct_sizes(subject: Subject, case: Case) -> Iterator[Case]:
         seen.add(shapes)
         try:
             subject.run(found)
-        except Refusal:
+        except CallRefused:
             continue
         yield found
 
@@ -202,7 +201,7 @@ def _at_other_sizes(subject: Subject, case: Case, program: Any, where: str) -> N
     for other in other_sizes(subject.spec, case)[:2]:
         try:
             expected = graphs.eager(subject, graphs.alone(subject), other)
-        except Refusal:
+        except CallRefused:
             continue
         found = graphs.attempt(
             subject, functools.partial(_guarded, program, other.make(subject.device)), f"{where}, it"
@@ -289,69 +288,58 @@ _RULE = (
     "compiled for."
 )
 
+compile_property = functools.partial(Property, cases=compile_cases, share=0.02, forked=False)
+
 PROPERTIES = (
-    Property(
+    compile_property(
         "compile.functionalize",
         rule="With mutation and views made functional, the operator, and writes to its results, give what they give without.",
         defect="a result in the memory of an argument, or of another result, of which the schema says nothing",
         check=_functionalize,
-        cases=_cases,
         cost=0.01,
         share=0.1,
     ),
-    Property(
+    compile_property(
         "compile.recompiles",
         rule="With dynamic sizes, the operator is not compiled again for each size.",
         defect="a fake implementation that turns sizes into numbers",
         check=_recompiles,
-        cases=_cases,
         cost=0.5,
-        share=0.02,
     ),
-    Property(
+    compile_property(
         "compile.aot_eager",
         rule=_RULE.format("aot_eager"),
         defect="an undeclared write is dropped or reordered; a backward that reads elements; a fake that reads a global",
         check=_compiles("aot_eager", _PLANS),
-        cases=_cases,
         cost=1.5,
-        share=0.02,
     ),
-    *compiled_unbacked.PROPERTIES,
-    Property(
+    compile_property(
         "compile.export",
         rule="torch.export takes the operator; the program gives what eager mode gives, at other sizes and when loaded too.",
         defect="an operator that runs Python on elements, or takes sizes for constants, cannot leave the process",
         check=_export,
-        cases=_cases,
         cost=1.0,
-        share=0.02,
     ),
-    Property(
+    compile_property(
         "compile.inductor",
         rule=_RULE.format("Inductor"),
         defect="strides that the fake implementation has wrong, a result in a reused buffer, a kernel that needs a layout",
         check=_compiles("inductor", _PLANS),
-        cases=_cases,
         cost=8.0,
-        share=0.02,
     ),
-    Property(
+    compile_property(
         "compile.opkit",
         rule=_RULE.format("opkit"),
         defect="what the other backends' properties are there for",
         check=_compiles("opkit", _PLANS),
-        cases=_cases,
         cost=3.0,
-        share=0.02,
         skip=_no_opkit_backend,
     ),
-    Property(
+    compile_property(
         "compile.cuda_graph",
         rule="Captured in a CUDA graph and replayed, the operator gives what it gives without.",
         defect="a kernel that synchronises, launches on the default stream, or keeps pointers",
         check=_cuda_graph,
-        cases=_cases,
         cost=0.05,
         share=0.1,
         skip=_no_cuda,

@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from opkit.contract.calls.cases import Case
 from opkit.contract.calls.resizing import at_least_two, resized
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.prop import NotApplicable, Property, Remark, Violation
+from opkit.contract.prop import NotApplicable, Remark, Violation
+from opkit.contract.properties.compiled import compile_property
 from opkit.contract.subject import Subject
 from opkit.contract.traced import fakes, graphs
 
@@ -128,14 +129,13 @@ def _alone(subject: Subject) -> str:
 
 
 PROPERTIES = (
-    Property(
+    compile_property(
         "compile.unbacked",
         rule="A program compiled for a size that is known only when it runs gives what eager mode gives, for 0 and 1 as well.",
         defect="a fake implementation that branches on a size, or has a size of its own for tensors of no elements",
         check=_unbacked,
         cases=_cases,
         cost=0.7,
-        share=0.02,
         skip=_alone,
     ),
 )

@@ -5,20 +5,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from hypothesis.strategies import SearchStrategy
 
 from opkit.contract.calls.cases import Case
 from opkit.contract.calls.fills import ORDINARY
 from opkit.contract.calls.layouts import LAYOUTS
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.calls.sweep import Sweep
 from opkit.contract.observed.outcome import Outcome, described
-from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation, drawn, swept
 from opkit.contract.subject import Subject
 from opkit.contract.traced import fakes, symbols
 
@@ -31,14 +30,6 @@ _FILLS = (*ORDINARY, "ones", "zeros")  # what is in a tensor may decide how larg
 
 
 _DRAWN = Drawing(layouts=tuple(LAYOUTS), fills=_FILLS)
-
-
-def _cases(subject: Subject) -> SearchStrategy[Case]:
-    return subject.spec.cases(_DRAWN)
-
-
-def _swept(subject: Subject) -> Sweep:
-    return Sweep(subject.spec, _DRAWN, sizes=_SIZES)
 
 
 def _compares(difference: Difference) -> Callable[[Subject, Case], None]:
@@ -66,11 +57,11 @@ def _tensors(ours: Any, told: Any) -> bool:
 def _accepts(subject: Subject, case: Case) -> None:
     try:
         fake, refused = fakes.run_fake(subject, case), None
-    except Refusal as refusal:
+    except CallRefused as refusal:
         fake, refused = None, refusal
     try:
         subject.run(case)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         if fake is not None:
             raise Remark(_kernel_alone(refusal)) from refusal
         raise
@@ -83,7 +74,7 @@ def _accepts(subject: Subject, case: Case) -> None:
         raise NotApplicable(f"what it calls does not run on fake tensors: {fakes.shortened(refused.error)}")
 
 
-def _kernel_alone(refusal: Refusal) -> str:
+def _kernel_alone(refusal: CallRefused) -> str:
     return (
         f"the kernel refuses arguments with {type(refusal.error).__name__} that the fake implementation accepts: a program "
         "compiles and fails when it runs. That is right where values decide; where sizes or dtypes do, check them in both."
@@ -177,7 +168,7 @@ def _elsewhere(subject: Subject, case: Case) -> None:
     try:
         fake = fakes.call_fake(subject, call, mode)
         real = fakes.call_kernel(subject, call, mode, _ANYWHERE) if fakes.has_kernel(subject, _ANYWHERE) else None
-    except Refusal:
+    except CallRefused:
         return  # a kernel in C or NumPy says nothing of other devices; some argument may have to stay where it is
     for name, told in fakes.named_tensors(fake):
         if isinstance(told, torch.Tensor) and told.device not in _devices(name, other, real):
@@ -195,13 +186,13 @@ def _devices(name: str, usual: torch.device, real: Outcome | None) -> tuple[torc
 
 
 def _requires_grad(subject: Subject, case: Case) -> None:
-    refused: Refusal | None = None
+    refused: CallRefused | None = None
     answered = 0
     for subset in _subsets(case):
         asked = case.map(lambda number, each, on=subset: dataclasses.replace(each, requires_grad=number in on))
         try:
             real, fake = fakes.both(subject, asked)
-        except Refusal as refusal:
+        except CallRefused as refusal:
             refused = refusal
             continue
         answered += 1
@@ -267,101 +258,75 @@ def _own(subject: Subject) -> str:
     return "" if fakes.has_own_fake(subject) else "it is no operator of its own: what runs on fake tensors is torch's"
 
 
+_property = functools.partial(Property, cases=drawn(_DRAWN), first=swept(_DRAWN, sizes=_SIZES), share=0.3, cost=0.001)
+
 PROPERTIES = (
-    Property(
+    _property(
         "fake.accepts",
         rule="The fake implementation accepts what the kernel accepts.",
         defect="a fake that reads elements, calls .item() or the kernel, or checks more than the kernel does",
         check=_accepts,
-        cases=_cases,
-        first=_swept,
-        share=0.3,
         cost=0.002,
     ),
-    Property(
+    _property(
         "fake.shapes",
         rule="The fake implementation gives as many results as the kernel, of the same kinds and sizes.",
         defect="a fake that forgets keepdim, rounds another way, has a size of its own, or leaves out an optional result",
         check=_shapes,
-        cases=_cases,
-        first=_swept,
-        share=0.3,
         cost=0.002,
     ),
-    Property(
+    _property(
         "fake.dtype",
         rule="Results of the fake implementation have the dtypes of the kernel's.",
         defect="a fake that takes the dtype of its first argument where the kernel promotes, or torch's default dtype",
         check=_compares(_dtype),
-        cases=_cases,
-        first=_swept,
-        share=0.3,
-        cost=0.001,
     ),
-    Property(
+    _property(
         "fake.strides",
         rule="Results of the fake implementation have the strides of the kernel's, in dimensions larger than 1.",
         defect="empty_like keeps a transposed layout where the kernel returns a contiguous result: compiled code then reads "
         "the wrong elements",
         check=_strides,
-        cases=_cases,
-        first=_swept,
-        share=0.3,
-        cost=0.001,
     ),
-    Property(
+    _property(
         "fake.offset",
         rule="Results of the fake implementation begin where the kernel's do within their memory.",
         defect="a kernel that returns part of a larger buffer, of which the fake knows nothing",
         check=_compares(_offset),
-        cases=_cases,
-        first=_swept,
-        share=0.3,
-        cost=0.001,
     ),
-    Property(
+    _property(
         "fake.device",
         rule="Results of the fake implementation are on the kernel's devices, wherever the arguments are.",
         defect="a fake that makes results on the CPU, or on the meta device",
         check=_device,
-        cases=_cases,
-        first=_swept,
         share=0.1,
         cost=0.003,
     ),
-    Property(
+    _property(
         "fake.requires_grad",
         rule="Results require gradients on fake tensors where they do on real ones, whichever arguments require them.",
         defect="a fake that detaches, or a kernel that gives integers or constants where its fake gives a float result",
         check=_requires_grad,
-        cases=_cases,
-        first=_swept,
         share=0.1,
         cost=0.008,
         skip=_no_rule,
     ),
-    Property(
+    _property(
         "fake.aliasing",
         rule="Results share memory with arguments and with one another on fake tensors where they do on real ones.",
         defect="a fake that returns its argument, where the kernel returns a new tensor",
         check=_aliasing,
-        cases=_cases,
-        first=_swept,
-        share=0.3,
-        cost=0.001,
     ),
-    Property(
+    _property(
         "fake.effects",
         rule="The fake implementation changes no state, and gives the same when it is called again.",
         defect="a fake that seeds torch's generator, counts its calls, or switches gradients off",
         check=_effects,
-        cases=_cases,
-        first=_swept,
         share=0.1,
         cost=0.003,
         skip=_own,
     ),
-    Property(
+    _property(
         "fake.symbolic",
         rule="Traced once with symbolic sizes, the fake implementation gives the kernel's sizes and strides at others too.",
         defect="a size that is burned in as a number, int() of a size, a wrong branch on a size, a fake that remembers",
@@ -369,14 +334,15 @@ PROPERTIES = (
         cases=symbols.cases,
         share=0.12,
         cost=0.02,
+        first=None,
     ),
-    Property(
+    _property(
         "fake.unbacked",
         rule="Sizes that depend on data are within the bounds, and have the relations, that the fake implementation states.",
         defect="new_dynamic_size(min=1) where nothing may be found; one symbol for two sizes that differ",
         check=symbols.check_unbacked,
-        cases=_cases,
         share=0.4,
         cost=0.002,
+        first=None,
     ),
 )

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -12,18 +13,14 @@ import torch
 from opkit.contract.calls.cases import Case
 from opkit.contract.calls.incoming import INCOMING
 from opkit.contract.observed.outcome import bits
-from opkit.contract.prop import NotApplicable, Property, Refusal, Violation
-from opkit.contract.properties import gradients_accepts as accepts
-from opkit.contract.properties import gradients_dtypes as dtypes
-from opkit.contract.properties import gradients_higher as higher
-from opkit.contract.properties import gradients_magnitude as magnitude
-from opkit.contract.properties import gradients_modes as modes
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Violation
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
 from opkit.contract.traced.derivatives import Gradients, Graph
 
 
-def _needs_reference(subject: Subject) -> str:
+def needs_reference(subject: Subject) -> str:
+    """Return why gradients cannot be compared with the reference's, or ""."""
     return d.no_candidates(subject) or ("" if subject.reference is not None else "there is no reference")
 
 
@@ -48,7 +45,7 @@ def _backward(subject: Subject, case: Case, graph: Graph, numbers: Sequence[int]
         return graph.vjp(d.incoming(graph))
     except Exception as error:
         if d.planned(error):
-            raise d.told(Refusal(error)) from error
+            raise d.told(CallRefused(error)) from error
         raise Violation(f"the backward raises {type(error).__name__}: {error}") from error
 
 
@@ -75,7 +72,7 @@ def _lost(subject: Subject, case: Case) -> None:
     try:
         got = ours.vjp(d.incoming(ours))
     except Exception as error:
-        raise d.told(Refusal(error)) from error
+        raise d.told(CallRefused(error)) from error
     for number, mine, right in zip(numbers, got, wide, strict=True):
         if d.vanished(mine) and d.clearly_nonzero(right, scale):
             raise Violation(_how_lost(subject, case, number, mine, ours, right))
@@ -273,7 +270,7 @@ def _interleaved(
     first = d.trace(subject, case, numbers)
     try:
         d.trace(subject, case.map(lambda _, tensor: dataclasses.replace(tensor, seed=tensor.seed + 1)), numbers)
-    except Refusal:
+    except CallRefused:
         return
     where = "where another call came between forward and backward"
     _equal(subject, case, numbers, _told(first, grads, where), plain, grads, where, "a call that is alone")
@@ -303,18 +300,19 @@ def _overwrite(tensor: torch.Tensor) -> None:
         tensor.copy_(tensor.flatten()[-1].expand(tensor.shape).clone())
 
 
+gradient_property = functools.partial(
+    Property, cases=d.smooth_cases(), skip=d.no_candidates, share=0.4, cost=0.0015, backward=True
+)
+
 PROPERTIES: tuple[Property, ...] = (
-    Property(
+    gradient_property(
         "gradients.lost",
         rule="Where the reference has a gradient, the operator has one: not None, not all zeros.",
         defect="detach, .data or numpy inside, a backward that returns None, a kernel beneath autograd",
         check=_lost,
-        cases=d.smooth_cases(),
-        share=0.4,
-        cost=0.0015,
-        skip=_needs_reference,
+        skip=needs_reference,
     ),
-    Property(
+    gradient_property(
         "gradients.reference",
         rule="Vector-Jacobian products are the reference's, for random incoming gradients.",
         defect="a wrong sign, a dropped term, gradients in each other's place, a sum over broadcast sizes that is forgotten",
@@ -322,71 +320,49 @@ PROPERTIES: tuple[Property, ...] = (
         cases=d.smooth_cases(layouts=("contiguous", "transposed", "strided", "expanded", "padded")),
         share=0.7,
         cost=0.002,
-        skip=_needs_reference,
+        skip=needs_reference,
     ),
-    Property(
+    gradient_property(
         "gradients.subsets",
         rule="The gradient of an input is the same whichever other inputs require one.",
         defect="a backward that takes all to be needed, or counts positions among those that are",
         check=_subsets,
-        cases=d.smooth_cases(),
         share=0.5,
         cost=0.0025,
-        skip=d.no_candidates,
     ),
-    Property(
+    gradient_property(
         "gradients.incoming",
         rule="Gradients depend on the numbers that come in, not on how these lie in memory.",
         defect="a backward that reads an expanded or transposed gradient as if it were contiguous, or views it",
         check=_incoming,
-        cases=d.smooth_cases(),
         share=0.5,
         cost=0.0025,
-        skip=d.no_candidates,
     ),
-    Property(
+    gradient_property(
         "gradients.linear",
         rule="Gradients are linear in what comes in.",
         defect="a backward that takes the incoming gradient to be ones, or uses its sign, or squares it",
         check=_linear,
-        cases=d.smooth_cases(),
-        share=0.4,
-        cost=0.0015,
-        skip=d.no_candidates,
     ),
-    Property(
+    gradient_property(
         "gradients.undefined",
         rule="A result that nobody uses counts as one whose incoming gradient is zero.",
         defect="set_materialize_grads(False) and None not handled; only the first result's gradient used",
         check=_undefined,
-        cases=d.smooth_cases(),
-        share=0.4,
-        cost=0.0015,
-        skip=d.no_candidates,
     ),
-    Property(
+    gradient_property(
         "gradients.pure",
         rule="A backward writes to nothing that it was given, and can be run again.",
         defect="an in-place operation on the incoming gradient or on a saved tensor; one buffer for all gradients",
         check=_pure,
-        cases=d.smooth_cases(),
         share=0.5,
-        cost=0.0015,
-        skip=d.no_candidates,
     ),
-    Property(
+    gradient_property(
         "gradients.saved",
         rule="Where a tensor is modified, or another call comes, between forward and backward, the backward raises or is right.",
         defect="ctx.x = x, .data or a global in place of save_for_backward: stale numbers, or another call's, are used silently",
         check=_saved,
-        cases=d.smooth_cases(),
         share=0.3,
         cost=0.003,
-        skip=d.no_candidates,
     ),
-    *magnitude.PROPERTIES,
-    *dtypes.PROPERTIES,
-    *modes.PROPERTIES,
-    *accepts.PROPERTIES,
-    *higher.PROPERTIES,
 )

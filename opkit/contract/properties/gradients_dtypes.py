@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from hypothesis.strategies import SearchStrategy
 
 from opkit.contract.calls.cases import Case
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.calls.sweep import Sweep
-from opkit.contract.prop import NotApplicable, Property, Refusal, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Violation, drawn, swept
+from opkit.contract.properties.gradients import gradient_property, needs_reference
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
 from opkit.contract.traced.derivatives import Gradients, Graph
@@ -20,6 +19,8 @@ from opkit.contract.traced.derivatives import Gradients, Graph
 _NARROW = (torch.bfloat16, torch.float16)
 _SIZES = (1025, 1, 257, 3, 65, 17, 513, 2, 0)
 _DRAWN = Drawing(fills=("positive", "normal"), dtypes=_NARROW, largest=max(_SIZES), elements=8192)
+_LEVEL = Drawing(fills=("level", "constant", "zeros"), dtypes=(torch.float32, torch.float64), largest=65, elements=256)
+_NEAR = 1e-3  # of a gradient: where the reference's own is further off, it decides nothing
 _RUNS = 3  # of the reference, with numbers that are off by a rounding
 _ROUNDINGS = 4.0  # of a result, and of what goes into it
 _OWN = 8.0  # times the reference's own error in the same dtype
@@ -30,15 +31,7 @@ def _skip(subject: Subject) -> str:
     asked = {dtype for each in subject.spec.tensors() for dtype in each.dtypes or ()}
     if not asked & {*_NARROW}:
         return "no argument is of a narrow dtype"
-    return d.no_candidates(subject) or ("" if subject.reference is not None else "there is no reference")
-
-
-def _cases(subject: Subject) -> SearchStrategy[Case]:
-    return subject.spec.cases(_DRAWN)
-
-
-def _first(subject: Subject) -> Sweep:
-    return Sweep(subject.spec, _DRAWN, sizes=_SIZES)
+    return needs_reference(subject)
 
 
 def _incoming(graph: Graph) -> list[torch.Tensor]:
@@ -76,7 +69,7 @@ def _pulled(graph: Graph, grads: Sequence[torch.Tensor]) -> Gradients:
     try:
         return graph.vjp([g.to(o.dtype) for g, o in zip(grads, graph.outputs, strict=True)])
     except Exception as error:  # gradients.accepts says whether it may
-        raise Refusal(error) from error
+        raise CallRefused(error) from error
 
 
 def _moved(subject: Subject, case: Case, numbers: Sequence[int], ours: Graph, seed: int) -> Gradients | None:
@@ -115,15 +108,53 @@ def _beyond(
     return d.where(a, b, wrong) if bool(wrong.any()) else ""
 
 
-PROPERTIES = (
-    Property(
+# ---- equal numbers, and those at the limits of their dtype ---------------------------------------------------------------
+
+
+@d.steady
+def _ties(subject: Subject, case: Case) -> None:
+    numbers = d.candidates(subject, case)
+    reference, narrow, wide = d.expected(subject, case, numbers)
+    if not reference.attached:
+        raise NotApplicable("the reference has no gradient")
+    ours = d.trace(subject, case, numbers)
+    if reason := d.forward_only(ours):
+        raise NotApplicable(reason)
+    if [o.shape for o in ours.outputs] != [o.shape for o in reference.outputs]:
+        return
+    grads = d.incoming(ours)
+    try:
+        found = ours.vjp(grads)
+    except Exception as error:
+        raise d.told(CallRefused(error)) from error
+    scale = d.magnitude(grads)
+    for number, mine, own, right in zip(numbers, found, narrow, wide, strict=True):
+        if mine is None or own is None or right is None or mine.shape != right.shape:
+            continue  # gradients.lost and gradients.reference say so
+        exact = right.to(own.dtype)
+        sure = own.isfinite() & exact.isfinite() & ((own - exact).abs() <= _NEAR * (scale + exact.abs()))
+        if wrong := d.mismatch(torch.where(sure, mine, exact), right, scale, own):
+            raise Violation(f"the gradient of {d.argument(subject, case, number)} is not the reference's: {wrong}")
+
+
+PROPERTIES: tuple[Property, ...] = (
+    gradient_property(
+        "gradients.ties",
+        rule="Where numbers are all equal, or at the limits of their dtype, gradients are the reference's, where that is right.",
+        defect="probabilities from a log-sum-exp, which of huge logits is the maximum itself; all ties taken for the maximum",
+        check=_ties,
+        cases=drawn(_LEVEL),
+        share=0.3,
+        cost=0.002,
+        skip=needs_reference,
+    ),
+    gradient_property(
         "gradients.dtypes",
         rule="In bfloat16 and float16, gradients are the reference's in float64, to what rounding explains.",
         defect="a backward that adds up in 16 bits, a cast that is forgotten, a kernel that was written for float32 alone",
         check=_check,
-        cases=_cases,
-        first=_first,
-        share=0.4,
+        cases=drawn(_DRAWN),
+        first=swept(_DRAWN, sizes=_SIZES),
         cost=0.004,
         skip=_skip,
     ),

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Remark, Violation
+from opkit.contract.properties.gradients import gradient_property
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
 from opkit.contract.traced.derivatives import Gradients, Graph
@@ -60,7 +61,7 @@ def _reference_agrees(
         return False
     try:
         reference, right, _ = d.expected(subject, case, numbers)
-    except Refusal:
+    except CallRefused:
         return False
     return bool(reference.attached) and not d.mismatch(mine, right[list(numbers).index(number)], 1.0)
 
@@ -213,39 +214,33 @@ def _tangents(subject: Subject, case: Case, number: int, u: torch.Tensor) -> lis
 def _called(subject: Subject, call: Call) -> list[torch.Tensor]:
     try:
         return subject.call(call).tensors()
-    except Refusal as refusal:
+    except CallRefused as refusal:
         raise NotApplicable(f"it has no forward mode: {refusal}") from refusal
 
 
 PROPERTIES: tuple[Property, ...] = (
-    Property(
+    gradient_property(
         "gradients.finite",
         rule="Gradients are those of the function that is computed: finite differences in float64 agree.",
         defect="a backward of another formula than the forward, also where there is no reference to say so",
         check=_finite,
         cases=d.smooth_cases(elements=64, dtypes=(torch.float64,)),
-        share=0.4,
         cost=0.004,
-        skip=d.no_candidates,
     ),
-    Property(
+    gradient_property(
         "gradients.second",
         rule="An operator that can be differentiated twice has the right second derivatives.",
         defect="intermediate values saved without a graph, a detach in the backward: second derivatives silently lose terms",
         check=_second,
         cases=d.smooth_cases(elements=64),
-        share=0.4,
         cost=0.004,
-        skip=d.no_candidates,
     ),
-    Property(
+    gradient_property(
         "gradients.forward",
         rule="Forward mode, where there is one, agrees with the backward.",
         defect="a jvp of another formula, or a tangent that is lost",
         check=_forward,
         cases=d.smooth_cases(elements=64),
-        share=0.4,
         cost=0.002,
-        skip=d.no_candidates,
     ),
 )

@@ -5,21 +5,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from hypothesis.strategies import SearchStrategy
 
 from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.calls.fills import fill
 from opkit.contract.calls.layouts import WRITABLE
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.calls.sweep import Sweep
 from opkit.contract.compare.compared import Pair, steadily
 from opkit.contract.observed.outcome import Outcome, described, same_bits
-from opkit.contract.prop import Property, Violation
+from opkit.contract.prop import Property, Violation, drawn, swept
 from opkit.contract.subject import Subject
 
 _FILLS = ("normal", "distinct")
@@ -32,20 +30,6 @@ def _layouts(*names: str) -> Drawing:
 
 
 _PLAIN = Drawing(fills=_FILLS, largest=129, elements=4096)
-
-
-def _drawn(how: Drawing) -> Any:
-    def cases(subject: Subject) -> SearchStrategy[Case]:
-        return subject.spec.cases(how)
-
-    return cases
-
-
-def _swept(how: Drawing) -> Any:
-    def first(subject: Subject) -> Sweep:
-        return Sweep(subject.spec, how, sizes=_SIZES)
-
-    return first
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,60 +152,48 @@ _STRIDES = _layouts("transposed", "strided", "reversed", "channels_last")
 _VIEWS = _layouts("offset", "padded", "negated")
 _EXPANDED = _layouts("expanded", "expanded_last", "overlapping")
 
+_property = functools.partial(Property, check=_as_contiguous, skip=_any, share=0.4, cost=0.002)
+
 PROPERTIES = (
-    Property(
+    _property(
         "layout.strides",
         rule="Transposed, strided and channels-last arguments give what contiguous copies of them give.",
         defect="strides that are taken for granted, strides of the wrong argument or dimension",
-        check=_as_contiguous,
-        cases=_drawn(_STRIDES),
-        first=_swept(_STRIDES),
-        skip=_any,
-        share=0.4,
-        cost=0.002,
+        cases=drawn(_STRIDES),
+        first=swept(_STRIDES, sizes=_SIZES),
     ),
-    Property(
+    _property(
         "layout.views",
         rule="So do views that begin in the middle of a storage, rows with gaps between, and torch's lazy minus.",
         defect="a storage offset that is forgotten, aligned loads of what is not aligned, a row length for a row stride",
-        check=_as_contiguous,
-        cases=_drawn(_VIEWS),
-        first=_swept(_VIEWS),
-        skip=_any,
-        share=0.4,
-        cost=0.002,
+        cases=drawn(_VIEWS),
+        first=swept(_VIEWS, sizes=_SIZES),
     ),
-    Property(
+    _property(
         "layout.expanded",
         rule="So do tensors whose elements share memory, where the operator does not write to them.",
         defect="a stride of zero that is read as a dense one, elements that overlap",
-        check=_as_contiguous,
-        cases=_drawn(_EXPANDED),
-        first=_swept(_EXPANDED),
-        skip=_any,
-        share=0.4,
-        cost=0.002,
+        cases=drawn(_EXPANDED),
+        first=swept(_EXPANDED, sizes=_SIZES),
     ),
-    Property(
+    _property(
         "layout.same_tensor",
         rule="The same tensor in two places gives what two copies of it give.",
         defect="a workspace in an argument's memory, a shortcut where two pointers are equal",
         check=_twice,
-        cases=_drawn(_PLAIN),
-        first=_swept(_PLAIN),
+        cases=drawn(_PLAIN),
+        first=swept(_PLAIN, sizes=_SIZES),
         skip=_none_written,
         share=0.3,
-        cost=0.002,
     ),
-    Property(
+    _property(
         "layout.shared_storage",
         rule="Views of one storage, side by side or overlapping, give what copies give.",
         defect="reads past the end that find a neighbour, data that is taken by storage rather than by tensor",
         check=_shared,
-        cases=_drawn(_PLAIN),
-        first=_swept(_PLAIN),
+        cases=drawn(_PLAIN),
+        first=swept(_PLAIN, sizes=_SIZES),
         skip=_none_written,
         share=0.3,
-        cost=0.002,
     ),
 )

@@ -4,26 +4,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import time
 from collections.abc import Callable
 
 import torch
-from hypothesis.strategies import SearchStrategy
 
 from opkit.contract.calls.arguments import distinct, places
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.calls.fills import FILLS
-from opkit.contract.calls.layouts import LAYOUTS, WRITABLE
+from opkit.contract.calls.layouts import WRITABLE
 from opkit.contract.calls.sizes import LARGE
-from opkit.contract.calls.specs import Drawing
+from opkit.contract.calls.specs import ANYTHING, Drawing
 from opkit.contract.memory import allocator, guarded, heap, poison
 from opkit.contract.observed.outcome import Outcome
 from opkit.contract.observed.snapshots import may_write
 from opkit.contract.processes.child import Ended, Worker, available
 from opkit.contract.processes.crashes import Crashes
-from opkit.contract.prop import NotApplicable, Property, Refusal, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Violation, drawn
 from opkit.contract.properties import memory_gpu
 from opkit.contract.subject import Subject
 
@@ -32,22 +31,9 @@ _LOOKS = 3  # at whether a reference leaves memory as it is: what it gets need n
 _WINDOW = 50  # calls between two looks at the heap
 _SLOW = 0.002  # seconds; of slower operators, fewer calls are made
 _LEAST_LEAK = 32  # bytes a call
+_ALL_SIZES = dataclasses.replace(ANYTHING, largest=LARGE)
+_WRITABLE = Drawing(layouts=WRITABLE)  # no two elements share memory
 Check = Callable[[Subject, Case], None]
-
-
-def any_cases(subject: Subject) -> SearchStrategy[Case]:
-    """Every layout and every fill."""
-    return subject.spec.cases(Drawing(layouts=tuple(LAYOUTS), fills=tuple(FILLS)))
-
-
-def all_sizes(subject: Subject) -> SearchStrategy[Case]:
-    """The same at a larger size too."""
-    return subject.spec.cases(Drawing(layouts=tuple(LAYOUTS), fills=tuple(FILLS), largest=LARGE))
-
-
-def writable_cases(subject: Subject) -> SearchStrategy[Case]:
-    """Every layout in which no two elements share memory."""
-    return subject.spec.cases(Drawing(layouts=WRITABLE))
 
 
 def needs_child(subject: Subject) -> str:
@@ -139,7 +125,7 @@ def _ends(question: Callable[[Case], object], case: Case) -> bool:
         Worker(question).ask(case, _PATIENCE, fresh=True)
     except Ended as ended:
         return not ended.hung
-    except (Refusal, RuntimeError):
+    except (CallRefused, RuntimeError):
         return False
     return False
 
@@ -252,7 +238,7 @@ def _reference_depends(subject: Subject, case: Case) -> bool:
             poison.dependence(case, poison.FRESH, lambda byte: _run_poisoned(run, case, byte)) for _ in range(_LOOKS)
         )
         return any(told)
-    except Refusal:
+    except CallRefused:
         return False
 
 
@@ -293,69 +279,65 @@ def _leak(subject: Subject, case: Case) -> None:
         raise Violation(f"one of many equal calls {ended}") from ended
 
 
+_property = functools.partial(Property, cases=drawn(ANYTHING), cost=0.003)
+
 PROPERTIES = (
-    Property(
+    _property(
         "memory.crash",
         rule="Whatever the arguments' sizes, layouts, dtypes and values, a call returns or raises.",
         defect="a segmentation fault at a size of 0, a failed assertion, an exit, a loop that never ends",
         check=_crash,
-        cases=all_sizes,
+        cases=drawn(_ALL_SIZES),
         share=2.0,
         cost=0.0015,
         skip=needs_child,
     ),
-    Property(
+    _property(
         "memory.guard",
         rule="No argument is read or written past either of its ends.",
         defect="a vector tail that reads whole vectors, a bound that is off by one, strides that are not asked for",
         check=_guard,
-        cases=any_cases,
-        cost=0.003,
         skip=_needs(guarded.missing),
     ),
-    Property(
+    _property(
         "memory.read_only",
         rule="No argument is written to, not even for a moment, that is not declared as written to.",
         defect="a kernel that changes its input and puts it back: what reads it meanwhile, in another thread, is wrong",
         check=_read_only,
-        cases=any_cases,
         share=0.5,
-        cost=0.003,
         skip=_says_what_is_written,
     ),
-    Property(
+    _property(
         "memory.red_zone",
         rule="What lies beside an argument, and between its elements, is not written, and nothing depends on it.",
         defect="a kernel that takes a strided tensor for a contiguous one, or writes one element too many",
         check=_either(_red_zone, memory_gpu.red_zone),
-        cases=any_cases,
         cost=0.005,
         skip=_needs(guarded.missing, gpu=True),
     ),
-    Property(
+    _property(
         "memory.allocations",
         rule="No result and no workspace is read or written past either of its ends.",
         defect="a kernel that writes whole vectors to a result, or one element too many",
         check=_allocations,
-        cases=writable_cases,
-        cost=0.003,
+        cases=drawn(_WRITABLE),
         skip=_needs(allocator.missing),
     ),
-    Property(
+    _property(
         "memory.uninitialized",
         rule="Results do not depend on what fresh memory held.",
         defect="a result of torch.empty that is not all written, a sum that does not begin at zero",
         check=_either(_uninitialized, memory_gpu.uninitialized),
-        cases=writable_cases,
+        cases=drawn(_WRITABLE),
         cost=0.006,
         skip=_needs(heap.missing, gpu=True),
     ),
-    Property(
+    _property(
         "memory.leak",
         rule="Calls do not allocate more than they give back.",
         defect="a workspace that is not freed, a cache that grows with each call, a reference that is never dropped",
         check=_either(_leak, memory_gpu.leak),
-        cases=writable_cases,
+        cases=drawn(_WRITABLE),
         share=0.2,
         least=4,
         cost=0.03,

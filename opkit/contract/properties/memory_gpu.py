@@ -13,7 +13,7 @@ import torch
 from opkit.contract.calls.cases import Case
 from opkit.contract.memory import caching, poison
 from opkit.contract.observed.outcome import Outcome
-from opkit.contract.prop import Refusal, Violation
+from opkit.contract.prop import CallRefused, Violation
 from opkit.contract.subject import Subject
 
 _MARGIN = 256  # elements before and after each argument
@@ -61,7 +61,7 @@ def _reference_depends(subject: Subject, case: Case) -> bool:
     try:
         run = functools.partial(_poisoned, subject.expect, subject, case)
         return bool(poison.dependence(case, poison.FRESH, run))
-    except Refusal:
+    except CallRefused:
         return False
 
 

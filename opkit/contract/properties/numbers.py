@@ -17,12 +17,11 @@ from hypothesis.strategies import SearchStrategy
 from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.calls.fills import EXTREME, NUMERIC, ORDINARY
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.calls.sweep import Sweep
 from opkit.contract.compare.compared import Judge, Pair, pairs
 from opkit.contract.compare.exact import Expected, expected
 from opkit.contract.compare.special import excused, flushed, zero_signs
 from opkit.contract.observed.outcome import Outcome, described
-from opkit.contract.prop import Property, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, Property, Remark, Violation, drawn, swept
 from opkit.contract.subject import Subject
 from opkit.errors import OpkitError
 from opkit.op.dispatch import planning
@@ -44,20 +43,6 @@ _FLUSHED = ("denormal", "special", "tiny")
 def needs_reference(subject: Subject) -> str:
     """Why a property that compares with the reference does not apply, or nothing."""
     return "" if subject.reference is not None else "there is no reference"
-
-
-def _drawn(how: Drawing) -> Any:
-    def cases(subject: Subject) -> SearchStrategy[Case]:
-        return subject.spec.cases(how)
-
-    return cases
-
-
-def _swept(how: Drawing, **sizes: Any) -> Any:
-    def first(subject: Subject) -> Sweep:
-        return Sweep(subject.spec, how, **sizes)
-
-    return first
 
 
 def _wanted(found: Expected, got: Outcome) -> Outcome:
@@ -101,7 +86,7 @@ def _has_kernels(subject: Subject) -> str:
 
 def _kernels(subject: Subject, case: Case) -> None:
     assert subject.operator is not None
-    refusals: list[Refusal] = []
+    refusals: list[CallRefused] = []
     operator = subject.operator._operator
 
     def eligible(*args: Any, **kwargs: Any) -> list[str]:
@@ -114,7 +99,7 @@ def _kernels(subject: Subject, case: Case) -> None:
                 compare(subject, case)
         except Violation as violation:
             raise Violation(f"kernel {name!r}: {violation}") from None
-        except Refusal as refusal:
+        except CallRefused as refusal:
             refusals.append(refusal)
     if refusals and len(refusals) == len(takes):
         raise refusals[0]
@@ -167,7 +152,7 @@ def _any_will_do(subject: Subject, case: Case) -> bool:
     larger = {id(made): _larger(made) for made, each in zip(call.tensors(), given, strict=True) if _unbounded(each)}
     try:
         found = subject.call(call.map(lambda tensor: larger.get(id(tensor), tensor)), subject.reference)
-    except Refusal:
+    except CallRefused:
         return False
     shapes = [[leaf.shape for leaf in outcome.tensors()] for outcome in (found, subject.expect(case))]
     return bool(larger) and shapes[0] == shapes[1]
@@ -216,7 +201,7 @@ def _accepts(subject: Subject, case: Case) -> None:
     raise Remark(said) if _deliberate(refusal.error) else Violation(said)
 
 
-def _count(subject: Subject, refusal: Refusal | None, reference: Refusal | None) -> None:
+def _count(subject: Subject, refusal: CallRefused | None, reference: CallRefused | None) -> None:
     """Raise if the operator has taken nothing of all that the reference took: then nothing is checked at all."""
     count: dict[str, int] = subject.notes.setdefault("numbers.accepts", {"taken": 0, "refused": 0})
     count["taken"] += refusal is None
@@ -227,10 +212,10 @@ def _count(subject: Subject, refusal: Refusal | None, reference: Refusal | None)
         )
 
 
-def _refusal(subject: Subject, call: Call, function: Any) -> Refusal | None:
+def _refusal(subject: Subject, call: Call, function: Any) -> CallRefused | None:
     try:
         subject.call(call, function)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         return refusal
     return None
 
@@ -248,90 +233,82 @@ _FORGOTTEN = Drawing(fills=EXTREME, largest=65, elements=1024)
 _FEW = Drawing(fills=ORDINARY, largest=17, elements=512)
 _NOTHING = Drawing(fills=("normal", "ones"), largest=3)
 
+_property = functools.partial(Property, skip=needs_reference, share=0.3, cost=0.001)
+
 PROPERTIES = (
-    Property(
+    _property(
         "numbers.accepts",
         rule="It gives a result wherever the reference does, or says in plain words that it does not.",
         defect="an index error on an empty tensor, a division by a size of zero, an assertion about a size",
         check=_accepts,
-        skip=needs_reference,
-        first=_swept(_FEW, sizes=_SMALL),
-        share=0.3,
-        cost=0.001,
+        first=swept(_FEW, sizes=_SMALL),
     ),
-    Property(
+    _property(
         "numbers.dtypes",
         rule="Results have the dtypes of the reference's, for every dtype and mixture of dtypes.",
         defect="float32 results from 16-bit arguments, a result in the dtype of the wrong argument",
         check=_dtypes,
-        cases=_drawn(_FEW),
-        first=_swept(_FEW, sizes=_ENDS),
-        skip=needs_reference,
-        share=0.3,
-        cost=0.001,
+        cases=drawn(_FEW),
+        first=swept(_FEW, sizes=_ENDS),
     ),
-    Property(
+    _property(
         "numbers.reference",
         rule="Results, and arguments that are written to, are the reference's in float64, to what rounding explains.",
         defect="a wrong formula, a dropped term, swapped operands, a wrong tail, a sum in too narrow a dtype",
         check=_reference,
-        cases=_drawn(_NUMERIC),
-        first=_swept(_NUMERIC),
-        skip=needs_reference,
+        cases=drawn(_NUMERIC),
+        first=swept(_NUMERIC),
         share=0.5,
         cost=0.002,
     ),
-    Property(
+    _property(
         "numbers.empty",
         rule="Tensors of no elements and of no dimensions are right too: a sum of nothing is 0.",
         defect="uninitialised results where a loop does not run, a wrong shape, a division by a size of zero",
         check=_empty,
-        cases=_drawn(_NOTHING),
-        first=_swept(_NOTHING, sizes=_NONE),
-        skip=needs_reference,
-        share=0.3,
-        cost=0.001,
+        cases=drawn(_NOTHING),
+        first=swept(_NOTHING, sizes=_NONE),
     ),
-    Property(
+    _property(
         "numbers.integers",
         rule="Integers are exact, and wrap around at the ends of their dtype as the reference's do.",
         defect="integers that pass through float, a narrower accumulator, saturation",
         check=_integers,
-        cases=_drawn(_FEW),
-        first=_swept(Drawing(largest=1025), sizes=(*_ENDS, 1025)),
+        cases=drawn(_FEW),
+        first=swept(Drawing(largest=1025), sizes=(*_ENDS, 1025)),
         skip=_has_integers,
         share=0.4,
         cost=0.002,
     ),
-    Property(
+    _property(
         "numbers.scalars",
         rule="Every value of an argument that is no tensor counts, and optional tensors may be left out.",
         defect="a flag that is ignored, a default in the place of the argument, a special case at 0 or 1",
         check=_reference,
-        cases=_drawn(_FEW),
-        first=_swept(_FEW, sizes=_ENDS),
+        cases=drawn(_FEW),
+        first=swept(_FEW, sizes=_ENDS),
         skip=_has_scalars,
         share=0.4,
         cost=0.002,
     ),
-    Property(
+    _property(
         "numbers.kernels",
         rule="Every kernel for the device computes this for the calls that it takes, not only the one that opkit selects.",
         defect="a kernel for rare calls that nobody has called, one that another kernel has stood before ever since",
         check=_kernels,
-        cases=_drawn(_NUMERIC),
-        first=_swept(_NUMERIC),
+        cases=drawn(_NUMERIC),
+        first=swept(_NUMERIC),
         skip=_has_kernels,
         cost=0.004,
+        share=1.0,
     ),
-    Property(
+    _property(
         "numbers.extreme",
         rule="NaN, infinities, signed zeros, denormals, huge and tiny numbers come out as the reference's do.",
         defect="a lost NaN, an overflow on the way to a result that is none, a softmax without its maximum",
         check=_extreme,
-        cases=_drawn(_FORGOTTEN),
-        first=_swept(_FORGOTTEN, sizes=(3, 1, 2, 17, 33, 64, 8)),
-        skip=needs_reference,
+        cases=drawn(_FORGOTTEN),
+        first=swept(_FORGOTTEN, sizes=(3, 1, 2, 17, 33, 64, 8)),
         share=0.5,
         cost=0.003,
     ),

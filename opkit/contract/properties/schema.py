@@ -5,21 +5,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis.strategies import SearchStrategy
 
 from opkit.contract.calls.arguments import distinct, owners, places
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.calls.fills import FILLS
-from opkit.contract.calls.layouts import LAYOUTS
-from opkit.contract.calls.specs import Drawing
+from opkit.contract.calls.specs import ANYTHING
 from opkit.contract.observed.outcome import Outcome, described, leaves
 from opkit.contract.observed.snapshots import Snapshot, may_write, snapshots
-from opkit.contract.prop import Property, Refusal, Remark, Violation
-from opkit.contract.properties import schema_calls as calls
+from opkit.contract.prop import CallRefused, Property, Remark, Violation, drawn
 from opkit.contract.subject import Subject
 from opkit.errors import AliasError, MutationError, MutationUnknownError, OutputError
 
@@ -28,16 +25,11 @@ _ENOUGH = 30  # calls in which something that is declared must happen once
 _TORCH_TELLS = "may not alias any inputs to this custom operator"  # of torch 2.11 to 2.13, for torch.library.custom_op
 
 
-def any_cases(subject: Subject) -> SearchStrategy[Case]:
-    """Every layout and every fill."""
-    return subject.spec.cases(Drawing(layouts=tuple(LAYOUTS), fills=tuple(FILLS)))
-
-
 def _called(subject: Subject, call: Call, told: tuple[type[Exception], ...]) -> Outcome:
     """Call the operator; what opkit or torch itself finds out about it at a call is a violation."""
     try:
         return subject.call(call)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         if isinstance(refusal.error, told) and not isinstance(refusal.error, MutationUnknownError):
             raise Violation(str(refusal.error)) from refusal
         if AliasError in told and _TORCH_TELLS in str(refusal.error):
@@ -59,7 +51,7 @@ def _over_variants(check: Callable[[Subject, Case, int, str], None]) -> Callable
         for note, variant, margin in _variants(case)[1:]:
             try:
                 check(subject, variant, margin, note)
-            except Refusal:
+            except CallRefused:
                 continue
 
     return over
@@ -129,7 +121,7 @@ def _reference_writes(subject: Subject, case: Case) -> set[int]:
     before = snapshots(call)
     try:
         subject.call(call, subject.reference)
-    except Refusal:
+    except CallRefused:
         return set()
     return {each.number for each in before if each.bytes_changed(True)}
 
@@ -272,39 +264,35 @@ def _of_kind(place: str, kind: str, value: Any) -> None:
         raise Violation(f"{place}: its schema promises {kind}, and it is {described(value)}")
 
 
+_property = functools.partial(Property, cases=drawn(ANYTHING))
+
 PROPERTIES = (
-    Property(
+    _property(
         "schema.mutation",
         rule="No argument changes that is not declared as written to, to the bit, and nothing of its storage beside the view.",
         defect="an input used as a workspace, a write to it for some shapes, layouts or values alone",
         check=_over_variants(_mutation),
-        cases=any_cases,
         cost=0.002,
     ),
-    Property(
+    _property(
         "schema.mutation_declared",
         rule="An argument that is declared as written to is written to.",
         defect="a kernel that writes to a contiguous copy of its argument, and never back",
         check=_declared,
-        cases=any_cases,
-        cost=0.001,
         skip=_declares_writes,
         least=50,
     ),
-    Property(
+    _property(
         "schema.alias",
         rule="No result shares memory with an argument or another result, unless the schema, or the reference, does so.",
         defect="an argument returned as it is where there is nothing to do: by contiguous(), to(), reshape(), or a shortcut",
         check=_over_variants(_alias),
-        cases=any_cases,
         cost=0.002,
     ),
-    Property(
+    _property(
         "schema.returns",
         rule="Results are as many, and of the kinds, that the schema promises, or that the reference has.",
         defect="None in place of a tensor under some flag, a list of another length",
         check=_returns,
-        cases=any_cases,
     ),
-    *calls.PROPERTIES,
 )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import typing
@@ -16,7 +17,7 @@ from opkit.contract.calls.cases import Case
 from opkit.contract.memory.poison import difference
 from opkit.contract.observed.outcome import Outcome
 from opkit.contract.observed.randomness import is_random
-from opkit.contract.prop import Property, Refusal, Violation
+from opkit.contract.prop import CallRefused, Property, Violation
 from opkit.contract.subject import Subject
 
 
@@ -84,7 +85,7 @@ def _overloads(subject: Subject, case: Case) -> None:
             continue
         try:
             theirs = subject.call(case.make(subject.device), overload)
-        except Refusal:
+        except CallRefused:
             continue
         if not _close(ours, theirs):
             raise Violation(f"the overload {name!r} accepts the same arguments, and gives other results")
@@ -144,16 +145,17 @@ def _has_overloads(subject: Subject) -> str:
     return "" if packet else "it has no other overloads"
 
 
+_property = functools.partial(Property, share=0.4)
+
 PROPERTIES = (
-    Property(
+    _property(
         "schema.defaults",
         rule="Leaving an argument out is passing its default, and keywords are as good as positions.",
         defect="a default of the kernel's that is not the schema's, a wrapper that swaps arguments",
         check=_defaults,
-        share=0.4,
         skip=_has_names,
     ),
-    Property(
+    _property(
         "schema.kinds",
         rule="Where a float is declared, 2 is as good as 2.0.",
         defect="a division or a power of integers, a check for the type float, a kernel that is handed an integer's bits",
@@ -161,12 +163,11 @@ PROPERTIES = (
         share=0.3,
         skip=_takes_floats,
     ),
-    Property(
+    _property(
         "schema.overloads",
         rule="Overloads that accept the same arguments agree.",
         defect="a kernel that was changed for one overload alone",
         check=_overloads,
-        share=0.4,
         skip=_has_overloads,
     ),
 )

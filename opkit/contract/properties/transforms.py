@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
@@ -16,8 +17,7 @@ from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.compare.rounding import observe
 from opkit.contract.observed.outcome import leaves
 from opkit.contract.observed.randomness import is_random
-from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
-from opkit.contract.properties import transforms_modes as modes
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
 from opkit.contract.traced.directions import direction, inner, size
@@ -87,7 +87,7 @@ def _vmap(subject: Subject, case: Case) -> None:
     call = case.make(subject.device)
     tensors = [*{id(tensor): tensor for tensor in d.cased(case, call)}.values()]
     if not tensors:
-        raise Refusal(ValueError("no tensor to map"))
+        raise CallRefused(ValueError("no tensor to map"))
     function = flat(subject, call, tensors)
     samples = _samples(subject, case, 4)
     with _quiet():
@@ -161,7 +161,7 @@ def _mapped(
     try:
         wanted = _one_by_one(function, chosen)
     except Exception as error:
-        raise Refusal(error) from error
+        raise CallRefused(error) from error
     out_dims = tuple(-1 if out_dim and result.dim() else 0 for result in wanted[0])
     try:
         got = torch.vmap(function, in_dims=dims, out_dims=out_dims)(*_stacked(samples, dims, count))
@@ -281,7 +281,7 @@ def _functionalize(subject: Subject, case: Case) -> None:
     call = case.make(subject.device)
     try:
         found = observe(subject, call, torch.func.functionalize(subject.function))
-    except Refusal as refusal:
+    except CallRefused as refusal:
         raise Remark(f"torch.func.functionalize raises {refusal}") from refusal
     for number, (a, b) in enumerate(zip(found.tensors(), plain.tensors(), strict=True)):
         _same(a.detach(), b.detach(), f"under torch.func.functionalize, result {number}", "an eager call's")
@@ -294,8 +294,10 @@ def _functionalize(subject: Subject, case: Case) -> None:
         )
 
 
+transform_property = functools.partial(Property, cases=d.smooth_cases(), share=0.3, cost=0.002, backward=True)
+
 PROPERTIES: tuple[Property, ...] = (
-    Property(
+    transform_property(
         "transforms.vmap",
         rule="torch.vmap gives what a loop gives, whichever arguments are mapped, and in whichever dimension.",
         defect="a batching rule that forgets in_dims, an unmapped argument, or where the mapped dimension ends up",
@@ -304,24 +306,20 @@ PROPERTIES: tuple[Property, ...] = (
         share=0.5,
         cost=0.006,
     ),
-    Property(
+    transform_property(
         "transforms.functional",
         rule="torch.func's vjp, grad, jacrev and jacfwd agree with the backward.",
         defect="a setup_context or a jvp that is wrong where a transform calls it",
         check=d.steady(_functional),
         cases=d.smooth_cases(elements=64),
-        share=0.3,
         cost=0.006,
         skip=d.no_candidates,
     ),
-    Property(
+    transform_property(
         "transforms.functionalize",
         rule="Functionalization changes neither results nor what is written to arguments.",
         defect="a mutation that the schema does not tell, and functionalization loses",
         check=d.steady(_functionalize),
-        cases=d.smooth_cases(),
         share=0.4,
-        cost=0.002,
     ),
-    *modes.PROPERTIES,
 )

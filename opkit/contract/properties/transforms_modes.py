@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.compare.rounding import observe
 from opkit.contract.observed.outcome import Outcome
-from opkit.contract.prop import Property, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, Property, Remark, Violation
+from opkit.contract.properties.transforms import transform_property
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
 from opkit.op import torch_private as private
@@ -54,7 +55,7 @@ def _autocast(subject: Subject, case: Case) -> None:
 def _or_violation(subject: Subject, case: Case, where: str) -> Outcome:
     try:
         return observe(subject, case)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         if subject.reference is not None:
             subject.expect(case)  # where the reference raises too, it is passed over
             raise Violation(f"{where} it raises {refusal}") from refusal
@@ -108,7 +109,7 @@ def _modes(subject: Subject, case: Case) -> None:
         try:
             with mode():
                 found = observe(subject, case)
-        except Refusal as refusal:
+        except CallRefused as refusal:
             raise Remark(f"under {name} it raises {refusal}") from refusal
         _compare(found, plain, f"under {name}", "a plain call")
 
@@ -158,7 +159,7 @@ def _subclasses(subject: Subject, case: Case) -> None:
     for kind in (_Dispatched, _Overriding):
         try:
             found = observe(subject, case.make(subject.device).map(kind.of))
-        except Refusal:
+        except CallRefused:
             continue  # it may say that it takes plain tensors alone
         results = pytree.tree_map_only(_Standing, lambda each: each.meaning, found.results)
         where = f"called with a tensor subclass that has {'__torch_dispatch__' if kind is _Dispatched else '__torch_function__'}"
@@ -192,41 +193,35 @@ def _checkpoint(subject: Subject, case: Case) -> None:
 
 
 PROPERTIES: tuple[Property, ...] = (
-    Property(
+    transform_property(
         "transforms.autocast",
         rule="Under autocast arguments are cast as declared, nothing breaks, and a disabled autocast changes nothing.",
         defect="a declared dtype that the kernel does not see; an operator that raises under autocast",
         check=d.steady(_autocast),
         cases=d.smooth_cases(dtypes=(torch.float32, torch.float64)),
         share=0.4,
-        cost=0.002,
     ),
-    Property(
+    transform_property(
         "transforms.modes",
         rule="Dispatch and function modes that change nothing change no result.",
         defect="a fast path that computes something else than the dispatcher's kernel",
         check=d.steady(_modes),
-        cases=d.smooth_cases(),
-        share=0.3,
-        cost=0.002,
     ),
-    Property(
+    transform_property(
         "transforms.subclasses",
         rule="A tensor subclass counts as what it stands for, or is refused: nobody reads its memory past it.",
         defect="a Python function before the operator that takes data_ptr(), or makes a plain tensor of the subclass's storage",
         check=d.steady(_subclasses),
         cases=d.smooth_cases(elements=64),
         share=0.2,
-        cost=0.002,
         skip=d.no_candidates,
     ),
-    Property(
+    transform_property(
         "transforms.checkpoint",
         rule="Gradients are the same in a checkpoint, and where hooks keep copies of what is saved.",
         defect="state kept outside save_for_backward, which a second forward overwrites",
         check=d.steady(_checkpoint),
         cases=d.smooth_cases(elements=64),
-        share=0.3,
         cost=0.003,
         skip=d.no_candidates,
     ),

@@ -17,7 +17,7 @@ import torch
 
 from opkit.contract import properties as table
 from opkit.contract.calls.cases import Case
-from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
 from opkit.contract.subject import Subject, subject_of
 from opkit.errors import ArgumentError
 
@@ -119,7 +119,7 @@ def _answer(prop: Property, subject: Subject, case: Case) -> tuple[int, str]:
         _ask(prop, subject, case)
     except Violation as violation:
         return 1, f"{prop.name}: {violation}\n  {subject.name} on {case}\n  {prop.rule}"
-    except (Refusal, NotApplicable) as error:
+    except (CallRefused, NotApplicable) as error:
         return 2, f"{prop.name} cannot be asked of {subject.name} on {case}: {error}"
     return 0, f"{prop.name}: the property holds for {subject.name} on {case}"
 

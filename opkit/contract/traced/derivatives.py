@@ -17,7 +17,7 @@ from hypothesis.strategies import SearchStrategy
 from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.calls.specs import Drawing, TensorArgument
 from opkit.contract.observed.outcome import same_bits
-from opkit.contract.prop import NotApplicable, Refusal, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Violation
 from opkit.contract.subject import Subject
 
 Gradients = list[torch.Tensor | None]
@@ -84,7 +84,7 @@ def candidates(subject: Subject, case: Case) -> tuple[int, ...]:
     if not found:
         if all(item.optional or not _may_have_gradient(item) for item in subject.spec.tensors()):
             raise NotApplicable("no argument is floating-point and declared differentiable")
-        raise Refusal(ValueError("no argument of this call is floating-point"))
+        raise CallRefused(ValueError("no argument of this call is floating-point"))
     return found
 
 
@@ -183,7 +183,7 @@ def trace(
     """Call the operator, or ``function``, with gradients required of the tensors ``numbers``.
 
     Raises:
-        Refusal: it raised.
+        CallRefused: it raised.
     """
     call, inputs = made(subject, case, numbers, wide)
     torch.default_generator.manual_seed(0)  # equal calls draw equal numbers
@@ -226,12 +226,12 @@ def supported(subject: Subject, case: Case) -> tuple[Graph, tuple[int, ...], Gra
 
     Raises:
         NotApplicable: it says that it has none.
-        Refusal: it raised otherwise.
+        CallRefused: it raised otherwise.
     """
     everything = candidates(subject, case)
     try:
         return _plain(subject, case, everything)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         if len(everything) == 1 or not planned(refusal.error):
             raise told(refusal) from refusal
         fewer = tuple(number for number in everything if _works(subject, case, number))
@@ -250,18 +250,18 @@ def _plain(
     try:
         return graph, numbers, graph.vjp(grads), grads
     except Exception as error:
-        raise Refusal(error) from error
+        raise CallRefused(error) from error
 
 
 def _works(subject: Subject, case: Case, number: int) -> bool:
     try:
         _plain(subject, case, (number,))
-    except Refusal:
+    except CallRefused:
         return False
     return True
 
 
-def told(refusal: Refusal) -> Refusal | NotApplicable:
+def told(refusal: CallRefused) -> CallRefused | NotApplicable:
     error = refusal.error
     if planned(error) and not isinstance(error, (TypeError, ValueError, IndexError)):
         return NotApplicable(f"it says that it has no gradient: {_first_line(error)}")
@@ -276,14 +276,14 @@ def expected(subject: Subject, case: Case, numbers: Sequence[int]) -> tuple[Grap
     """The reference's graph, its gradients at the case's dtypes, and those in float64 (the same where that is refused).
 
     Raises:
-        Refusal: the reference raises, or has no gradient.
+        CallRefused: the reference raises, or has no gradient.
     """
     graph = trace(subject, case, numbers, subject.reference)
     grads = incoming(graph)
     try:
         ours = graph.vjp(grads)
     except Exception as error:
-        raise Refusal(error) from error
+        raise CallRefused(error) from error
     if all(t.dtype in (torch.float64, torch.complex128) for t in graph.inputs):
         return graph, ours, ours
     try:

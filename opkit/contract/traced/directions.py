@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.prop import NotApplicable, Refusal
+from opkit.contract.prop import CallRefused, NotApplicable
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
 
@@ -84,7 +84,7 @@ def widened(subject: Subject, case: Case) -> Case:
 
     Raises:
         NotApplicable: float64 is not among the dtypes.
-        Refusal: this case has other dtypes.
+        CallRefused: this case has other dtypes.
     """
     numbers = d.candidates(subject, case)
     narrow = {case.tensors()[number].dtype for number in numbers} - set(_EXACT)
@@ -92,7 +92,7 @@ def widened(subject: Subject, case: Case) -> Case:
         return case
     said = [item.dtypes for item in subject.spec.tensors() if item.dtypes is not None]
     if any(torch.float64 in dtypes or torch.complex128 in dtypes for dtypes in said):
-        raise Refusal(ValueError("this example is not in float64"))
+        raise CallRefused(ValueError("this example is not in float64"))
     if said or not narrow <= set(_WIDER):
         raise NotApplicable("finite differences need float64, which is not among the dtypes")
     wide = case.map(lambda _, tensor: dataclasses.replace(tensor, dtype=_WIDER.get(tensor.dtype, tensor.dtype)))

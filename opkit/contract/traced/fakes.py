@@ -14,7 +14,7 @@ import torch
 
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.observed.outcome import Outcome
-from opkit.contract.prop import NotApplicable, Refusal
+from opkit.contract.prop import CallRefused, NotApplicable
 from opkit.contract.subject import Subject
 from opkit.op import torch_private as private
 
@@ -106,7 +106,7 @@ def run_fake(subject: Subject, case: Case, mode: Any = None) -> Outcome:
     """The operator on fakes of the case's tensors.
 
     Raises:
-        Refusal: it raised.
+        CallRefused: it raised.
         NotApplicable: it has no fake implementation.
     """
     mode = mode or static_mode()
@@ -118,7 +118,7 @@ def call_fake(subject: Subject, call: Call, mode: Any, symbolic: bool = False) -
     try:
         with quietly(mode, symbolic):
             return subject.call(call)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         reason = _nothing_to_check(subject, refusal.error)
         if reason:
             raise NotApplicable(reason) from refusal
@@ -129,7 +129,7 @@ def call_kernel(subject: Subject, call: Call, mode: Any, key: str) -> Outcome:
     """The operator's kernel for a dispatch key on fake arguments: what a kernel made of torch's operations would give.
 
     Raises:
-        Refusal: it raised, as one does that reads elements.
+        CallRefused: it raised, as one does that reads elements.
     """
     kernel = functools.partial(subject.overload._op_dk, getattr(torch._C.DispatchKey, key))
     with private.without_fake_tensor_logs(), mode:
@@ -150,7 +150,7 @@ def both(subject: Subject, case: Case) -> tuple[Outcome, Outcome]:
     """The operator on real tensors and on fakes of these; properties that are asked of one case share them.
 
     Raises:
-        Refusal: it raised on either.
+        CallRefused: it raised on either.
         NotApplicable: it is no operator of its own, and torch has no fake of something that it calls.
     """
     known: dict[str, tuple[Outcome, Outcome]] = vars(subject).setdefault("_faked", {})
@@ -165,7 +165,7 @@ def both(subject: Subject, case: Case) -> tuple[Outcome, Outcome]:
 def _both(subject: Subject, case: Case) -> tuple[Outcome, Outcome]:
     try:
         fake = run_fake(subject, case)  # before the kernel, so that it cannot know what the kernel did
-    except Refusal as refusal:
+    except CallRefused as refusal:
         subject.run(case)
         if not has_own_fake(subject):
             raise NotApplicable(f"what it calls does not run on fake tensors: {shortened(refusal.error)}") from refusal

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from opkit import config
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.observed.outcome import described, first_difference, same_bits
-from opkit.contract.prop import NotApplicable, Refusal, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Violation
 from opkit.contract.subject import Subject
 from opkit.contract.traced import fakes
 
@@ -149,12 +149,12 @@ def eager(subject: Subject, program: Program, case: Case, gradients: bool = Fals
     """What the program gives without a compiler.
 
     Raises:
-        Refusal: the operator raised.
+        CallRefused: the operator raised.
     """
     try:
         return run(program, case.make(subject.device), gradients)
     except Exception as error:
-        raise Refusal(error) from error
+        raise CallRefused(error) from error
 
 
 def compiled(subject: Subject, program: Program, backend: Any, dynamic: bool | None) -> Program:

@@ -16,7 +16,7 @@ from opkit.contract.calls.cases import Call, Case
 from opkit.contract.calls.resizing import at_least_two, other_sizes
 from opkit.contract.calls.specs import Drawing
 from opkit.contract.observed.outcome import Outcome, described
-from opkit.contract.prop import NotApplicable, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Remark, Violation
 from opkit.contract.subject import Subject
 from opkit.contract.traced import fakes
 
@@ -113,7 +113,7 @@ def traced(subject: Subject, case: Case, duck_shape: bool) -> Trace:
     """The operator on tensors with symbolic sizes.
 
     Raises:
-        Refusal: it raised.
+        CallRefused: it raised.
     """
     mode = fakes.symbolic_mode(duck_shape)
     call = fakes.fake_call(mode, case.make(subject.device), fakes.symbolic_tensor)
@@ -143,17 +143,17 @@ def _accepted(subject: Subject, found: list[Case]) -> Iterator[tuple[Case, Outco
     for case in found:
         try:
             yield case, subject.run(case)
-        except Refusal:
+        except CallRefused:
             continue
 
 
 def _traced(subject: Subject, case: Case, duck_shape: bool) -> Trace:
     try:
         return traced(subject, case, duck_shape)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         try:
             fakes.run_fake(subject, case)
-        except Refusal as static:
+        except CallRefused as static:
             raise static from refusal  # fake.accepts tells
         if not fakes.has_own_fake(subject):
             raise NotApplicable(f"what it calls takes no symbolic sizes: {fakes.shortened(refusal.error)}") from refusal
