@@ -16,7 +16,7 @@ from opkit import errors, terminal
 from opkit.kernels.cc.progress import printable
 
 if TYPE_CHECKING:
-    from opkit.contract.packages import Listing, Target
+    from opkit.contract.packages import CheckTarget, Listing
     from opkit.contract.report.report import Failure, Report
 
 _HEADINGS = ("operator", "", "failed", "held", "skipped", "examples", "seconds")
@@ -145,7 +145,7 @@ def _part(shown: Callable[[str, float], None], name: str, number: int, count: in
     return lambda prop, done: shown(f"{printable(name)} {prop}", (number + done) / count)
 
 
-def _one(target: Target, options: dict[str, Any], named: bool, results: _Results) -> None:
+def _one(target: CheckTarget, options: dict[str, Any], named: bool, results: _Results) -> None:
     from opkit.contract import packages
     from opkit.contract.checking import check
     from opkit.contract.run import Interrupted

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from opkit.contract.prop import Property
-from opkit.contract.search import Found
+from opkit.contract.search import SearchResult
 
 _COMPILES = "compile"
 _COMPILER = "torch._inductor.compile_fx"
@@ -27,7 +27,7 @@ class Budget:
         """Seconds until the end."""
         return self._end - time.monotonic()
 
-    def spent(self, prop: Property, found: Found) -> None:
+    def spent(self, prop: Property, found: SearchResult) -> None:
         """Note what a property's cases took, to learn by how much this operator is slower than others."""
         cases = len(found.tried)
         self._cases += cases

@@ -37,7 +37,7 @@ _BY_NAME = str(Path(_TORCH, "library.py"))  # the place of what torch.library.de
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class CheckTarget:
     """An operator to check, and the arguments of :func:`opkit.check` that its module gives for it."""
 
     name: str
@@ -49,7 +49,7 @@ class Target:
 class Listing:
     """What a module has: operators to check, and what is left out, with the reason."""
 
-    targets: tuple[Target, ...]
+    targets: tuple[CheckTarget, ...]
     left_out: Mapping[str, str]
 
     def named(self, module: str, names: Iterable[str]) -> Listing:
@@ -60,14 +60,14 @@ class Listing:
         """
         return Listing(tuple(self._named(module, name) for name in dict.fromkeys(names)), {})
 
-    def _named(self, module: str, name: str) -> Target:
+    def _named(self, module: str, name: str) -> CheckTarget:
         options = {target.name: target.options for target in self.targets}
         of_name = [t for t in self.targets if name in (t.name, t.name.split("::")[-1], t.name.removesuffix(".default"))]
         if len(of_name) == 1:
             return of_name[0]
         found = getattr(sys.modules[module], name, None)
         if isinstance(found, _OPERATORS) or callable(found):
-            return Target(_name_of(found, name), found, options.get(_name_of(found, name), {}))
+            return CheckTarget(_name_of(found, name), found, options.get(_name_of(found, name), {}))
         if name in self.left_out:
             raise ArgumentError(f"{name} is left out: {self.left_out[name]}")
         known = ", ".join(target.name for target in self.targets) or "none"
@@ -124,7 +124,7 @@ def listing(module: str, before: frozenset[str]) -> Listing:
             else:
                 found.setdefault(name, op)
                 options[name] = value
-    return Listing(tuple(Target(name, op, options.get(name, {})) for name, op in found.items()), left_out)
+    return Listing(tuple(CheckTarget(name, op, options.get(name, {})) for name, op in found.items()), left_out)
 
 
 # ---- who registered what ---------------------------------------------------------------------------------------------

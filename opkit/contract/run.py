@@ -18,12 +18,12 @@ from opkit import config
 from opkit.contract import properties as table
 from opkit.contract.budget import Budget
 from opkit.contract.observed import global_state
-from opkit.contract.processes import fork_pool as lanes
+from opkit.contract.processes import fork_pool
 from opkit.contract.prop import Property
 from opkit.contract.report.bar import progress_of
 from opkit.contract.report.report import Failure, Passed, Progress, Report, Skipped
 from opkit.contract.report.repro import script
-from opkit.contract.search import Found, search, warm_up
+from opkit.contract.search import SearchResult, search, warm_up
 from opkit.contract.subject import Subject, subject_of
 from opkit.errors import ArgumentError
 from opkit.op import torch_private as private
@@ -71,13 +71,13 @@ def run(
     if budget is not None:
         warm_up()
     folder = config.get().cache_dir / _DATABASE if database is True else database or None
-    found: dict[Property, Found] = {}
+    found: dict[Property, SearchResult] = {}
     with _undisturbed(), progress_of(progress, subject.name) as tell:
         try:
             for prop, each in _answers(asked, _Asking(subject, seconds, max_examples, seed, folder), tell):
                 found[prop] = each
         except KeyboardInterrupt as interrupt:
-            rest = dict.fromkeys(asked, Found((), skipped="interrupted"))
+            rest = dict.fromkeys(asked, SearchResult((), skipped="interrupted"))
             report = _report(subject, rest | found, time.monotonic() - started, seed)
             raise Interrupted(report) from interrupt
     ordered = {prop: found[prop] for prop in asked}
@@ -112,15 +112,19 @@ class _Asking:
     seed: int
     folder: Path | None
 
-    def ask(self, prop: Property, rest: Sequence[Property]) -> Found:
+    def ask(self, prop: Property, rest: Sequence[Property]) -> SearchResult:
         """Look for a case that breaks the property, in its part of the time that is left for it and ``rest``."""
         seconds = self.budget.share([prop, *rest])
         if seconds <= 0:
-            return Found((), skipped=_OUT_OF_TIME)
+            return SearchResult((), skipped=_OUT_OF_TIME)
         left = self.budget.left()
         found = search(prop, self.subject, self.max_examples, self.seed, seconds, self.folder, left)
         self.budget.spent(prop, found)
-        return Found((), skipped=_OUT_OF_TIME, seconds=found.seconds) if found.cut_short and not found.tried else found
+        return (
+            SearchResult((), skipped=_OUT_OF_TIME, seconds=found.seconds)
+            if found.cut_short and not found.tried
+            else found
+        )
 
     def why_not(self, prop: Property) -> str:
         """Why the property does not apply."""
@@ -130,7 +134,7 @@ class _Asking:
             return f"could not be asked: {type(error).__name__}: {error}"
 
 
-def _answers(asked: Sequence[Property], asking: _Asking, tell: Progress) -> Generator[tuple[Property, Found]]:
+def _answers(asked: Sequence[Property], asking: _Asking, tell: Progress) -> Generator[tuple[Property, SearchResult]]:
     """What is found of each property, as it is found."""
     survives = False
     while asked and asked[0].name in _UNSAFE:
@@ -139,11 +143,11 @@ def _answers(asked: Sequence[Property], asking: _Asking, tell: Progress) -> Gene
         found = asking.ask(prop, asked)
         yield prop, found
         if found.failure:
-            yield from ((each, Found((), skipped=f"{_UNSAFE[prop.name]}: see {prop.name}")) for each in asked)
+            yield from ((each, SearchResult((), skipped=f"{_UNSAFE[prop.name]}: see {prop.name}")) for each in asked)
             return
         survives |= prop.name == _CRASHES and bool(found.tried) and not found.skipped
     reasons = {prop.name: asking.why_not(prop) for prop in asked}
-    yield from ((prop, Found((), skipped=reasons[prop.name])) for prop in asked if reasons[prop.name])
+    yield from ((prop, SearchResult((), skipped=reasons[prop.name])) for prop in asked if reasons[prop.name])
     remaining = [prop for prop in asked if not reasons[prop.name]]
     total, done = sum(map(asking.budget.need, remaining)) or 1.0, list[Property]()
 
@@ -157,11 +161,11 @@ def _answers(asked: Sequence[Property], asking: _Asking, tell: Progress) -> Gene
 
 def _found(
     asked: Sequence[Property], asking: _Asking, survives: bool, tell: Callable[[Property], None]
-) -> Generator[tuple[Property, Found]]:
+) -> Generator[tuple[Property, SearchResult]]:
     """Ask some in processes beside this one, where the operator is known to survive, and the others here meanwhile."""
-    beside = lanes.askable([prop for prop in asked if prop.forked and survives])
+    beside = fork_pool.askable([prop for prop in asked if prop.forked and survives])
     here = [prop for prop in asked if prop not in beside]
-    shared = lanes.Lanes(beside, asking.ask)
+    shared = fork_pool.ForkPool(beside, asking.ask)
     for number, prop in enumerate(here):
         tell(prop)
         yield prop, asking.ask(prop, here[number + 1 :])
@@ -180,7 +184,7 @@ def _undisturbed() -> Generator[None]:
         yield
 
 
-def _report(subject: Subject, found: Mapping[Property, Found], seconds: float, seed: int) -> Report:
+def _report(subject: Subject, found: Mapping[Property, SearchResult], seconds: float, seed: int) -> Report:
     entries = [_entry(subject, prop, each) for prop, each in found.items()]
     examples = {text for each in found.values() for text in each.tried}
     return Report(
@@ -194,7 +198,7 @@ def _report(subject: Subject, found: Mapping[Property, Found], seconds: float, s
     )
 
 
-def _entry(subject: Subject, prop: Property, found: Found) -> Failure | Passed | Skipped:
+def _entry(subject: Subject, prop: Property, found: SearchResult) -> Failure | Passed | Skipped:
     if found.failure is not None:
         return _failure(subject, prop, found)
     refused = dict(found.refused)
@@ -214,7 +218,7 @@ def _entry(subject: Subject, prop: Property, found: Found) -> Failure | Passed |
     )
 
 
-def _failure(subject: Subject, prop: Property, found: Found) -> Failure:
+def _failure(subject: Subject, prop: Property, found: SearchResult) -> Failure:
     assert found.failure is not None
     case, message = found.failure
     return Failure(
@@ -231,7 +235,7 @@ def _failure(subject: Subject, prop: Property, found: Found) -> Failure:
     )
 
 
-def _skipped(prop: Property, found: Found, refused: Mapping[str, str]) -> Skipped:
+def _skipped(prop: Property, found: SearchResult, refused: Mapping[str, str]) -> Skipped:
     reason = (
         found.skipped
         or f"the operator refused every example, such as {next(' with '.join(i) for i in refused.items())}"

@@ -21,7 +21,7 @@ from opkit.contract.subject import Subject
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class SearchResult:
     """How the search for one property ended."""
 
     tried: tuple[str, ...]  # the cases, as text
@@ -72,7 +72,7 @@ def search(
     seconds: float = float("inf"),
     database: Path | None = None,
     left: float = float("inf"),
-) -> Found:
+) -> SearchResult:
     """Look for a case that breaks the property.
 
     Args:
@@ -87,7 +87,7 @@ def search(
     started = time.monotonic()
     reason = prop.skip(subject)
     if reason:
-        return Found((), skipped=reason)
+        return SearchResult((), skipped=reason)
     log = _Log()
     count = max(prop.least, round(max_examples * prop.share))
     try:
@@ -96,12 +96,14 @@ def search(
         if not cut_short and log.failure is None:
             cut_short = _explore(prop, subject, count, seed, clock, database, log)
     except _Ended as reason_found:
-        return Found(tuple(log.tried), skipped=str(reason_found), seconds=time.monotonic() - started)
+        return SearchResult(tuple(log.tried), skipped=str(reason_found), seconds=time.monotonic() - started)
     except Exception as error:  # of the property itself, or of torch where no refusal was expected
         reason = f"could not be asked: {type(error).__name__}: {error}"
-        return Found(tuple(log.tried), skipped=reason, seconds=time.monotonic() - started)
+        return SearchResult(tuple(log.tried), skipped=reason, seconds=time.monotonic() - started)
     spent = time.monotonic() - started
-    return Found(tuple(log.tried), tuple(log.refused), tuple(log.remarks), log.failure, "", spent, cut_short, log.usual)
+    return SearchResult(
+        tuple(log.tried), tuple(log.refused), tuple(log.remarks), log.failure, "", spent, cut_short, log.usual
+    )
 
 
 @dataclasses.dataclass(frozen=True)

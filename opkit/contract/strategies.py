@@ -15,7 +15,7 @@ from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.calls.fills import FILLS, ORDINARY
 from opkit.contract.calls.layouts import LAYOUTS, fits, layout_of
 from opkit.contract.calls.sizes import shapes
-from opkit.contract.calls.specs import CallSpec, Drawing
+from opkit.contract.calls.specs import ArgumentSpecs, Drawing
 from opkit.errors import ArgumentError
 
 _SEEDS = 4
@@ -173,4 +173,4 @@ def calls(
     ([(1, 3), (3,)], {'alpha': 0})
     """
     how = Drawing(layouts=tuple(_known("layouts", layouts, LAYOUTS)), fills=tuple(_known("fills", fills, FILLS)))
-    return st.builds(make_call, CallSpec(args, tuple(kwargs.items())).cases(how))
+    return st.builds(make_call, ArgumentSpecs(args, tuple(kwargs.items())).cases(how))

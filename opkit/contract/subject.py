@@ -14,8 +14,8 @@ import torch
 
 from opkit.contract.calls import inference
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.calls.specs import CallSpec
-from opkit.contract.observed.outcome import Outcome, leaves
+from opkit.contract.calls.specs import ArgumentSpecs
+from opkit.contract.observed.outcome import CallOutcome, leaves
 from opkit.contract.prop import CallRefused
 from opkit.errors import ArgumentError
 from opkit.op import torch_private as private
@@ -41,7 +41,7 @@ class Subject:
     name: str
     target: Any
     function: Callable[..., Any]
-    spec: CallSpec
+    spec: ArgumentSpecs
     reference: Callable[..., Any] | None = None
     overload: Any = None
     operator: CustomOp[Any, Any] | None = None
@@ -73,7 +73,7 @@ class Subject:
         kind = torch.device(self.device).type
         return tuple(each.name for each in self.operator._operator.kernels.kernels if each.device in (None, kind))
 
-    def call(self, call: Call, function: Callable[..., Any] | None = None) -> Outcome:
+    def call(self, call: Call, function: Callable[..., Any] | None = None) -> CallOutcome:
         """Call the operator, or ``function`` in its place.
 
         Raises:
@@ -83,13 +83,13 @@ class Subject:
             returned = (function or self.function)(*call.args, **call.kwargs)
         except Exception as error:
             raise CallRefused(error) from error
-        return Outcome(call, leaves(returned), returned)
+        return CallOutcome(call, leaves(returned), returned)
 
-    def run(self, case: Case, **how: Any) -> Outcome:
+    def run(self, case: Case, **how: Any) -> CallOutcome:
         """Make the case's arguments and call the operator; ``how`` is passed on to :meth:`Case.make`."""
         return self.call(case.make(self.device, **how))
 
-    def expect(self, case: Case, **how: Any) -> Outcome:
+    def expect(self, case: Case, **how: Any) -> CallOutcome:
         """The same of the reference."""
         assert self.reference is not None
         return self.call(case.make(self.device, **how), self.reference)
@@ -111,7 +111,7 @@ def subject_of(
     if reference is None and operator is not None:
         reference = operator.reference
     if args is not None or kwargs is not None:
-        spec = CallSpec(tuple(args or ()), tuple((kwargs or {}).items()))
+        spec = ArgumentSpecs(tuple(args or ()), tuple((kwargs or {}).items()))
     else:
         spec = _inferred(name, function, overload, operator)
     return Subject(name, target, function, spec, reference, overload, operator, device)
@@ -141,7 +141,7 @@ def _only_overload(packet: Any) -> Any:
     raise ArgumentError(f"{packet} has several overloads: {', '.join(names)}. Check each, as in {packet}.{names[0]}.")
 
 
-def _inferred(name: str, function: Any, overload: Any, operator: CustomOp[Any, Any] | None) -> CallSpec:
+def _inferred(name: str, function: Any, overload: Any, operator: CustomOp[Any, Any] | None) -> ArgumentSpecs:
     if operator is not None:
         return inference.from_signature(name, operator._operator.signature)
     body = getattr(function, "_init_fn", function)

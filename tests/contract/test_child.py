@@ -12,7 +12,7 @@ import torch
 
 from opkit.contract.calls.cases import Case, TensorCase
 from opkit.contract.processes import child, crashes
-from opkit.contract.processes.child import Ended, Worker, in_child
+from opkit.contract.processes.child import ChildEnded, Worker, in_child
 from opkit.contract.prop import CallRefused, Violation
 from opkit.testing import tensor
 
@@ -38,7 +38,7 @@ def test_what_a_child_finds_is_told_as_what_it_is():
     [(os.abort, "SIGABRT"), (lambda: os._exit(7), "exit status 7"), (lambda: raises(KeyboardInterrupt()), "Keyboard")],
 )
 def test_ends_are_told(act, told):
-    with pytest.raises(Ended, match=told) as caught:
+    with pytest.raises(ChildEnded, match=told) as caught:
         in_child(act)
     assert not caught.value.hung
 
@@ -46,7 +46,7 @@ def test_ends_are_told(act, told):
 def test_a_child_that_waits_is_ended():
     worker = Worker(lambda case: None if case == CASE else threading.Event().wait())
     worker.ask(CASE)  # what the child does first is not counted
-    with pytest.raises(Ended) as waits:
+    with pytest.raises(ChildEnded) as waits:
         worker.ask(CASE.replace(seed=1), 0.5)
     assert waits.value.hung
     assert not waits.value.busy
@@ -71,7 +71,7 @@ def test_a_child_that_waits_for_a_process_of_its_own_is_given_time(tmp_path):
 
 def test_a_process_that_never_ends_is_no_excuse(monkeypatch):
     monkeypatch.setattr(child, "_BUILDING", 0.3)
-    with pytest.raises(Ended, match="did not return"):
+    with pytest.raises(ChildEnded, match="did not return"):
         in_child(lambda: subprocess.Popen(["cat"], stdin=subprocess.PIPE).wait(), 0.1)  # it ends with the child
 
 
@@ -80,7 +80,7 @@ def test_a_worker_is_one_process_until_it_ends():
     first = worker.ask(CASE)
     assert first == worker.ask(CASE) != str(os.getpid())
     assert worker.ask(CASE, fresh=True) != first
-    with pytest.raises(Ended):
+    with pytest.raises(ChildEnded):
         worker.ask(CASE.replace(seed=1))
     assert worker.ask(CASE) != first
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from opkit.contract.calls.specs import CallSpec, TensorArgument, tensor
+from opkit.contract.calls.specs import ArgumentSpecs, TensorArgument, tensor
 from opkit.errors import ArgumentError, DefinitionError
 from opkit.op.schema import signature
 from opkit.op.schema.codecs import EnumCodec
@@ -29,7 +29,7 @@ _SCALARS: dict[str, Any] = {
 }
 
 
-def from_signature(name: str, found: Signature) -> CallSpec:
+def from_signature(name: str, found: Signature) -> ArgumentSpecs:
     """Specs from annotations such as ``Float[Tensor, "*batch d"]``.
 
     Raises:
@@ -37,10 +37,10 @@ def from_signature(name: str, found: Signature) -> CallSpec:
     """
     values = [(parameter, _of_parameter(name, parameter)) for parameter in found.parameters]
     positional = tuple(value for parameter, value in values if not parameter.keyword_only)
-    return CallSpec(positional, tuple((p.name, value) for p, value in values if p.keyword_only))
+    return ArgumentSpecs(positional, tuple((p.name, value) for p, value in values if p.keyword_only))
 
 
-def from_function(name: str, function: Callable[..., Any]) -> CallSpec | None:
+def from_function(name: str, function: Callable[..., Any]) -> ArgumentSpecs | None:
     """Specs from a Python function's annotations; None where it has none that an operator could have."""
     try:
         found = signature.read(inspect.unwrap(function))
@@ -105,7 +105,7 @@ def _scalar(name: str, argument: str, kind: str, annotation: str) -> Any:
     return _SCALARS[kind]
 
 
-def from_schema(name: str, schema: Any) -> CallSpec:
+def from_schema(name: str, schema: Any) -> ArgumentSpecs:
     """Specs from a dispatcher schema: tensors of equal shapes in every floating dtype, and defaults.
 
     Raises:
@@ -113,7 +113,7 @@ def from_schema(name: str, schema: Any) -> CallSpec:
     """
     values = [(argument, _of_argument(name, argument)) for argument in schema.arguments]
     positional = tuple(value for argument, value in values if not argument.kwarg_only)
-    return CallSpec(positional, tuple((a.name, value) for a, value in values if a.kwarg_only))
+    return ArgumentSpecs(positional, tuple((a.name, value) for a, value in values if a.kwarg_only))
 
 
 def _of_argument(name: str, argument: Any) -> Any:

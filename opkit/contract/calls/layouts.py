@@ -10,7 +10,7 @@ _FEWEST_SIZES = {"transposed": 2, "reversed": 2, "padded": 2, "channels_last": 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class MemoryLayout:
     """Strides and an offset, in elements, and how many elements of memory these reach over."""
 
     strides: tuple[int, ...]
@@ -29,64 +29,64 @@ def _packed(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _layout(shape: Sequence[int], strides: Sequence[int], offset: int = 0, negated: bool = False) -> Layout:
+def _layout(shape: Sequence[int], strides: Sequence[int], offset: int = 0, negated: bool = False) -> MemoryLayout:
     empty = 0 in shape
     reach = 0 if empty else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return Layout(tuple(strides), offset, offset + reach, negated)
+    return MemoryLayout(tuple(strides), offset, offset + reach, negated)
 
 
-def _contiguous(shape: Sequence[int]) -> Layout:
+def _contiguous(shape: Sequence[int]) -> MemoryLayout:
     return _layout(shape, _packed(shape, range(len(shape))))
 
 
-def _offset(shape: Sequence[int]) -> Layout:
+def _offset(shape: Sequence[int]) -> MemoryLayout:
     return _layout(shape, _packed(shape, range(len(shape))), offset=1)
 
 
-def _transposed(shape: Sequence[int]) -> Layout:
+def _transposed(shape: Sequence[int]) -> MemoryLayout:
     order = [*range(len(shape))]
     order[-2:] = reversed(order[-2:])
     return _layout(shape, _packed(shape, order))
 
 
-def _reversed(shape: Sequence[int]) -> Layout:
+def _reversed(shape: Sequence[int]) -> MemoryLayout:
     return _layout(shape, _packed(shape, range(len(shape))[::-1]))
 
 
-def _strided(shape: Sequence[int]) -> Layout:
+def _strided(shape: Sequence[int]) -> MemoryLayout:
     return _layout(shape, [2 * stride for stride in _packed(shape, range(len(shape)))], offset=1)
 
 
-def _padded(shape: Sequence[int]) -> Layout:
+def _padded(shape: Sequence[int]) -> MemoryLayout:
     wider = [*shape[:-1], shape[-1] + 3]
     return _layout(shape, _packed(wider, range(len(shape))), offset=2)
 
 
-def _channels_last(shape: Sequence[int]) -> Layout:
+def _channels_last(shape: Sequence[int]) -> MemoryLayout:
     return _layout(shape, _packed(shape, [0, *range(2, len(shape)), 1]))
 
 
-def _expanded(shape: Sequence[int]) -> Layout:
+def _expanded(shape: Sequence[int]) -> MemoryLayout:
     rest = _packed((1, *shape[1:]), range(len(shape)))
     return _layout(shape, (0, *rest[1:]))
 
 
-def _expanded_last(shape: Sequence[int]) -> Layout:
+def _expanded_last(shape: Sequence[int]) -> MemoryLayout:
     rest = _packed((*shape[:-1], 1), range(len(shape)))
     return _layout(shape, (*rest[:-1], 0))
 
 
-def _overlapping(shape: Sequence[int]) -> Layout:
+def _overlapping(shape: Sequence[int]) -> MemoryLayout:
     strides = list(_packed(shape, range(len(shape))))
     strides[-2] = 1
     return _layout(shape, strides)
 
 
-def _negated(shape: Sequence[int]) -> Layout:
+def _negated(shape: Sequence[int]) -> MemoryLayout:
     return _layout(shape, _packed(shape, range(len(shape))), negated=True)
 
 
-LAYOUTS: dict[str, Callable[[Sequence[int]], Layout]] = {
+LAYOUTS: dict[str, Callable[[Sequence[int]], MemoryLayout]] = {
     "contiguous": _contiguous,
     "offset": _offset,
     "transposed": _transposed,
@@ -114,7 +114,7 @@ def fits(name: str, shape: Sequence[int]) -> bool:
     return name in ("contiguous", "offset", "negated") or len(shape) >= _FEWEST_SIZES.get(name, 1)
 
 
-def layout_of(name: str, shape: Sequence[int]) -> Layout:
+def layout_of(name: str, shape: Sequence[int]) -> MemoryLayout:
     """Strides, offset and extent of a tensor of ``shape``; one of too few dimensions lies contiguous.
 
     >>> layout_of("transposed", (2, 3)).strides

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from opkit.contract.calls.cases import Case, TensorCase
-from opkit.contract.calls.specs import CallSpec, TensorArgument
+from opkit.contract.calls.specs import ArgumentSpecs, TensorArgument
 from opkit.op.schema import patterns
 from opkit.op.schema.patterns import PatternDim
 
@@ -24,7 +24,7 @@ CHANGES: tuple[Change, ...] = (
 """Functions from the number of a size name and a size to another size: some change whether it is even, others keep it."""
 
 
-def resized(spec: CallSpec, case: Case, change: Change) -> Case:
+def resized(spec: ArgumentSpecs, case: Case, change: Change) -> Case:
     """The case with each named size changed, wherever it occurs; bounds that are computed from sizes follow.
 
     Args:
@@ -33,7 +33,7 @@ def resized(spec: CallSpec, case: Case, change: Change) -> Case:
         change: the new size, from the number of the name (0 for the first that occurs) and the size that it has.
 
     >>> from opkit.contract.calls.specs import tensor
-    >>> spec = CallSpec((tensor("b n"), tensor("n")))
+    >>> spec = ArgumentSpecs((tensor("b n"), tensor("n")))
     >>> print(resized(spec, Case((TensorCase((2, 3)), TensorCase((3,)))), lambda number, size: 2 * size))
     (float32[4, 6], float32[6])
     """
@@ -52,12 +52,12 @@ def resized(spec: CallSpec, case: Case, change: Change) -> Case:
     return Case(args, tuple((name, value(named.get(name), found)) for name, found in case.kwargs))
 
 
-def at_least_two(spec: CallSpec, case: Case) -> Case:
+def at_least_two(spec: ArgumentSpecs, case: Case) -> Case:
     """The case with no named size of 0 or 1: a compiler takes these two for constants."""
     return resized(spec, case, lambda _, size: size if size > 1 else size + 2)
 
 
-def other_sizes(spec: CallSpec, case: Case) -> list[Case]:
+def other_sizes(spec: ArgumentSpecs, case: Case) -> list[Case]:
     """Cases that differ from ``case``, and from one another, in their sizes alone."""
     found = [resized(spec, case, change) for change in CHANGES]
     distinct = {repr(each): each for each in found}  # a case may hold lists, and then has no hash
@@ -76,7 +76,7 @@ def _pairs(item: Any, found: Any) -> Iterator[tuple[TensorArgument, TensorCase]]
             yield from _pairs(*both)
 
 
-def _read(spec: CallSpec, case: Case) -> Sizes:
+def _read(spec: ArgumentSpecs, case: Case) -> Sizes:
     """What each name stands for in the case: a size, or a tuple of sizes."""
     sizes: Sizes = {}
     named = dict(spec.kwargs)

@@ -108,7 +108,7 @@ ANYTHING = Drawing(layouts=tuple(LAYOUTS), fills=tuple(FILLS))
 
 
 @dataclasses.dataclass(frozen=True)
-class CallSpec:
+class ArgumentSpecs:
     """The arguments of an operator: :class:`TensorArgument`, lists of these, Hypothesis strategies, constants."""
 
     args: tuple[Any, ...]
@@ -131,7 +131,7 @@ def _tensors(value: Any) -> Iterator[TensorArgument]:
             yield from _tensors(item)
 
 
-def assemble(draw: Callable[..., Any], spec: CallSpec, how: Drawing) -> Case:
+def assemble(draw: Callable[..., Any], spec: ArgumentSpecs, how: Drawing) -> Case:
     """A call whose every decision is made by ``draw``: each is labelled, see :func:`opkit.contract.calls.sizes.choose`."""
     sizes = joint.JointSizes(draw, [each.pattern for each in spec.tensors()], how.largest, how.elements)
     dtypes = _dtypes(draw, spec, how)
@@ -153,7 +153,7 @@ def assemble(draw: Callable[..., Any], spec: CallSpec, how: Drawing) -> Case:
 _cases = st.composite(assemble)
 
 
-def _dtypes(draw: Callable[..., Any], spec: CallSpec, how: Drawing) -> dict[Any, torch.dtype]:
+def _dtypes(draw: Callable[..., Any], spec: ArgumentSpecs, how: Drawing) -> dict[Any, torch.dtype]:
     """One dtype for each group of tensors that list the same."""
     found: dict[Any, torch.dtype] = {}
     for group in dict.fromkeys(each.dtypes for each in spec.tensors()):

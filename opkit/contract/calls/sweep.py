@@ -21,7 +21,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.calls.specs import CallSpec, Drawing, assemble
+from opkit.contract.calls.specs import ArgumentSpecs, Drawing, assemble
 
 Label = tuple[str, int]
 Row = dict[Label, Any]
@@ -115,7 +115,7 @@ class Sweep:
         sizes: boundary sizes that each dimension takes in turn.
     """
 
-    spec: CallSpec
+    spec: ArgumentSpecs
     how: Drawing = dataclasses.field(default_factory=Drawing)
     sizes: tuple[int, ...] = _BOUNDARIES
 

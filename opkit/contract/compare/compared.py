@@ -14,7 +14,7 @@ import torch
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.compare.exact import Expected, unit
 from opkit.contract.compare.tolerance import Goal, allowed, wrong
-from opkit.contract.observed.outcome import Outcome, described, same_bits, same_values
+from opkit.contract.observed.outcome import CallOutcome, described, same_bits, same_values
 from opkit.contract.prop import CallRefused, NotApplicable, Remark, Violation
 from opkit.contract.subject import Subject
 
@@ -23,7 +23,7 @@ _ROUNDINGS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class ComparedPair:
     """One result, or one argument afterwards, of the operator and of the reference."""
 
     name: str
@@ -31,13 +31,13 @@ class Pair:
     got: Any
     own: Any
 
-    def of(self, outcome: Outcome) -> Any:
+    def of(self, outcome: CallOutcome) -> Any:
         """The same result in another outcome of the reference."""
         found = outcome.results if self.at[0] == "result" else outcome.call.tensors()
         return found[self.at[1]]
 
 
-def pairs(subject: Subject, got: Outcome, wanted: Outcome, case: Case) -> list[Pair]:
+def pairs(subject: Subject, got: CallOutcome, wanted: CallOutcome, case: Case) -> list[ComparedPair]:
     """Results in order, then the arguments that are written to.
 
     Raises:
@@ -57,7 +57,7 @@ def pairs(subject: Subject, got: Outcome, wanted: Outcome, case: Case) -> list[P
         return after
     many = len(ours) > 1
     named = [
-        Pair(f"result {at}" if many else "the result", ("result", at), *both)
+        ComparedPair(f"result {at}" if many else "the result", ("result", at), *both)
         for at, both in enumerate(zip(ours, theirs, strict=True))
     ]
     return named + after
@@ -71,17 +71,17 @@ def _list(values: tuple[Any, ...]) -> str:
     return ", ".join(map(described, values)) or "none"
 
 
-def _written(subject: Subject, got: Outcome, wanted: Outcome, case: Case) -> list[Pair]:
+def _written(subject: Subject, got: CallOutcome, wanted: CallOutcome, case: Case) -> list[ComparedPair]:
     """Arguments that the reference writes to, and those of a schema that says so."""
     before = case.make(subject.device).tensors()
     found = []
     for at, (a, b, c) in enumerate(zip(got.call.tensors(), wanted.call.tensors(), before, strict=True)):
         if not same_bits(b, c):
-            found.append(Pair(f"argument tensor {at}, afterwards,", ("argument", at), a, b))
+            found.append(ComparedPair(f"argument tensor {at}, afterwards,", ("argument", at), a, b))
     return found
 
 
-def _into_arguments(subject: Subject, got: Outcome, wanted: Outcome) -> list[Pair]:
+def _into_arguments(subject: Subject, got: CallOutcome, wanted: CallOutcome) -> list[ComparedPair]:
     """An operator with ``out`` arguments and no results, beside a reference that returns them."""
     names = [argument.name for argument in subject.schema.arguments]
     given = dict(zip(names, got.call.args, strict=False)) | got.call.kwargs
@@ -89,7 +89,7 @@ def _into_arguments(subject: Subject, got: Outcome, wanted: Outcome) -> list[Pai
     if len(outs) != len(wanted.results):
         raise Remark(f"it writes to {len(outs)} arguments and the reference returns {len(wanted.results)} values")
     return [
-        Pair(f"argument {name}, afterwards,", ("result", at), *both)
+        ComparedPair(f"argument {name}, afterwards,", ("result", at), *both)
         for at, (name, *both) in enumerate(zip(subject.writes, outs, wanted.results, strict=True))
     ]
 
@@ -103,25 +103,25 @@ class Judge:
     wanted: Expected
     floor: float = 0.0
     extreme: bool = False
-    alternates: Callable[[Pair], Iterable[Any]] = lambda _: ()
-    excused: Callable[[Pair], torch.Tensor | None] = lambda _: None
+    alternates: Callable[[ComparedPair], Iterable[Any]] = lambda _: ()
+    excused: Callable[[ComparedPair], torch.Tensor | None] = lambda _: None
 
     @functools.cached_property
-    def _disturbed(self) -> list[Outcome]:
+    def _disturbed(self) -> list[CallOutcome]:
         return [found for seed in range(_RUNS) if (found := self.wanted.disturbed(seed)) is not None]
 
     @functools.cached_property
-    def _moved(self) -> list[Outcome]:
+    def _moved(self) -> list[CallOutcome]:
         return [found for seed in range(2) if (found := self.wanted.moved(seed)) is not None]
 
-    def goal(self, pair: Pair) -> Goal:
+    def goal(self, pair: ComparedPair) -> Goal:
         """What a pair's result must be."""
         own = pair.own
         exact = pair.of(self.wanted.exact) if self.wanted.exact is not None else None
         usable = isinstance(exact, torch.Tensor) and exact.shape == own.shape
         base: torch.Tensor = exact if usable and exact is not None else own
 
-        def spread(outcomes: list[Outcome]) -> torch.Tensor | None:
+        def spread(outcomes: list[CallOutcome]) -> torch.Tensor | None:
             found = [pair.of(each) for each in outcomes if len(each.results) == len(self.wanted_results)]
             gaps = [_gap(each, base) for each in found if isinstance(each, torch.Tensor) and each.shape == base.shape]
             return torch.stack(gaps).amax(0) if gaps else None
@@ -147,7 +147,7 @@ class Judge:
     def _is_narrow(self) -> bool:
         return any(tensor.dtype.itemsize <= 2 for tensor in self.case.tensors() if tensor.differentiable)
 
-    def ask(self, pair: Pair) -> None:
+    def ask(self, pair: ComparedPair) -> None:
         """Raise where the result is not what is expected.
 
         Raises:
@@ -164,11 +164,11 @@ class Judge:
             raise Violation(f"{pair.name} has shape {list(got.shape)}, and the reference's has {list(own.shape)}")
         self._numbers(dataclasses.replace(pair, got=got.detach(), own=own.detach()))
 
-    def _plain(self, pair: Pair) -> None:
+    def _plain(self, pair: ComparedPair) -> None:
         if not (pair.got == pair.own or pair.got is pair.own):
             raise Violation(f"{pair.name} is {pair.got!r}, and the reference's is {pair.own!r}")
 
-    def _numbers(self, pair: Pair) -> None:
+    def _numbers(self, pair: ComparedPair) -> None:
         got, own = pair.got, pair.own
         if own.numel() == 0 or (got.dtype == own.dtype and torch.equal(got, own)):
             return
@@ -182,7 +182,7 @@ class Judge:
             self.ties(pair)
             raise Violation(self._message(pair, goal, bad))
 
-    def _forgiven(self, pair: Pair, bad: torch.Tensor) -> torch.Tensor:
+    def _forgiven(self, pair: ComparedPair, bad: torch.Tensor) -> torch.Tensor:
         """What is still wrong beside other results that are right as well."""
         for other in self.alternates(pair):
             if isinstance(other, torch.Tensor) and other.shape == pair.own.shape:
@@ -190,7 +190,7 @@ class Judge:
         excused = self.excused(pair)
         return bad if excused is None else bad & ~excused
 
-    def ties(self, pair: Pair) -> None:
+    def ties(self, pair: ComparedPair) -> None:
         """Positions of equal elements are in no order: a difference there tells nothing."""
         if pair.got.dtype not in (torch.int64, torch.int32):
             return
@@ -201,7 +201,7 @@ class Judge:
             if values.unique().numel() < values.numel():
                 raise Remark(f"{pair.name} holds positions, and differs from the reference's where elements are equal")
 
-    def _message(self, pair: Pair, goal: Goal, bad: torch.Tensor) -> str:
+    def _message(self, pair: ComparedPair, goal: Goal, bad: torch.Tensor) -> str:
         at = int(bad.reshape(-1).nonzero()[0])
         index = [int(i) for i in torch.unravel_index(torch.tensor(at), bad.shape)] if bad.dim() else []
         got, own, exact = (each.reshape(-1)[at].item() for each in (pair.got, goal.own, goal.exact))
@@ -233,7 +233,7 @@ def _tensor(value: Any, like: Any) -> torch.Tensor:
     return found.to(like.dtype) if suits else found
 
 
-def steadily(subject: Subject, case: Case, pair: Pair, plain: Outcome, before: Call) -> str:
+def steadily(subject: Subject, case: Case, pair: ComparedPair, plain: CallOutcome, before: Call) -> str:
     """How a result differs from that of contiguous copies, ``plain``, by more than other orders of its sums, or "".
 
     Raises:
@@ -274,7 +274,7 @@ def _steps(result: torch.Tensor) -> float:
     return _ROUNDINGS * unit(result.dtype) * max(1.0, largest)
 
 
-def _nearby(subject: Subject, before: Call, seed: int) -> Outcome | None:
+def _nearby(subject: Subject, before: Call, seed: int) -> CallOutcome | None:
     """The operator's results for arguments that are off by the roundings of a sum over the longest dimension."""
     generator = torch.Generator().manual_seed(seed)
 

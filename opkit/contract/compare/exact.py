@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.calls.fills import CONSTANT
-from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.outcome import CallOutcome
 from opkit.contract.prop import CallRefused, NotApplicable
 from opkit.contract.subject import Subject
 
@@ -227,11 +227,11 @@ class Expected:
 
     subject: Subject
     case: Case
-    own: Outcome | None
-    exact: Outcome | None
+    own: CallOutcome | None
+    exact: CallOutcome | None
     why: str = ""
 
-    def disturbed(self, seed: int) -> Outcome | None:
+    def disturbed(self, seed: int) -> CallOutcome | None:
         """The exact result, disturbed as rounding would; None where that fails."""
         generator = torch.Generator().manual_seed(seed)
         dtype = working_dtype(self.case)
@@ -242,7 +242,7 @@ class Expected:
         except (CallRefused, _Unpromotable):
             return None
 
-    def moved(self, seed: int) -> Outcome | None:
+    def moved(self, seed: int) -> CallOutcome | None:
         """The exact result for arguments that are each off by one rounding of their dtype."""
         generator = torch.Generator().manual_seed(seed)
         noise = _Noise(generator, 0.0, torch.float64, False)
@@ -252,7 +252,7 @@ class Expected:
         except (CallRefused, _Unpromotable):
             return None
 
-    def _moved(self, noise: _Noise) -> Outcome | None:
+    def _moved(self, noise: _Noise) -> CallOutcome | None:
         length = max((max(t.shape, default=1) for t in self.case.tensors()), default=1)
         call = self.case.make(self.subject.device)
         moved = call.map(lambda t: _off(t, noise, lambda _: noise.longer(length)).to(t.dtype))
@@ -300,11 +300,11 @@ def _lacks_dtype(refusal: CallRefused | None) -> bool:
     return refusal is not None and "not implemented for" in str(refusal)
 
 
-def _run(subject: Subject, case: Case, noise: _Noise | None) -> Outcome:
+def _run(subject: Subject, case: Case, noise: _Noise | None) -> CallOutcome:
     return _call(subject, case.make(subject.device).map(widened), noise)
 
 
-def _call(subject: Subject, call: Call, noise: _Noise | None) -> Outcome:
+def _call(subject: Subject, call: Call, noise: _Noise | None) -> CallOutcome:
     default = torch.get_default_dtype()
     plain = Call(*pytree.tree_map_only(torch.dtype, wide, (call.args, call.kwargs)))
     try:

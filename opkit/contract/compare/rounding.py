@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.observed.outcome import Outcome, described, first_difference, same_bits
+from opkit.contract.observed.outcome import CallOutcome, described, first_difference, same_bits
 from opkit.contract.prop import CallRefused
 from opkit.contract.subject import Subject
 
@@ -21,7 +21,9 @@ _STEPS = 8  # roundings an element, other than those of a sum
 Part = tuple[str, Any, Any]
 
 
-def observe(subject: Subject, given: Case | Call, function: Callable[..., Any] | None = None, seed: int = 0) -> Outcome:
+def observe(
+    subject: Subject, given: Case | Call, function: Callable[..., Any] | None = None, seed: int = 0
+) -> CallOutcome:
     """Call the operator with torch's generator set to ``seed``. Its results are its own: they may change later."""
     call = given.make(subject.device) if isinstance(given, Case) else given
     seed_torch(subject, seed)
@@ -44,7 +46,7 @@ def quietly(subject: Subject, case: Case) -> None:
         return
 
 
-def unequal(ours: Outcome, expected: Outcome) -> Iterator[Part]:
+def unequal(ours: CallOutcome, expected: CallOutcome) -> Iterator[Part]:
     """What differs to the bit: results, then arguments as the calls left them. Opaque objects are not compared."""
     if len(ours.results) != len(expected.results):
         yield "the number of results", len(ours.results), len(expected.results)
@@ -55,19 +57,19 @@ def unequal(ours: Outcome, expected: Outcome) -> Iterator[Part]:
     yield from (pair for pair in pairs if _comparable(pair[1]) and _comparable(pair[2]) and not same_bits(*pair[1:]))
 
 
-def difference(ours: Outcome, expected: Outcome) -> str:
+def difference(ours: CallOutcome, expected: CallOutcome) -> str:
     """The first part that differs to the bit, in words; "" where none does."""
     return next((_told(part) for part in unequal(ours, expected)), "")
 
 
-def beyond_rounding(subject: Subject, case: Case, ours: Outcome, expected: Outcome) -> str:
+def beyond_rounding(subject: Subject, case: Case, ours: CallOutcome, expected: CallOutcome) -> str:
     """The first part that differs by more than the order of a summation explains; "" where none does.
 
     The tolerance is relative to the largest number in the result and the arguments, and grows with the root of how many elements
     there are. Where that does not suffice, it is what arguments that differ in their last bit change: an operator may be
     ill-conditioned, and an index may be that of one of two equal elements.
     """
-    pair: tuple[Outcome, Outcome] | None = None
+    pair: tuple[CallOutcome, CallOutcome] | None = None
     for part in unequal(ours, expected):
         if _explained(part, _relative(case), expected.call):
             continue
@@ -134,7 +136,7 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(torch.where(sizes.isfinite(), sizes, 0.0).max())
 
 
-def _nudged(subject: Subject, case: Case) -> tuple[Outcome, Outcome] | None:
+def _nudged(subject: Subject, case: Case) -> tuple[CallOutcome, CallOutcome] | None:
     """The call with every number of its arguments changed by about a unit in the last place, and unchanged right after it."""
 
     def nudge(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,7 +152,7 @@ def _nudged(subject: Subject, case: Case) -> tuple[Outcome, Outcome] | None:
         return None
 
 
-def _ill_conditioned(part: Part, nudged: Outcome, plain: Outcome) -> bool:
+def _ill_conditioned(part: Part, nudged: CallOutcome, plain: CallOutcome) -> bool:
     """Whether a last bit of the arguments changes this part by as much as was seen."""
     name, a, b = part
     changed = next((each for each in unequal(nudged, plain) if each[0] == name), None)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.compare.compared import Pair
+from opkit.contract.compare.compared import ComparedPair
 from opkit.contract.compare.exact import widened
-from opkit.contract.observed.outcome import Outcome, same_values
+from opkit.contract.observed.outcome import CallOutcome, same_values
 from opkit.contract.prop import CallRefused, Violation
 from opkit.contract.subject import Subject
 
@@ -22,7 +22,7 @@ _ORDINARY = 3.0
 _SOME = 3  # so many numbers that are no zeros show that nothing is added up
 
 
-def _of_changed(subject: Subject, case: Case, change: Callable[[torch.Tensor], torch.Tensor]) -> Outcome:
+def _of_changed(subject: Subject, case: Case, change: Callable[[torch.Tensor], torch.Tensor]) -> CallOutcome:
     """The reference's results for changed floats."""
 
     def changed(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ def _of_changed(subject: Subject, case: Case, change: Callable[[torch.Tensor], t
     return subject.call(case.make(subject.device).map(changed), subject.reference)
 
 
-def flushed(subject: Subject, case: Case) -> Outcome:
+def flushed(subject: Subject, case: Case) -> CallOutcome:
     """What the reference gives where denormal arguments are zeros."""
 
     def flush(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def flushed(subject: Subject, case: Case) -> Outcome:
     return _of_changed(subject, case, flush)
 
 
-def excused(subject: Subject, case: Case, pair: Pair) -> torch.Tensor | None:
+def excused(subject: Subject, case: Case, pair: ComparedPair) -> torch.Tensor | None:
     """Elements at which right kernels differ: a mask, or None where there are none."""
     got, own = pair.got, pair.own
     if not got.dtype.is_floating_point:
@@ -55,7 +55,7 @@ def excused(subject: Subject, case: Case, pair: Pair) -> torch.Tensor | None:
     return found
 
 
-def _invalid(subject: Subject, case: Case, pair: Pair) -> torch.Tensor:
+def _invalid(subject: Subject, case: Case, pair: ComparedPair) -> torch.Tensor:
     """Where the reference makes a NaN of numbers that are none, infinite or too large to be squared: others need not."""
 
     def calmed(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ def _invalid(subject: Subject, case: Case, pair: Pair) -> torch.Tensor:
     return found | (pair.got.isnan() & (calm != pair.own)) if widest else found
 
 
-def _overflows(subject: Subject, case: Case, pair: Pair) -> bool:
+def _overflows(subject: Subject, case: Case, pair: ComparedPair) -> bool:
     """Whether terms of one sign would overflow: then it depends on the order whether these do."""
     try:
         largest = pair.of(_of_changed(subject, case, lambda t: widened(torch.where(t.isfinite(), t, 0.0).abs())))

@@ -10,7 +10,7 @@ import torch
 
 from opkit.contract.calls.arguments import places
 from opkit.contract.calls.cases import Case
-from opkit.contract.observed.outcome import Outcome, described, first_difference, same_bits
+from opkit.contract.observed.outcome import CallOutcome, described, first_difference, same_bits
 
 FRESH = (0x00, 0x7F, 0xC1)
 """Bytes for fresh memory: zeros, numbers near the largest, small negative ones; true, true and true."""
@@ -19,7 +19,7 @@ AROUND = (0x00, 0xFF, 0x7F)
 """Bytes for memory beside tensors: zeros, NaN, numbers near the largest."""
 
 
-def difference(case: Case, one: Outcome, other: Outcome) -> str:
+def difference(case: Case, one: CallOutcome, other: CallOutcome) -> str:
     """Where two outcomes of a case differ first, to the bit, or ""."""
     if len(one.results) != len(other.results):
         return f"there are {len(one.results)} and {len(other.results)} results"
@@ -35,7 +35,7 @@ def _apart(a: object, b: object) -> str:
     return f"{described(a)} and {described(b)}"
 
 
-def dependence(case: Case, bytes_: tuple[int, ...], run: Callable[[int], Outcome]) -> str:
+def dependence(case: Case, bytes_: tuple[int, ...], run: Callable[[int], CallOutcome]) -> str:
     """How results depend on which of ``bytes_`` memory held, or ""; also "" where equal calls differ."""
     first = run(bytes_[0])
     found = next(filter(None, (difference(case, first, run(byte)) for byte in bytes_[1:])), "")

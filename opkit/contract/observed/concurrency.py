@@ -22,7 +22,7 @@ from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.calls.sizes import LARGE
 from opkit.contract.calls.specs import Drawing
 from opkit.contract.compare.rounding import beyond_rounding, observe
-from opkit.contract.observed.outcome import Outcome, same_bits
+from opkit.contract.observed.outcome import CallOutcome, same_bits
 from opkit.contract.observed.randomness import is_random
 from opkit.contract.prop import CallRefused, Violation
 from opkit.contract.subject import Subject
@@ -98,7 +98,7 @@ class _Worker:
     inputs: list[int]
     calls: list[Call]
     rounds: int = 1
-    outcomes: list[Outcome] = dataclasses.field(default_factory=list)
+    outcomes: list[CallOutcome] = dataclasses.field(default_factory=list)
     error: BaseException | None = None
 
     def run(self, subject: Subject, barrier: threading.Barrier) -> None:
@@ -149,7 +149,7 @@ def check_concurrent(subject: Subject, case: Case) -> None:
                 )
 
 
-def _equal(outcome: Outcome, expected: Outcome) -> bool:
+def _equal(outcome: CallOutcome, expected: CallOutcome) -> bool:
     """Whether two outcomes are equal at a glance; where not, they may still be."""
     pairs = [*zip(outcome.results, expected.results, strict=False)]
     pairs += [*zip(outcome.call.tensors(), expected.call.tensors(), strict=True)]
@@ -159,7 +159,7 @@ def _equal(outcome: Outcome, expected: Outcome) -> bool:
     return all(a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-def _rounds(subject: Subject, variants: list[Case], expected: list[Outcome], seconds: float) -> int:
+def _rounds(subject: Subject, variants: list[Case], expected: list[CallOutcome], seconds: float) -> int:
     """How many times a thread makes its calls: more than once where they are short, and leave arguments as they were."""
     if not subject.functional or subject.device != "cpu":
         return 1

@@ -8,7 +8,7 @@ import torch
 
 from opkit.contract.calls.cases import Case
 from opkit.contract.compare.rounding import beyond_rounding, observe
-from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.outcome import CallOutcome
 from opkit.contract.observed.randomness import is_random
 from opkit.contract.prop import Violation
 from opkit.contract.subject import Subject
@@ -82,7 +82,7 @@ def check_second_device(subject: Subject, case: Case) -> None:
         )
 
 
-def _on_one(ours: Outcome) -> None:
+def _on_one(ours: CallOutcome) -> None:
     for number, tensor in enumerate(ours.tensors()):
         if tensor.device.type == "cuda" and tensor.device.index != 1:
             raise Violation(f"for tensors on cuda:1, result {number} is on {tensor.device}.")

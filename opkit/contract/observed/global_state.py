@@ -19,7 +19,7 @@ import torch
 
 from opkit.contract.calls.cases import Case
 from opkit.contract.compare.rounding import beyond_rounding, observe, seed_torch
-from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.outcome import CallOutcome
 from opkit.contract.observed.randomness import ever_random, is_random
 from opkit.contract.prop import CallRefused, Remark, Violation
 from opkit.contract.subject import Subject
@@ -29,7 +29,7 @@ _ODD_SEED = 0x5EED0DD
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class StateItem:
     """One piece of global state.
 
     Attributes:
@@ -106,33 +106,33 @@ def _put_backends(value: tuple[Any, ...]) -> None:
 
 
 STATE = (
-    Item("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Item("the default device", torch.get_default_device, lambda _: torch.set_default_device(None)),
-    Item("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    Item("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    Item("the number of threads", torch.get_num_threads, torch.set_num_threads),
-    Item("deterministic mode", _deterministic, lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1])),
-    Item("the matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    Item("autocast", _autocast, _put_autocast),
-    Item("torch.backends", _backends, _put_backends),
-    Item("flushing of denormals to zero", _flushes, torch.set_flush_denormal),
-    Item("the rounding mode", _rounding, lambda _: None),
-    Item("Python's random generator", random.getstate, random.setstate, shown=False),
-    Item("numpy's global random generator", _numpy, _put_numpy, shown=False),
-    Item("numpy's handling of errors", np.geterr, lambda v: np.seterr(**v)),
-    Item("the working directory", os.getcwd, os.chdir),
-    Item("the garbage collector", gc.isenabled, lambda v: gc.enable() if v else gc.disable()),
-    Item("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
-    Item("the environment", lambda: dict(os.environ), _put_environment, settles=True, shown=False),
-    Item("the warnings filters", lambda: list(warnings.filters), _put_filters, settles=True, shown=False),
+    StateItem("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    StateItem("the default device", torch.get_default_device, lambda _: torch.set_default_device(None)),
+    StateItem("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    StateItem("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    StateItem("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    StateItem("deterministic mode", _deterministic, lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1])),
+    StateItem("the matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    StateItem("autocast", _autocast, _put_autocast),
+    StateItem("torch.backends", _backends, _put_backends),
+    StateItem("flushing of denormals to zero", _flushes, torch.set_flush_denormal),
+    StateItem("the rounding mode", _rounding, lambda _: None),
+    StateItem("Python's random generator", random.getstate, random.setstate, shown=False),
+    StateItem("numpy's global random generator", _numpy, _put_numpy, shown=False),
+    StateItem("numpy's handling of errors", np.geterr, lambda v: np.seterr(**v)),
+    StateItem("the working directory", os.getcwd, os.chdir),
+    StateItem("the garbage collector", gc.isenabled, lambda v: gc.enable() if v else gc.disable()),
+    StateItem("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
+    StateItem("the environment", lambda: dict(os.environ), _put_environment, settles=True, shown=False),
+    StateItem("the warnings filters", lambda: list(warnings.filters), _put_filters, settles=True, shown=False),
 )
 """What a call must leave as it finds it."""
 
-_TORCH_SEED = Item("the seed of torch's generator", torch.initial_seed, torch.manual_seed)
+_TORCH_SEED = StateItem("the seed of torch's generator", torch.initial_seed, torch.manual_seed)
 
 
 @contextlib.contextmanager
-def _watched(items: tuple[Item, ...]) -> Generator[None]:
+def _watched(items: tuple[StateItem, ...]) -> Generator[None]:
     """Raise Violation for what changes meanwhile, after putting everything back."""
     before = [item.get() for item in items]
     try:
@@ -177,7 +177,7 @@ def _stir(subject: Subject) -> None:
     seed_torch(subject, _ODD_SEED)
 
 
-def _strict() -> tuple[Item, ...]:
+def _strict() -> tuple[StateItem, ...]:
     return tuple(item for item in STATE if not item.settles)
 
 
@@ -258,7 +258,7 @@ def ignores_state(subject: Subject, case: Case) -> None:
         _on_default_device(subject, case, expected)
 
 
-def _under(subject: Subject, case: Case, expected: Outcome, name: str, setting: Callable[[], Any]) -> None:
+def _under(subject: Subject, case: Case, expected: CallOutcome, name: str, setting: Callable[[], Any]) -> None:
     call = case.make(subject.device)
     try:
         with warnings.catch_warnings(), setting():
@@ -280,7 +280,7 @@ _ADVICE = {
 }
 
 
-def _on_default_device(subject: Subject, case: Case, expected: Outcome) -> None:
+def _on_default_device(subject: Subject, case: Case, expected: CallOutcome) -> None:
     """A kernel for the CPU may rely on where tensors are made, so this is told, and fails nothing."""
     call = case.make(subject.device)
     try:

@@ -14,7 +14,7 @@ from opkit.contract.calls.cases import Call
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """One call's arguments as it left them, and its results: the leaves of what it returned, in order."""
 
     call: Call
@@ -25,11 +25,11 @@ class Outcome:
         """The tensors among the results."""
         return [leaf for leaf in self.results if isinstance(leaf, torch.Tensor)]
 
-    def detached(self) -> Outcome:
+    def detached(self) -> CallOutcome:
         """Copies of all tensors, so that later calls change nothing here."""
         copy = self.call.map(lambda tensor: tensor.detach().clone())
         results = tuple(leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.results)
-        return Outcome(copy, results, None)
+        return CallOutcome(copy, results, None)
 
 
 def leaves(value: Any) -> tuple[Any, ...]:

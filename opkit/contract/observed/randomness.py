@@ -12,7 +12,7 @@ from hypothesis import errors as hypothesis_errors
 
 from opkit.contract.calls.cases import Case, TensorCase
 from opkit.contract.compare.rounding import difference, observe, seed_torch
-from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.outcome import CallOutcome
 from opkit.contract.prop import CallRefused, NotApplicable, Violation
 from opkit.contract.subject import Subject
 
@@ -122,6 +122,6 @@ def check_random(subject: Subject, case: Case) -> None:
 _DRAW = "Draw from torch's own generator: torch.rand, Tensor.bernoulli_, or a seed made by torch.randint."
 
 
-def _stands_still(subject: Subject, case: Case, first: Outcome) -> bool:
+def _stands_still(subject: Subject, case: Case, first: CallOutcome) -> bool:
     later = (subject.call(case.make(subject.device)) for _ in _SEEDS)
     return not any(difference(outcome, first) for outcome in later)

@@ -37,7 +37,7 @@ def _facts(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Snapshot:
+class TensorSnapshot:
     """A tensor, and what it was."""
 
     number: int
@@ -64,10 +64,10 @@ class Snapshot:
         return int(((now != self.bytes) & (self.inside == inside)).sum())
 
 
-def snapshots(call: Call) -> list[Snapshot]:
+def snapshots(call: Call) -> list[TensorSnapshot]:
     """One for each tensor of the call."""
     return [
-        Snapshot(number, each, _facts(each), storage_bytes(each).clone(), each._version, _inside(each))
+        TensorSnapshot(number, each, _facts(each), storage_bytes(each).clone(), each._version, _inside(each))
         for number, each in distinct(call)
     ]
 

@@ -45,7 +45,7 @@ _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so")
 _FOUND: dict[str, type[Exception]] = {"Violation": Violation, "Remark": Remark, "NotApplicable": NotApplicable}
 
 
-class Ended(Exception):
+class ChildEnded(Exception):
     """A child process ended, or had to be ended, before it could say what it found.
 
     Attributes:
@@ -69,7 +69,7 @@ def runs_backward() -> bool:
     _backward()
     try:
         in_child(_backward)
-    except (Ended, RuntimeError):
+    except (ChildEnded, RuntimeError):
         return False
     return True
 
@@ -93,14 +93,14 @@ class Worker:
 
     def __init__(self, question: Callable[[Case], object]) -> None:
         self.question = question
-        self._life: Life | None = None
+        self._life: ChildProcess | None = None
         self.asked = 0
 
     def ask(self, case: Case, seconds: float = SECONDS, fresh: bool = False) -> str:
         """What the question returns, as text; ``fresh`` asks a new child, which has answered for no other case.
 
         Raises:
-            Ended: the child crashed, exited, or did not finish within ``seconds``; a compiler that it waits for has longer.
+            ChildEnded: the child crashed, exited, or did not finish within ``seconds``; a compiler that it waits for has longer.
             Violation: so did the question, in the child. The same of ``CallRefused``, ``Remark`` and ``NotApplicable``.
             RuntimeError: the question raised something else.
         """
@@ -112,11 +112,11 @@ class Worker:
         except wire.Unwritten:
             return in_child(lambda: self.question(case), seconds)
         if self._life is None or not self._life.send(line):
-            self._life, self.asked = Life(self._serve), 1
+            self._life, self.asked = ChildProcess(self._serve), 1
             self._life.send(line)
         try:
             return self._life.answer(seconds)
-        except Ended:
+        except ChildEnded:
             self._life = None
             raise
 
@@ -128,10 +128,10 @@ class Worker:
 
 def in_child(function: Callable[[], object], seconds: float = SECONDS) -> str:
     """Call ``function`` in a child process of its own; see :meth:`Worker.ask`."""
-    return Life(lambda _, writer: _say(writer, *_found(function))).answer(seconds)
+    return ChildProcess(lambda _, writer: _say(writer, *_found(function))).answer(seconds)
 
 
-class Life:
+class ChildProcess:
     """One child process, from fork to end; it ends with this object at the latest.
 
     Args:
@@ -181,11 +181,11 @@ class Life:
         if said is None:
             busy = _computed(self._child) - before > _BUSY * seconds
             self._finish()
-            raise Ended(f"did not return within {seconds:g} s", hung=True, busy=busy)
+            raise ChildEnded(f"did not return within {seconds:g} s", hung=True, busy=busy)
         if not said.endswith(b"\n"):
             _, status = os.waitpid(self._child, 0)
             self._finish()
-            raise Ended(_ending(status))
+            raise ChildEnded(_ending(status))
         return _answer(said)
 
 
@@ -289,7 +289,7 @@ def _found(function: Callable[[], object]) -> tuple[str, str, str]:
 
 
 def say(writer: int, text: str) -> None:
-    """Say, in a child, what :meth:`Life.answer` returns."""
+    """Say, in a child, what :meth:`ChildProcess.answer` returns."""
     _say(writer, "returned", "", text)
 
 
@@ -326,7 +326,7 @@ def _answer(said: bytes) -> str:
     if kind == "returned":
         return text
     if kind == "left":
-        raise Ended(f"raised {name}, which ends the program")
+        raise ChildEnded(f"raised {name}, which ends the program")
     if kind == "CallRefused":
         raise CallRefused(_error(name, text))
     if name in _FOUND:

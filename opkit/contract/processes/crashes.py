@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from opkit.contract.memory import heap
 from opkit.contract.processes import child
-from opkit.contract.processes.child import Ended, Worker
+from opkit.contract.processes.child import ChildEnded, Worker
 from opkit.contract.prop import CallRefused, NotApplicable, Violation
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Crashes:
         try:
             self._worker.ask(case, self._seconds)
             self._slowest = max(self._slowest, time.monotonic() - started)
-        except Ended as ended:
+        except ChildEnded as ended:
             self._hanging(case, ended) if ended.hung else self._crashing(case, ended)
 
     def _survive(self, case: Case) -> None:
@@ -61,12 +61,12 @@ class Crashes:
             self._subject.run(case).detached()
         heap.inspect()
 
-    def _crashing(self, case: Case, ended: Ended) -> None:
+    def _crashing(self, case: Case, ended: ChildEnded) -> None:
         if len(self._crashed) < _MOST_CRASHED:
             self._crashed[str(case)] = self._blame(case, ended)
             raise Violation(self._crashed[str(case)]) from ended
 
-    def _blame(self, case: Case, ended: Ended) -> str:
+    def _blame(self, case: Case, ended: ChildEnded) -> str:
         """Whether the case by itself ends the process, or what earlier ones have damaged."""
         if self._worker.asked == 1 or (again := self._ending(case)):
             return f"the call {ended}"
@@ -77,13 +77,13 @@ class Crashes:
     def _ending(self, case: Case) -> str:
         try:
             self._worker.ask(case, _PATIENCE, fresh=True)
-        except Ended as again:
+        except ChildEnded as again:
             return str(again)
         except CallRefused:
             return ""
         return ""
 
-    def _hanging(self, case: Case, ended: Ended) -> None:
+    def _hanging(self, case: Case, ended: ChildEnded) -> None:
         if len(self._hung) >= _MOST_HUNG:
             return
         if not self._hung:
@@ -96,7 +96,7 @@ class Crashes:
         """Return if the call would never return, and raise otherwise; a fork can be at fault, and a kernel be slow."""
         try:
             self._worker.ask(case, _PATIENCE, fresh=True)
-        except Ended as again:
+        except ChildEnded as again:
             if not again.hung:
                 return
             self._ask_here(case, again)
@@ -105,7 +105,7 @@ class Crashes:
         self._seconds = _PATIENCE
         raise CallRefused(TimeoutError(f"a call takes more than {child.SECONDS:g} s"))
 
-    def _ask_here(self, case: Case, ended: Ended) -> None:
+    def _ask_here(self, case: Case, ended: ChildEnded) -> None:
         """Raise if a call that only waits in a forked process returns in this one, and in a forked one not even then."""
         if ended.busy or self._lost:
             return
@@ -118,7 +118,7 @@ class Crashes:
     def _waits(self, case: Case) -> bool:
         try:
             self._worker.ask(case, child.SECONDS, fresh=True)
-        except Ended as ended:
+        except ChildEnded as ended:
             return ended.hung
         except CallRefused:
             return False

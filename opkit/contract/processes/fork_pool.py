@@ -22,12 +22,12 @@ from typing import Any
 
 from opkit.contract.calls.cases import Case
 from opkit.contract.processes import child, wire
-from opkit.contract.processes.child import Ended, Life, Worker
+from opkit.contract.processes.child import ChildEnded, ChildProcess, Worker
 from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
-from opkit.contract.search import Found
+from opkit.contract.search import SearchResult
 from opkit.contract.subject import Subject
 
-Ask = Callable[[Property, Sequence[Property]], Found]
+Ask = Callable[[Property, Sequence[Property]], SearchResult]
 
 _MOST = 4  # processes
 _PATIENCE = 300.0  # seconds for one case, which may compile
@@ -45,7 +45,7 @@ def askable(properties: Sequence[Property]) -> list[Property]:
     return [prop for prop in properties if not prop.backward]
 
 
-class Lanes:
+class ForkPool:
     """Forked processes that share out properties; one that ends is forked anew.
 
     Args:
@@ -62,9 +62,9 @@ class Lanes:
         self._ask = ask
         self._tickets = _Tickets(len(self._properties))
         self._count = min(_MOST, len(os.sched_getaffinity(0)), len(self._properties)) if properties else 0
-        self._lanes = [_Lane(self._serve) for _ in range(self._count)]
+        self._lanes = [_PoolProcess(self._serve) for _ in range(self._count)]
 
-    def poll(self, seconds: float = _LOOK) -> tuple[Property, Found] | None:
+    def poll(self, seconds: float = _LOOK) -> tuple[Property, SearchResult] | None:
         """One of the properties that are left and what was found of it, where that is known within this time."""
         if not self._lanes:
             return self._answered(self.left[0], self._ask(self.left[0], self.left[1:])) if self.left else None
@@ -74,7 +74,7 @@ class Lanes:
             return self._stuck(late) if late else None
         try:
             said = lane.life.answer(_PATIENCE)
-        except Ended as ended:
+        except ChildEnded as ended:
             return self._crashed(lane, ended)
         return self._said(lane, said)
 
@@ -92,7 +92,7 @@ class Lanes:
         except wire.Unwritten:
             return None
 
-    def _speaking(self, seconds: float) -> _Lane | None:
+    def _speaking(self, seconds: float) -> _PoolProcess | None:
         """A process that has said something, or has ended."""
         held = next((lane for lane in self._lanes if lane.life.ready(0.0)), None)
         if held is not None or not seconds:
@@ -100,7 +100,7 @@ class Lanes:
         ready = select.select([lane.life for lane in self._lanes], [], [], seconds)[0]
         return next((lane for lane in self._lanes if lane.life in ready), None)
 
-    def _said(self, lane: _Lane, said: str) -> tuple[Property, Found] | None:
+    def _said(self, lane: _PoolProcess, said: str) -> tuple[Property, SearchResult] | None:
         if said == _DONE:
             self._lanes.remove(lane)
             return None
@@ -108,12 +108,12 @@ class Lanes:
         prop = self._properties[number]
         return self._answered(prop, self._ask(prop, ()) if fields is None else _read(fields))
 
-    def _stuck(self, lane: _Lane) -> tuple[Property, Found]:
+    def _stuck(self, lane: _PoolProcess) -> tuple[Property, SearchResult]:
         lane.life.end()
         prop = self._replaced(lane)
-        return self._answered(prop, Found((), skipped=f"one of its cases did not end within {_PATIENCE:g} s"))
+        return self._answered(prop, SearchResult((), skipped=f"one of its cases did not end within {_PATIENCE:g} s"))
 
-    def _crashed(self, lane: _Lane, ended: Ended) -> tuple[Property, Found] | None:
+    def _crashed(self, lane: _PoolProcess, ended: ChildEnded) -> tuple[Property, SearchResult] | None:
         """Ask again, each case in a child process; where none ends by itself, the case that it ended on is all there is."""
         if not lane.board.asked:  # it ended before it had begun: the others do its part, or this process
             self._lanes.remove(lane)
@@ -125,22 +125,22 @@ class Lanes:
             found = dataclasses.replace(found, skipped="", failure=(case, message))
         return self._answered(prop, found)
 
-    def _replaced(self, lane: _Lane) -> Property:
+    def _replaced(self, lane: _PoolProcess) -> Property:
         """What a process was asking when it ended; another takes its place."""
-        self._lanes[self._lanes.index(lane)] = _Lane(self._serve)
+        self._lanes[self._lanes.index(lane)] = _PoolProcess(self._serve)
         return self._properties[lane.board.number]
 
-    def _answered(self, prop: Property, found: Found) -> tuple[Property, Found]:
+    def _answered(self, prop: Property, found: SearchResult) -> tuple[Property, SearchResult]:
         self.left.remove(prop)
         return prop, found
 
 
-class _Lane:
+class _PoolProcess:
     """One forked process, and what it writes down."""
 
     def __init__(self, serve: Callable[[_Board, int], None]) -> None:
         self.board = board = _Board()
-        self.life = Life(lambda _, writer: serve(board, writer), silent=False)
+        self.life = ChildProcess(lambda _, writer: serve(board, writer), silent=False)
         self._asked, self._since = 0, time.monotonic()
 
     def late(self) -> bool:
@@ -216,7 +216,7 @@ def _isolated(prop: Property) -> Callable[[Subject, Case], None]:
             workers.append(Worker(lambda each: prop.check(subject, each)))
         try:
             workers[0].ask(case, _PATIENCE)
-        except Ended as ended:
+        except ChildEnded as ended:
             before = "" if _ends(workers[0], case) else _AFTER
             raise Violation(f"{before}what is asked {ended}") from ended
 
@@ -227,23 +227,23 @@ def _ends(worker: Worker, case: Case) -> bool:
     """Whether the case ends a process that was asked no other."""
     try:
         worker.ask(case, _PATIENCE, fresh=True)
-    except Ended:
+    except ChildEnded:
         return True
     except (Violation, CallRefused, Remark, NotApplicable, RuntimeError):
         return False
     return False
 
 
-def _written(found: Found) -> dict[str, Any]:
+def _written(found: SearchResult) -> dict[str, Any]:
     fields: dict[str, Any] = {each.name: getattr(found, each.name) for each in dataclasses.fields(found)}
     if found.failure is not None:
         fields["failure"] = (wire.written(found.failure[0]), found.failure[1])
     return fields
 
 
-def _read(fields: dict[str, Any]) -> Found:
+def _read(fields: dict[str, Any]) -> SearchResult:
     failure = fields.pop("failure")
     several = {name: tuple(fields.pop(name)) for name in ("tried", "remarks")}
     refused = tuple((case, why) for case, why in fields.pop("refused"))
     shown = None if failure is None else (wire.read(failure[0]), str(failure[1]))
-    return Found(**several, refused=refused, failure=shown, **fields)
+    return SearchResult(**several, refused=refused, failure=shown, **fields)

@@ -46,7 +46,7 @@ def check_first(subject: Subject, case: Case) -> None:
     started = time.monotonic()
     try:
         worker.ask(case, _LONGEST)
-    except child.Ended as ended:  # memory.crash is about that
+    except child.ChildEnded as ended:  # memory.crash is about that
         raise CallRefused(ended) from ended
     if time.monotonic() - started > _LONG:
         raise NotApplicable("its first call takes long")

@@ -18,7 +18,7 @@ from opkit.contract.calls.histories import History, histories
 from opkit.contract.calls.specs import Drawing
 from opkit.contract.compare.rounding import beyond_rounding, difference, observe, quietly
 from opkit.contract.observed import concurrency, devices, elementwise, global_state, randomness
-from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.outcome import CallOutcome
 from opkit.contract.processes import fresh_process as pristine
 from opkit.contract.prop import CallRefused, Property, Remark, Violation, drawn
 from opkit.contract.subject import Subject
@@ -48,13 +48,13 @@ def _deterministic(subject: Subject, case: Case) -> None:
     _expect(subject, case, _later(subject, case), kept, "the same call at another time of day: ")
 
 
-def _later(subject: Subject, case: Case) -> Outcome:
+def _later(subject: Subject, case: Case) -> CallOutcome:
     now = time.time() + _LATER
     with mock.patch("time.time", return_value=now), mock.patch("time.time_ns", return_value=int(now * 1e9)):
         return observe(subject, case)
 
 
-def _expect(subject: Subject, case: Case, ours: Outcome, kept: Outcome, when: str) -> None:
+def _expect(subject: Subject, case: Case, ours: CallOutcome, kept: CallOutcome, when: str) -> None:
     """Demand equal bits; where threads may add up in any order, equal numbers."""
     found = difference(ours, kept)
     if not found:
@@ -78,7 +78,7 @@ def _reorders(subject: Subject, case: Case) -> bool:
         torch.set_num_threads(threads)
 
 
-def _still(first: Outcome, kept: Outcome) -> None:
+def _still(first: CallOutcome, kept: CallOutcome) -> None:
     if found := difference(first, kept):
         raise Violation(
             f"a later call changes an earlier one's: {found} when it was returned. Return memory that no other call uses."
@@ -100,7 +100,7 @@ def _history(subject: Subject, case: Case) -> None:
     _expect(subject, case, observe(subject, case), kept, f"after calls of {_listed(between)}: ")
 
 
-def _observed(subject: Subject, case: Case) -> Outcome | None:
+def _observed(subject: Subject, case: Case) -> CallOutcome | None:
     try:
         return observe(subject, case).detached()
     except CallRefused:
@@ -187,7 +187,7 @@ def _named(subject: Subject, case: Case) -> None:
         raise Violation(f"with arguments given by name, in another order, {found} otherwise.")
 
 
-def _of_results(ours: Outcome, expected: Outcome) -> str:
+def _of_results(ours: CallOutcome, expected: CallOutcome) -> str:
     return difference(dataclasses.replace(ours, call=Call((), {})), dataclasses.replace(expected, call=Call((), {})))
 
 

@@ -16,7 +16,7 @@ from opkit.contract.calls.cases import Case
 from opkit.contract.calls.fills import ORDINARY
 from opkit.contract.calls.layouts import LAYOUTS
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.observed.outcome import Outcome, described
+from opkit.contract.observed.outcome import CallOutcome, described
 from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation, drawn, swept
 from opkit.contract.subject import Subject
 from opkit.contract.traced import fakes, symbols
@@ -45,7 +45,7 @@ def _compares(difference: Difference) -> Callable[[Subject, Case], None]:
     return check
 
 
-def _paired(real: Outcome, fake: Outcome) -> Iterator[tuple[str, Any, Any]]:
+def _paired(real: CallOutcome, fake: CallOutcome) -> Iterator[tuple[str, Any, Any]]:
     named = zip(fakes.named_tensors(real), fakes.named_tensors(fake), strict=False)
     return ((name, ours, told) for (name, ours), (_, told) in named)
 
@@ -178,7 +178,7 @@ def _elsewhere(subject: Subject, case: Case) -> None:
             )
 
 
-def _devices(name: str, usual: torch.device, real: Outcome | None) -> tuple[torch.device, ...]:
+def _devices(name: str, usual: torch.device, real: CallOutcome | None) -> tuple[torch.device, ...]:
     """Where a result may be: where the kernel puts it, if that is known, or where the arguments are."""
     known = {} if real is None else dict(fakes.named_tensors(real))
     found = known.get(name)
@@ -201,7 +201,7 @@ def _requires_grad(subject: Subject, case: Case) -> None:
         raise refused
 
 
-def _same_need(subset: tuple[int, ...], real: Outcome, fake: Outcome) -> None:
+def _same_need(subset: tuple[int, ...], real: CallOutcome, fake: CallOutcome) -> None:
     for name, ours, told in _paired(real, fake):
         if _tensors(ours, told) and ours.requires_grad != told.requires_grad:
             needs = " and ".join(f"tensor {number}" for number in subset) or "no tensor"

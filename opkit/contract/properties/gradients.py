@@ -16,7 +16,7 @@ from opkit.contract.observed.outcome import bits
 from opkit.contract.prop import CallRefused, NotApplicable, Property, Violation
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
-from opkit.contract.traced.derivatives import Gradients, Graph
+from opkit.contract.traced.derivatives import AutogradGraph, Gradients
 
 
 def needs_reference(subject: Subject) -> str:
@@ -24,11 +24,11 @@ def needs_reference(subject: Subject) -> str:
     return d.no_candidates(subject) or ("" if subject.reference is not None else "there is no reference")
 
 
-def _comparable(ours: Graph, reference: Graph) -> bool:  # where not, ``numbers`` says so
+def _comparable(ours: AutogradGraph, reference: AutogradGraph) -> bool:  # where not, ``numbers`` says so
     return [o.shape for o in ours.outputs] == [o.shape for o in reference.outputs]
 
 
-def _both(subject: Subject, case: Case) -> tuple[Graph, Graph, Gradients, Gradients, tuple[int, ...]]:
+def _both(subject: Subject, case: Case) -> tuple[AutogradGraph, AutogradGraph, Gradients, Gradients, tuple[int, ...]]:
     numbers = d.candidates(subject, case)
     reference, narrow, wide = d.expected(subject, case, numbers)
     if not reference.attached:
@@ -39,7 +39,7 @@ def _both(subject: Subject, case: Case) -> tuple[Graph, Graph, Gradients, Gradie
     return ours, reference, narrow, wide, numbers
 
 
-def _backward(subject: Subject, case: Case, graph: Graph, numbers: Sequence[int]) -> Gradients:
+def _backward(subject: Subject, case: Case, graph: AutogradGraph, numbers: Sequence[int]) -> Gradients:
     """The operator's gradients, where the reference has some: only a plain "not implemented" is a refusal."""
     try:
         return graph.vjp(d.incoming(graph))
@@ -79,7 +79,12 @@ def _lost(subject: Subject, case: Case) -> None:
 
 
 def _how_lost(
-    subject: Subject, case: Case, number: int, mine: torch.Tensor | None, ours: Graph, right: torch.Tensor | None
+    subject: Subject,
+    case: Case,
+    number: int,
+    mine: torch.Tensor | None,
+    ours: AutogradGraph,
+    right: torch.Tensor | None,
 ) -> str:
     seen = "no result requires grad" if not ours.attached else "its gradient is None" if mine is None else "it is zero"
     return (
@@ -158,7 +163,12 @@ def _linear(subject: Subject, case: Case) -> None:
 
 
 def _additive(
-    subject: Subject, case: Case, graph: Graph, numbers: Sequence[int], first: Gradients, grads: Sequence[torch.Tensor]
+    subject: Subject,
+    case: Case,
+    graph: AutogradGraph,
+    numbers: Sequence[int],
+    first: Gradients,
+    grads: Sequence[torch.Tensor],
 ) -> None:
     """What results contribute one by one, where zeros come in for all others, adds up."""
     if len(graph.attached) < 2:
@@ -191,7 +201,7 @@ def _undefined(subject: Subject, case: Case) -> None:
         _equal(subject, case, numbers, got, graph.vjp(zeros), grads, where, "zeros")
 
 
-def _told(graph: Graph, grads: Sequence[torch.Tensor | None], where: str) -> Gradients:
+def _told(graph: AutogradGraph, grads: Sequence[torch.Tensor | None], where: str) -> Gradients:
     try:
         return graph.vjp(grads)
     except Exception as error:
@@ -233,7 +243,7 @@ def _pure(subject: Subject, case: Case) -> None:
     _equal(subject, case, numbers, first, kept, grads, "after another backward call, in the same memory,", "that call")
 
 
-def _watched(graph: Graph, grads: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+def _watched(graph: AutogradGraph, grads: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """Tensors that a backward may read, and may not write to."""
     arguments = [(f"tensor argument {n}", t) for n, t in enumerate(graph.call.tensors())]
     results = [(f"result {n}", t) for n, t in enumerate(graph.outputs)]
@@ -276,7 +286,7 @@ def _interleaved(
     _equal(subject, case, numbers, _told(first, grads, where), plain, grads, where, "a call that is alone")
 
 
-def _unless_found_out(graph: Graph, grads: Sequence[torch.Tensor], where: str) -> Gradients | None:
+def _unless_found_out(graph: AutogradGraph, grads: Sequence[torch.Tensor], where: str) -> Gradients | None:
     """The gradients, or None where torch raises, as it should, since a tensor that was saved has been modified."""
     try:
         return graph.vjp(grads)
@@ -286,7 +296,7 @@ def _unless_found_out(graph: Graph, grads: Sequence[torch.Tensor], where: str) -
         raise Violation(f"{where}, the backward raises {type(error).__name__}: {error}") from error
 
 
-def _changeable(graph: Graph) -> list[tuple[str, int]]:
+def _changeable(graph: AutogradGraph) -> list[tuple[str, int]]:
     return [(name, position) for position, (name, tensor) in enumerate(_watched(graph, ())) if tensor.numel()]
 
 

@@ -16,7 +16,7 @@ from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Vi
 from opkit.contract.properties.gradients import gradient_property
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
-from opkit.contract.traced.derivatives import Graph
+from opkit.contract.traced.derivatives import AutogradGraph
 from opkit.op.torch_private import shares_memory
 
 _SLIPS = (TypeError, AttributeError, LookupError, NameError, ValueError, ArithmeticError)
@@ -120,7 +120,7 @@ def _no_grad(subject: Subject, case: Case) -> None:
     _compare_results(d.trace(subject, case, numbers), plain, "where gradients are required")
 
 
-def _within(subject: Subject, case: Case, numbers: Sequence[int], name: str) -> Graph:
+def _within(subject: Subject, case: Case, numbers: Sequence[int], name: str) -> AutogradGraph:
     try:
         return d.trace(subject, case, numbers)
     except CallRefused as refusal:
@@ -130,7 +130,7 @@ def _within(subject: Subject, case: Case, numbers: Sequence[int], name: str) -> 
         raise Violation(f"within torch.{name}() it raises {type(error).__name__}: {error}") from error
 
 
-def _compare_results(graph: Graph, plain: Graph, where: str) -> None:
+def _compare_results(graph: AutogradGraph, plain: AutogradGraph, where: str) -> None:
     if len(graph.outputs) != len(plain.outputs):
         raise Violation(
             f"{where} there are {len(graph.outputs)} floating-point results, otherwise {len(plain.outputs)}"

@@ -14,7 +14,7 @@ from opkit.contract.prop import CallRefused, NotApplicable, Property, Violation,
 from opkit.contract.properties.gradients import gradient_property, needs_reference
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
-from opkit.contract.traced.derivatives import Gradients, Graph
+from opkit.contract.traced.derivatives import AutogradGraph, Gradients
 
 _NARROW = (torch.bfloat16, torch.float16)
 _SIZES = (1025, 1, 257, 3, 65, 17, 513, 2, 0)
@@ -34,7 +34,7 @@ def _skip(subject: Subject) -> str:
     return needs_reference(subject)
 
 
-def _incoming(graph: Graph) -> list[torch.Tensor]:
+def _incoming(graph: AutogradGraph) -> list[torch.Tensor]:
     """Gradients above zero: a sum of positive terms in a narrow dtype ends where they are smaller than its steps."""
     return [each.abs() for each in d.incoming(graph)]
 
@@ -65,14 +65,14 @@ def _check(subject: Subject, case: Case) -> None:
             )
 
 
-def _pulled(graph: Graph, grads: Sequence[torch.Tensor]) -> Gradients:
+def _pulled(graph: AutogradGraph, grads: Sequence[torch.Tensor]) -> Gradients:
     try:
         return graph.vjp([g.to(o.dtype) for g, o in zip(grads, graph.outputs, strict=True)])
     except Exception as error:  # gradients.accepts says whether it may
         raise CallRefused(error) from error
 
 
-def _moved(subject: Subject, case: Case, numbers: Sequence[int], ours: Graph, seed: int) -> Gradients | None:
+def _moved(subject: Subject, case: Case, numbers: Sequence[int], ours: AutogradGraph, seed: int) -> Gradients | None:
     """The reference's gradients in float64 of numbers, and for incoming ones, that are off by a rounding of the case's dtype."""
     generator = torch.Generator().manual_seed(seed)
     unit = torch.finfo(case.dtype or torch.float32).eps / 2
@@ -88,7 +88,7 @@ def _moved(subject: Subject, case: Case, numbers: Sequence[int], ours: Graph, se
                 tensor.copy_(off(tensor))
     try:
         outputs = subject.call(call, subject.reference).tensors()
-        graph = Graph(call, inputs, tuple(o for o in outputs if o.is_floating_point()))
+        graph = AutogradGraph(call, inputs, tuple(o for o in outputs if o.is_floating_point()))
         return graph.vjp([off(g.to(o.dtype)) for g, o in zip(_incoming(ours), graph.outputs, strict=True)])
     except Exception:  # where moved numbers leave what the reference takes, nothing is added to what is allowed
         return None

@@ -14,7 +14,7 @@ from opkit.contract.prop import CallRefused, NotApplicable, Remark, Violation
 from opkit.contract.properties.gradients import gradient_property
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
-from opkit.contract.traced.derivatives import Gradients, Graph
+from opkit.contract.traced.derivatives import AutogradGraph, Gradients
 from opkit.contract.traced.directions import along, direction, inner, size, slope, widened
 
 _ROOM = 20.0  # how much more rounding a second derivative may have than a first
@@ -75,7 +75,7 @@ def _is_own_body(subject: Subject) -> bool:
 # ---- second order ------------------------------------------------------------------------------------------------------
 
 
-def _second_gradients(graph: Graph, grads: Sequence[torch.Tensor]) -> tuple[Gradients, Gradients] | None:
+def _second_gradients(graph: AutogradGraph, grads: Sequence[torch.Tensor]) -> tuple[Gradients, Gradients] | None:
     """Gradients, and gradients of their weighed sum; None where they have no graph."""
     first = graph.vjp(grads, create_graph=True)
     if any(g is not None and type(g.grad_fn).__name__ == "Error" for g in first):
@@ -88,7 +88,7 @@ def _second_gradients(graph: Graph, grads: Sequence[torch.Tensor]) -> tuple[Grad
     return first, list(torch.autograd.grad(outputs, targets, weights, allow_unused=True))
 
 
-def _leaves(graph: Graph) -> list[torch.Tensor]:
+def _leaves(graph: AutogradGraph) -> list[torch.Tensor]:
     return [g.detach().requires_grad_() for g in d.incoming(graph)]
 
 
@@ -158,7 +158,7 @@ def _by_differences(subject: Subject, case: Case, numbers: Sequence[int], found:
             )
 
 
-def _pulled(moved: Graph, grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> float:
+def _pulled(moved: AutogradGraph, grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> float:
     return math.fsum(inner(w, g) for g, w in zip(moved.vjp(grads), weights, strict=True))
 
 

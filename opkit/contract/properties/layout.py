@@ -15,8 +15,8 @@ from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.calls.fills import fill
 from opkit.contract.calls.layouts import WRITABLE
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.compare.compared import Pair, steadily
-from opkit.contract.observed.outcome import Outcome, described, same_bits
+from opkit.contract.compare.compared import ComparedPair, steadily
+from opkit.contract.observed.outcome import CallOutcome, described, same_bits
 from opkit.contract.prop import Property, Violation, drawn, swept
 from opkit.contract.subject import Subject
 
@@ -53,7 +53,7 @@ def _as_contiguous(subject: Subject, case: Case) -> None:
     _same(subject, case, subject.run(case), plain, before, f"where tensor {' and '.join(lying)}")
 
 
-def _same(subject: Subject, case: Case, got: Outcome, plain: Outcome, before: Call, where: str) -> None:
+def _same(subject: Subject, case: Case, got: CallOutcome, plain: CallOutcome, before: Call, where: str) -> None:
     """Compare results, and what was written to, with those of contiguous copies.
 
     Raises:
@@ -73,11 +73,11 @@ def _same(subject: Subject, case: Case, got: Outcome, plain: Outcome, before: Ca
             raise Violation(f"{pair.name} differs {where}: {found}")
 
 
-def _pairs(got: Outcome, plain: Outcome) -> Iterator[Pair]:
+def _pairs(got: CallOutcome, plain: CallOutcome) -> Iterator[ComparedPair]:
     for at, both in enumerate(zip(got.results, plain.results, strict=True)):
-        yield Pair(f"result {at}", ("result", at), *both)
+        yield ComparedPair(f"result {at}", ("result", at), *both)
     for at, both in enumerate(zip(got.call.tensors(), plain.call.tensors(), strict=True)):
-        yield Pair(f"argument tensor {at} afterwards", ("argument", at), *both)
+        yield ComparedPair(f"argument tensor {at} afterwards", ("argument", at), *both)
 
 
 def _partners(case: Case) -> list[tuple[int, int]]:

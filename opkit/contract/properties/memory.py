@@ -18,9 +18,9 @@ from opkit.contract.calls.layouts import WRITABLE
 from opkit.contract.calls.sizes import LARGE
 from opkit.contract.calls.specs import ANYTHING, Drawing
 from opkit.contract.memory import allocator, guarded, heap, poison
-from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.outcome import CallOutcome
 from opkit.contract.observed.snapshots import may_write
-from opkit.contract.processes.child import Ended, Worker, available
+from opkit.contract.processes.child import ChildEnded, Worker, available
 from opkit.contract.processes.crashes import Crashes
 from opkit.contract.prop import CallRefused, NotApplicable, Property, Violation, drawn
 from opkit.contract.properties import memory_gpu
@@ -60,14 +60,14 @@ def _ask(subject: Subject, name: str, question: Callable[[Subject, Case], object
     """Ask in a child process that is kept for the whole search.
 
     Raises:
-        Ended: it crashed.
+        ChildEnded: it crashed.
     """
     if "hangs in a child" in subject.notes:
         raise NotApplicable("a call does not return in a child process: see memory.crash")
     worker = subject.notes.setdefault(name, Worker(functools.partial(question, subject)))
     try:
         worker.ask(case, _PATIENCE)
-    except Ended as ended:
+    except ChildEnded as ended:
         if ended.hung:
             subject.notes["hangs in a child"] = True
             raise NotApplicable(f"a call {ended} in a child process: see memory.crash") from ended
@@ -97,7 +97,7 @@ def _guard_both(subject: Subject, case: Case) -> None:
 def _guard(subject: Subject, case: Case) -> None:
     try:
         _ask(subject, "memory.guard", _guard_both, case)
-    except Ended as ended:
+    except ChildEnded as ended:
         raise Violation(_who_left(subject, case) or f"the call {ended}") from ended
 
 
@@ -123,7 +123,7 @@ def _ends(question: Callable[[Case], object], case: Case) -> bool:
     """Whether a process ends by the question."""
     try:
         Worker(question).ask(case, _PATIENCE, fresh=True)
-    except Ended as ended:
+    except ChildEnded as ended:
         return not ended.hung
     except (CallRefused, RuntimeError):
         return False
@@ -143,7 +143,7 @@ def _read_only_in_child(subject: Subject, case: Case) -> None:
 def _read_only(subject: Subject, case: Case) -> None:
     try:
         _ask(subject, "memory.read_only", _read_only_in_child, case)
-    except Ended as ended:
+    except ChildEnded as ended:
         for number in sorted({number for number, _ in distinct(case.make())} - may_write(subject, case)):
             if _ends(functools.partial(_run_sealed, subject, sealed={number}), case):
                 reason = "it is not declared as written to, and the process ended where it could only be read"
@@ -156,7 +156,7 @@ def _says_what_is_written(subject: Subject) -> str:
     return needs_child(subject) or guarded.missing() or ("" if told else "nothing says what it may write to")
 
 
-def _run_watched(subject: Subject, case: Case, byte: int) -> Outcome:
+def _run_watched(subject: Subject, case: Case, byte: int) -> CallOutcome:
     call = case.make()
     copies = {id(tensor): guarded.watched(tensor, byte) for _, tensor in distinct(call)}
     outcome = subject.call(call.map(lambda tensor: copies[id(tensor)].tensor)).detached()
@@ -177,7 +177,7 @@ def _red_zone_in_child(subject: Subject, case: Case) -> None:
 def _red_zone(subject: Subject, case: Case) -> None:
     try:
         _ask(subject, "memory.red_zone", _red_zone_in_child, case)
-    except Ended as ended:
+    except ChildEnded as ended:
         raise Violation(f"the call {ended} once the memory beside its arguments held other bytes") from ended
 
 
@@ -197,7 +197,7 @@ def _allocations_in_child(subject: Subject, case: Case) -> None:
 def _allocations(subject: Subject, case: Case) -> None:
     try:
         _ask(subject, "memory.allocations", _allocations_in_child, case)
-    except Ended as ended:
+    except ChildEnded as ended:
         if _lives(subject, case):
             raise Violation(
                 "reads or writes past an end of a result or a workspace: the process ended at the page there, which nobody "
@@ -209,12 +209,12 @@ def _allocations(subject: Subject, case: Case) -> None:
 def _lives(subject: Subject, case: Case) -> bool:
     try:
         Worker(lambda each: subject.run(each).detached()).ask(case, _PATIENCE, fresh=True)
-    except Ended:
+    except ChildEnded:
         return False
     return True
 
 
-def _run_poisoned(run: Callable[[Call], Outcome], case: Case, byte: int) -> Outcome:
+def _run_poisoned(run: Callable[[Call], CallOutcome], case: Case, byte: int) -> CallOutcome:
     call = case.make()
     torch.manual_seed(0)
     with heap.poisoned(byte):
@@ -245,7 +245,7 @@ def _reference_depends(subject: Subject, case: Case) -> bool:
 def _uninitialized(subject: Subject, case: Case) -> None:
     try:
         _ask(subject, "memory.uninitialized", _uninitialized_in_child, case)
-    except Ended as ended:
+    except ChildEnded as ended:
         raise Violation(f"the call {ended} once fresh memory held other bytes") from ended
 
 
@@ -275,7 +275,7 @@ def _leak_in_child(subject: Subject, case: Case) -> None:
 def _leak(subject: Subject, case: Case) -> None:
     try:
         _ask(subject, "memory.leak", _leak_in_child, case)
-    except Ended as ended:
+    except ChildEnded as ended:
         raise Violation(f"one of many equal calls {ended}") from ended
 
 

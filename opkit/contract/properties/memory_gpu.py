@@ -12,7 +12,7 @@ import torch
 
 from opkit.contract.calls.cases import Case
 from opkit.contract.memory import caching, poison
-from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.outcome import CallOutcome
 from opkit.contract.prop import CallRefused, Violation
 from opkit.contract.subject import Subject
 
@@ -22,7 +22,7 @@ _CALLS = 50
 _LEAST = 512  # bytes: what torch's smallest block takes
 
 
-def _beside(subject: Subject, case: Case, value: int) -> Outcome:
+def _beside(subject: Subject, case: Case, value: int) -> CallOutcome:
     torch.manual_seed(0)
     return subject.call(case.make(subject.device, margin=_MARGIN, outside=value)).detached()
 
@@ -38,7 +38,7 @@ def red_zone(subject: Subject, case: Case) -> None:
         raise Violation(f"reads memory beside its arguments: with other numbers there, {found}")
 
 
-def _poisoned(run: Callable[[Case], Outcome], subject: Subject, case: Case, byte: int) -> Outcome:
+def _poisoned(run: Callable[[Case], CallOutcome], subject: Subject, case: Case, byte: int) -> CallOutcome:
     torch.manual_seed(0)
     with caching.poisoned(byte, torch.device(subject.device)):
         return run(case).detached()

@@ -17,10 +17,10 @@ from hypothesis.strategies import SearchStrategy
 from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.calls.fills import EXTREME, NUMERIC, ORDINARY
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.compare.compared import Judge, Pair, pairs
+from opkit.contract.compare.compared import ComparedPair, Judge, pairs
 from opkit.contract.compare.exact import Expected, expected
 from opkit.contract.compare.special import excused, flushed, zero_signs
-from opkit.contract.observed.outcome import Outcome, described
+from opkit.contract.observed.outcome import CallOutcome, described
 from opkit.contract.prop import CallRefused, Property, Remark, Violation, drawn, swept
 from opkit.contract.subject import Subject
 from opkit.errors import OpkitError
@@ -45,7 +45,7 @@ def needs_reference(subject: Subject) -> str:
     return "" if subject.reference is not None else "there is no reference"
 
 
-def _wanted(found: Expected, got: Outcome) -> Outcome:
+def _wanted(found: Expected, got: CallOutcome) -> CallOutcome:
     """What the reference gives in its dtype; where it has none for that, its exact results in the operator's dtypes."""
     if found.own is not None:
         return found.own
@@ -57,7 +57,7 @@ def _wanted(found: Expected, got: Outcome) -> Outcome:
 
     if len(found.exact.results) != len(got.results):
         return found.exact
-    return Outcome(got.call, tuple(map(cast, found.exact.results, got.results)), None)
+    return CallOutcome(got.call, tuple(map(cast, found.exact.results, got.results)), None)
 
 
 def compare(subject: Subject, case: Case, **how: Any) -> None:
@@ -108,7 +108,7 @@ def _kernels(subject: Subject, case: Case) -> None:
 def _extreme(subject: Subject, case: Case) -> None:
     flushes = any(tensor.fill in _FLUSHED for tensor in case.tensors())
 
-    def alternates(pair: Pair) -> Iterator[Any]:
+    def alternates(pair: ComparedPair) -> Iterator[Any]:
         if flushes:
             yield pair.of(flushed(subject, case))
 

@@ -14,8 +14,8 @@ import torch
 from opkit.contract.calls.arguments import distinct, owners, places
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.calls.specs import ANYTHING
-from opkit.contract.observed.outcome import Outcome, described, leaves
-from opkit.contract.observed.snapshots import Snapshot, may_write, snapshots
+from opkit.contract.observed.outcome import CallOutcome, described, leaves
+from opkit.contract.observed.snapshots import TensorSnapshot, may_write, snapshots
 from opkit.contract.prop import CallRefused, Property, Remark, Violation, drawn
 from opkit.contract.subject import Subject
 from opkit.errors import AliasError, MutationError, MutationUnknownError, OutputError
@@ -25,7 +25,7 @@ _ENOUGH = 30  # calls in which something that is declared must happen once
 _TORCH_TELLS = "may not alias any inputs to this custom operator"  # of torch 2.11 to 2.13, for torch.library.custom_op
 
 
-def _called(subject: Subject, call: Call, told: tuple[type[Exception], ...]) -> Outcome:
+def _called(subject: Subject, call: Call, told: tuple[type[Exception], ...]) -> CallOutcome:
     """Call the operator; what opkit or torch itself finds out about it at a call is a violation."""
     try:
         return subject.call(call)
@@ -73,7 +73,7 @@ def _mutation(subject: Subject, case: Case, margin: int, note: str) -> None:
         )
 
 
-def _unchanged(each: Snapshot, place: str, allowed: set[int] | None) -> None:
+def _unchanged(each: TensorSnapshot, place: str, allowed: set[int] | None) -> None:
     written = allowed is not None and each.number in allowed
     beside = each.bytes_changed(False)
     resized = written and each.tensor.shape != each.facts["shape"]  # which brings it what lay beside it
@@ -149,7 +149,7 @@ def _shared(a: torch.Tensor, b: torch.Tensor) -> bool:
     return first != 0 and first < last and begin < end and a.device == b.device
 
 
-def _aliases(outcome: Outcome, case: Case) -> dict[tuple[int, int, bool], str]:
+def _aliases(outcome: CallOutcome, case: Case) -> dict[tuple[int, int, bool], str]:
     """Results that share memory with an argument, or with an earlier result."""
     results = [(i, each) for i, each in enumerate(outcome.results) if isinstance(each, torch.Tensor) and _strided(each)]
     found: dict[tuple[int, int, bool], str] = {}
@@ -194,7 +194,7 @@ def _decomposes(subject: Subject) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(subject.overload.name(), "CompositeImplicitAutograd")
 
 
-def _promised(subject: Subject, case: Case, outcome: Outcome, key: tuple[int, int, bool]) -> bool:
+def _promised(subject: Subject, case: Case, outcome: CallOutcome, key: tuple[int, int, bool]) -> bool:
     """Whether the schema says of a pair that it shares memory."""
     i, other, is_argument = key
     one = _sets(_declared_return(subject, outcome, i))
@@ -205,7 +205,7 @@ def _promised(subject: Subject, case: Case, outcome: Outcome, key: tuple[int, in
     return bool(one) and ("*" in one or bool(one & _sets(argument)))
 
 
-def _declared_return(subject: Subject, outcome: Outcome, leaf: int) -> Any:
+def _declared_return(subject: Subject, outcome: CallOutcome, leaf: int) -> Any:
     """The schema's return that a leaf of the results belongs to."""
     returns = subject.schema.returns
     if len(returns) == 1:

@@ -15,7 +15,7 @@ import torch
 
 from opkit.contract.calls.cases import Case
 from opkit.contract.memory.poison import difference
-from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.outcome import CallOutcome
 from opkit.contract.observed.randomness import is_random
 from opkit.contract.prop import CallRefused, Property, Violation
 from opkit.contract.subject import Subject
@@ -69,7 +69,7 @@ def _agree(subject: Subject, one: Case, other: Case, how: str) -> None:
         raise Violation(f"the same call {how}, gives other results: {found}")
 
 
-def _seeded(subject: Subject, case: Case) -> Outcome:
+def _seeded(subject: Subject, case: Case) -> CallOutcome:
     torch.manual_seed(0)
     return subject.run(case).detached()
 
@@ -91,7 +91,7 @@ def _overloads(subject: Subject, case: Case) -> None:
             raise Violation(f"the overload {name!r} accepts the same arguments, and gives other results")
 
 
-def _close(ours: Outcome, theirs: Outcome) -> bool:
+def _close(ours: CallOutcome, theirs: CallOutcome) -> bool:
     """Whether results agree, as kernels that round otherwise do."""
     pairs = zip(ours.tensors(), theirs.tensors(), strict=False)
     return all(a.shape == b.shape and torch.allclose(*_wide(a, b), 1e-2, 1e-2, equal_nan=True) for a, b in pairs)

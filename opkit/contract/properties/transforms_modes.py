@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.compare.rounding import observe
-from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.outcome import CallOutcome
 from opkit.contract.prop import CallRefused, Property, Remark, Violation
 from opkit.contract.properties.transforms import transform_property
 from opkit.contract.subject import Subject
@@ -52,7 +52,7 @@ def _autocast(subject: Subject, case: Case) -> None:
         _compare(found, wanted, "under torch.autocast", "a call with the arguments cast as declared")
 
 
-def _or_violation(subject: Subject, case: Case, where: str) -> Outcome:
+def _or_violation(subject: Subject, case: Case, where: str) -> CallOutcome:
     try:
         return observe(subject, case)
     except CallRefused as refusal:
@@ -62,7 +62,7 @@ def _or_violation(subject: Subject, case: Case, where: str) -> Outcome:
         raise Remark(f"{where} it raises {refusal}") from refusal
 
 
-def _compare(found: Outcome, wanted: Outcome, where: str, whose: str) -> None:
+def _compare(found: CallOutcome, wanted: CallOutcome, where: str, whose: str) -> None:
     for number, (a, b) in enumerate(zip(found.tensors(), wanted.tensors(), strict=True)):
         if a.dtype != b.dtype or a.shape != b.shape:
             raise Violation(
@@ -75,22 +75,22 @@ def _compare(found: Outcome, wanted: Outcome, where: str, whose: str) -> None:
 # ---- modes -------------------------------------------------------------------------------------------------------------
 
 
-def _innocent_dispatch() -> Any:
+def _identity_dispatch() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Innocent(TorchDispatchMode):
+    class IdentityDispatchMode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    return Innocent()
+    return IdentityDispatchMode()
 
 
-def _innocent_function() -> Any:
-    class Innocent(torch.overrides.TorchFunctionMode):
+def _identity_function() -> Any:
+    class IdentityFunctionMode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    return Innocent()
+    return IdentityFunctionMode()
 
 
 def _hooks() -> Any:
@@ -98,8 +98,8 @@ def _hooks() -> Any:
 
 
 MODES: dict[str, Callable[[], Any]] = {
-    "a TorchDispatchMode that changes nothing": _innocent_dispatch,
-    "a TorchFunctionMode that changes nothing": _innocent_function,
+    "a TorchDispatchMode that changes nothing": _identity_dispatch,
+    "a TorchFunctionMode that changes nothing": _identity_function,
 }
 
 

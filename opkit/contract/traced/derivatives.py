@@ -121,7 +121,7 @@ def subsets(numbers: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Graph:
+class AutogradGraph:
     """A call that was made with gradients required, its inputs that require them, and its differentiable results."""
 
     call: Call
@@ -179,7 +179,7 @@ def _leaf(tensor: torch.Tensor, required: bool, wide: bool) -> torch.Tensor:
 
 def trace(
     subject: Subject, case: Case, numbers: Sequence[int], function: Callable[..., Any] | None = None, wide: bool = False
-) -> Graph:
+) -> AutogradGraph:
     """Call the operator, or ``function``, with gradients required of the tensors ``numbers``.
 
     Raises:
@@ -189,10 +189,10 @@ def trace(
     torch.default_generator.manual_seed(0)  # equal calls draw equal numbers
     outcome = subject.call(call, function)
     outputs = tuple(leaf for leaf in outcome.tensors() if leaf.is_floating_point() or leaf.is_complex())
-    return Graph(call, inputs, outputs)
+    return AutogradGraph(call, inputs, outputs)
 
 
-def incoming(graph: Graph, seed: int = 0) -> list[torch.Tensor]:
+def incoming(graph: AutogradGraph, seed: int = 0) -> list[torch.Tensor]:
     """Random incoming gradients, none of them ones, for every output."""
     generator = torch.Generator().manual_seed(seed + 77)
     return [
@@ -204,7 +204,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
-def forward_only(graph: Graph) -> str:
+def forward_only(graph: AutogradGraph) -> str:
     """Why the operator has no gradients where torch itself says so when they are asked for, or nothing."""
     nodes = {type(o.grad_fn).__name__ if o.grad_fn is not None else "" for o in graph.outputs}
     if nodes and all(name.startswith("WarnNotImplemented") for name in nodes):
@@ -221,7 +221,7 @@ def planned(error: BaseException) -> bool:
     return isinstance(error, NotImplementedError) or type(error).__name__ == "RuleError" or bool(_PLANNED.search(text))
 
 
-def supported(subject: Subject, case: Case) -> tuple[Graph, tuple[int, ...], Gradients, list[torch.Tensor]]:
+def supported(subject: Subject, case: Case) -> tuple[AutogradGraph, tuple[int, ...], Gradients, list[torch.Tensor]]:
     """The graph for every input for which the operator has gradients, their numbers, the gradients, what came in.
 
     Raises:
@@ -242,7 +242,7 @@ def supported(subject: Subject, case: Case) -> tuple[Graph, tuple[int, ...], Gra
 
 def _plain(
     subject: Subject, case: Case, numbers: tuple[int, ...]
-) -> tuple[Graph, tuple[int, ...], Gradients, list[torch.Tensor]]:
+) -> tuple[AutogradGraph, tuple[int, ...], Gradients, list[torch.Tensor]]:
     graph = trace(subject, case, numbers)
     if reason := forward_only(graph):
         raise NotApplicable(reason)
@@ -272,7 +272,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:200]
 
 
-def expected(subject: Subject, case: Case, numbers: Sequence[int]) -> tuple[Graph, Gradients, Gradients]:
+def expected(subject: Subject, case: Case, numbers: Sequence[int]) -> tuple[AutogradGraph, Gradients, Gradients]:
     """The reference's graph, its gradients at the case's dtypes, and those in float64 (the same where that is refused).
 
     Raises:

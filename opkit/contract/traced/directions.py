@@ -121,7 +121,7 @@ def along(
     numbers: Sequence[int],
     number: int,
     u: torch.Tensor,
-    value: Callable[[d.Graph], float],
+    value: Callable[[d.AutogradGraph], float],
 ) -> Callable[[float], float]:
     """``value`` of the operator's results as a function of how far tensor ``number`` is moved along ``u``."""
 
@@ -134,6 +134,6 @@ def along(
         torch.default_generator.manual_seed(0)
         found = subject.call(call)
         outputs = tuple(t for t in found.tensors() if t.is_floating_point() or t.is_complex())
-        return value(d.Graph(call, inputs, outputs))
+        return value(d.AutogradGraph(call, inputs, outputs))
 
     return moved

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.outcome import CallOutcome
 from opkit.contract.prop import CallRefused, NotApplicable
 from opkit.contract.subject import Subject
 from opkit.op import torch_private as private
@@ -102,7 +102,7 @@ def quietly(mode: Any, symbolic: bool = False) -> Generator[None]:
         yield
 
 
-def run_fake(subject: Subject, case: Case, mode: Any = None) -> Outcome:
+def run_fake(subject: Subject, case: Case, mode: Any = None) -> CallOutcome:
     """The operator on fakes of the case's tensors.
 
     Raises:
@@ -113,7 +113,7 @@ def run_fake(subject: Subject, case: Case, mode: Any = None) -> Outcome:
     return call_fake(subject, fake_call(mode, case.make(subject.device)), mode)
 
 
-def call_fake(subject: Subject, call: Call, mode: Any, symbolic: bool = False) -> Outcome:
+def call_fake(subject: Subject, call: Call, mode: Any, symbolic: bool = False) -> CallOutcome:
     """The operator on arguments that are fake already; raises as :func:`run_fake` does."""
     try:
         with quietly(mode, symbolic):
@@ -125,7 +125,7 @@ def call_fake(subject: Subject, call: Call, mode: Any, symbolic: bool = False) -
         raise
 
 
-def call_kernel(subject: Subject, call: Call, mode: Any, key: str) -> Outcome:
+def call_kernel(subject: Subject, call: Call, mode: Any, key: str) -> CallOutcome:
     """The operator's kernel for a dispatch key on fake arguments: what a kernel made of torch's operations would give.
 
     Raises:
@@ -146,14 +146,14 @@ def _nothing_to_check(subject: Subject, error: BaseException) -> str:
     return ""
 
 
-def both(subject: Subject, case: Case) -> tuple[Outcome, Outcome]:
+def both(subject: Subject, case: Case) -> tuple[CallOutcome, CallOutcome]:
     """The operator on real tensors and on fakes of these; properties that are asked of one case share them.
 
     Raises:
         CallRefused: it raised on either.
         NotApplicable: it is no operator of its own, and torch has no fake of something that it calls.
     """
-    known: dict[str, tuple[Outcome, Outcome]] = vars(subject).setdefault("_faked", {})
+    known: dict[str, tuple[CallOutcome, CallOutcome]] = vars(subject).setdefault("_faked", {})
     if len(known) > _MOST_KNOWN:
         known.clear()
     key = repr(case)
@@ -162,7 +162,7 @@ def both(subject: Subject, case: Case) -> tuple[Outcome, Outcome]:
     return known[key]
 
 
-def _both(subject: Subject, case: Case) -> tuple[Outcome, Outcome]:
+def _both(subject: Subject, case: Case) -> tuple[CallOutcome, CallOutcome]:
     try:
         fake = run_fake(subject, case)  # before the kernel, so that it cannot know what the kernel did
     except CallRefused as refusal:
@@ -190,7 +190,7 @@ def shared_memory(named: list[tuple[str, Any]]) -> set[tuple[str, str]]:
     return found
 
 
-def named_tensors(outcome: Outcome) -> list[tuple[str, Any]]:
+def named_tensors(outcome: CallOutcome) -> list[tuple[str, Any]]:
     """The arguments' tensors and all results, with names for messages."""
     arguments = [(f"argument tensor {number}", tensor) for number, tensor in enumerate(outcome.call.tensors())]
     return arguments + [(f"result {number}", leaf) for number, leaf in enumerate(outcome.results)]

@@ -15,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.calls.resizing import at_least_two, other_sizes
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.observed.outcome import Outcome, described
+from opkit.contract.observed.outcome import CallOutcome, described
 from opkit.contract.prop import CallRefused, NotApplicable, Remark, Violation
 from opkit.contract.subject import Subject
 from opkit.contract.traced import fakes
@@ -44,11 +44,11 @@ def cases(subject: Subject) -> SearchStrategy[Case]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class SymbolicTrace:
     """One run with symbolic sizes: the arguments before it, what came out, and what was assumed on the way."""
 
     arguments: tuple[tuple[Any, ...], ...]  # of each tensor sizes, strides and offset, as expressions
-    outcome: Outcome
+    outcome: CallOutcome
     env: Any
 
     def values(self, call: Call) -> dict[Any, int] | None:
@@ -109,7 +109,7 @@ def evaluated(expression: Any, values: dict[Any, int]) -> Any:
     return int(replaced) if replaced.is_Integer else replaced
 
 
-def traced(subject: Subject, case: Case, duck_shape: bool) -> Trace:
+def traced(subject: Subject, case: Case, duck_shape: bool) -> SymbolicTrace:
     """The operator on tensors with symbolic sizes.
 
     Raises:
@@ -118,7 +118,7 @@ def traced(subject: Subject, case: Case, duck_shape: bool) -> Trace:
     mode = fakes.symbolic_mode(duck_shape)
     call = fakes.fake_call(mode, case.make(subject.device), fakes.symbolic_tensor)
     before = tuple(_expressions(tensor) for tensor in call.tensors())
-    return Trace(before, fakes.call_fake(subject, call, mode, symbolic=True), mode.shape_env)
+    return SymbolicTrace(before, fakes.call_fake(subject, call, mode, symbolic=True), mode.shape_env)
 
 
 def check_symbolic(subject: Subject, case: Case) -> None:
@@ -139,7 +139,7 @@ def _equal_sizes(case: Case) -> bool:
     return len(set(large)) < len(large)
 
 
-def _accepted(subject: Subject, found: list[Case]) -> Iterator[tuple[Case, Outcome]]:
+def _accepted(subject: Subject, found: list[Case]) -> Iterator[tuple[Case, CallOutcome]]:
     for case in found:
         try:
             yield case, subject.run(case)
@@ -147,7 +147,7 @@ def _accepted(subject: Subject, found: list[Case]) -> Iterator[tuple[Case, Outco
             continue
 
 
-def _traced(subject: Subject, case: Case, duck_shape: bool) -> Trace:
+def _traced(subject: Subject, case: Case, duck_shape: bool) -> SymbolicTrace:
     try:
         return traced(subject, case, duck_shape)
     except CallRefused as refusal:
@@ -163,7 +163,7 @@ def _traced(subject: Subject, case: Case, duck_shape: bool) -> Trace:
         ) from refusal
 
 
-def _compare(trace: Trace, real: Outcome, first: Case, second: Case) -> bool:
+def _compare(trace: SymbolicTrace, real: CallOutcome, first: Case, second: Case) -> bool:
     """Whether the trace says nothing of the second case; a violation where what it says is wrong."""
     call = second.make()  # what matters is how it lies, not where
     values = trace.values(call)
@@ -210,7 +210,7 @@ def _measures(kernel: torch.Tensor, fake: torch.Tensor) -> Iterator[tuple[str, A
         yield "offset", [kernel.storage_offset()], [fake.storage_offset()]
 
 
-def _constant(subject: Subject, trace: Trace, others: list[Case]) -> None:
+def _constant(subject: Subject, trace: SymbolicTrace, others: list[Case]) -> None:
     """Tell of sizes that are constants wherever the operator is traced."""
     always = trace.constants()
     for other in others[: _CONSTANT_AT - 1]:

@@ -11,8 +11,7 @@ import small_properties as small
 import torch
 
 import opkit
-from opkit.contract.processes import child
-from opkit.contract.processes import fork_pool as lanes
+from opkit.contract.processes import child, fork_pool
 from opkit.contract.prop import CallRefused, Remark, Violation
 from opkit.testing import tensor
 
@@ -147,7 +146,7 @@ def test_a_crash_that_no_case_brings_about_by_itself_is_told_with_the_last_one(c
 
 
 def test_a_case_that_never_ends_is_given_up(check, monkeypatch):
-    monkeypatch.setattr(lanes, "_PATIENCE", 1.0)
+    monkeypatch.setattr(fork_pool, "_PATIENCE", 1.0)
     report = check(forked("a.hangs", lambda subject, case: threading.Event().wait()), forked("b.right"))
     assert named(report.skipped)["a.hangs"].reason == "one of its cases did not end within 1 s"
     assert "b.right" in named(report.passed)
@@ -163,7 +162,7 @@ def test_what_cannot_be_written_is_asked_here(check):
 
 
 def test_processes_that_do_not_begin_leave_everything_to_this_one(check, monkeypatch):
-    monkeypatch.setattr(lanes._Tickets, "take", lambda tickets: os._exit(3))
+    monkeypatch.setattr(fork_pool._Tickets, "take", lambda tickets: os._exit(3))
     report = check(forked("a.here", pids), forked("b.here", pids))
     assert [each.remarks for each in report.passed[1:]] == [(str(HERE),)] * 2
 
