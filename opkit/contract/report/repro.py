@@ -1,4 +1,4 @@
-"""Scripts that run by themselves and show a failure."""
+"""This module writes a stand-alone script that reproduces a failure."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -22,10 +22,10 @@ _FEW = 16  # elements that are written out, in a comment
 
 
 def script(subject: Subject, prop: Property, case: Case) -> str:
-    """A script that calls the operator as ``case`` says, asks the property, and shows how it fails.
+    """Return a script that calls the operator with ``case``, checks the property, and shows how it fails.
 
-    It ends with 1 if the property fails, with 0 if it holds, and with 2 if it cannot be asked: where the source of the operator
-    was not found, a comment says what to fill in.
+    The script's exit status is 1 if the property fails, 0 if it holds, and 2 if it cannot be checked. Where the source of the
+    operator was not found, a comment says what to fill in.
     """
     extraction = Extraction()
     try:
@@ -100,7 +100,7 @@ def _replay(subject: Subject, prop: Property, case: Case, reference: Origin) -> 
 
 
 def _spec(item: Any, value: Any) -> str:
-    """What the argument is drawn from, for properties that draw more; a strategy is the value that it gave."""
+    """Write the argument's spec, for properties that draw more cases; a strategy becomes the value that it drew."""
     if isinstance(item, TensorArgument):
         return _tensor(item)
     if isinstance(item, list) and isinstance(value, (list, tuple)):
@@ -116,12 +116,12 @@ def _tensor(item: TensorArgument) -> str:
 
 
 def _shape(item: TensorArgument) -> str:
-    """The shape alone: an annotation's pattern says its dtypes too."""
+    """Return the shape alone: an annotation's pattern contains its dtypes too."""
     return item.pattern.text
 
 
 def written(value: Any) -> str:
-    """A case, or a value of one, as an expression that a person can read."""
+    """Write a case, or a value of one, as a readable expression."""
     if isinstance(value, (Case, TensorCase)):
         return _dataclass(value)
     if isinstance(value, (list, tuple)):
@@ -146,7 +146,7 @@ def _default(field: Any) -> Any:
 
 
 def _numbers(case: Case) -> str:
-    """The numbers in small tensors, for the reader."""
+    """Write the numbers in small tensors as comments."""
     lines = [
         f"# tensor {number}: {tensor}, {_values(tensor)}"
         for number, tensor in enumerate(case.tensors())
