@@ -45,9 +45,9 @@ def test_ends_are_told(act, told):
 
 def test_a_child_that_waits_is_ended():
     worker = Worker(lambda case: None if case == CASE else threading.Event().wait())
-    worker.ask(CASE)  # what the child does first is not counted
+    worker.check(CASE)  # what the child does first is not counted
     with pytest.raises(ChildEnded) as waits:
-        worker.ask(CASE.replace(seed=1), 0.5)
+        worker.check(CASE.replace(seed=1), 0.5)
     assert waits.value.hung
     assert not waits.value.busy
 
@@ -62,10 +62,10 @@ def test_a_child_that_waits_for_a_process_of_its_own_is_given_time(tmp_path):
         return started[0].wait()
 
     worker = Worker(question)
-    worker.ask(CASE)
+    worker.check(CASE)
     end = threading.Timer(0.5, (tmp_path / "go").touch)
     end.start()
-    assert worker.ask(CASE.replace(seed=1), 0.1) == "0"
+    assert worker.check(CASE.replace(seed=1), 0.1) == "0"
     end.join()
 
 
@@ -77,12 +77,12 @@ def test_a_process_that_never_ends_is_no_excuse(monkeypatch):
 
 def test_a_worker_is_one_process_until_it_ends():
     worker = Worker(lambda case: os.getpid() if case == CASE else os.abort())
-    first = worker.ask(CASE)
-    assert first == worker.ask(CASE) != str(os.getpid())
-    assert worker.ask(CASE, fresh=True) != first
+    first = worker.check(CASE)
+    assert first == worker.check(CASE) != str(os.getpid())
+    assert worker.check(CASE, fresh=True) != first
     with pytest.raises(ChildEnded):
-        worker.ask(CASE.replace(seed=1))
-    assert worker.ask(CASE) != first
+        worker.check(CASE.replace(seed=1))
+    assert worker.check(CASE) != first
 
 
 _SOURCE = """void twice(const float *x, float *y, long n) {
@@ -127,5 +127,5 @@ def test_kernels_with_threads_of_their_own_are_passed_over(asked, monkeypatch):
         report = asked("memory", op, args=(tensor("n"),), reference=torch.neg)
     assert report.ok
     assert not report.passed
-    assert "does not in a forked process" in report.skipped[0].reason
+    assert "but not in a forked process" in report.skipped[0].reason
     assert all("see memory.crash" in skipped.reason for skipped in report.skipped[1:])

@@ -133,15 +133,13 @@ def test_a_crash_is_a_failure_with_a_small_case_and_costs_the_others_nothing(che
     report = check(forked("a.crash", crashes_over(6)), *others)
     failure = named(report.failures)["a.crash"]
     assert failure.args[0].shape == (7,)
-    assert "what is asked ended the process with SIGSEGV" in failure.message
+    assert "the check ended the process with SIGSEGV" in failure.message
     assert len(report.passed) == 5
 
 
 def test_a_crash_that_no_case_brings_about_by_itself_is_told_with_the_last_one(check):
     report = check(forked("a.crash", crashes_once([0])), forked("b.right"))
-    assert (
-        "after other calls, what is asked ended the process with SIGABRT" in named(report.failures)["a.crash"].message
-    )
+    assert "after other calls, the check ended the process with SIGABRT" in named(report.failures)["a.crash"].message
     assert "b.right" in named(report.passed)
 
 

@@ -90,7 +90,7 @@ def test_a_property_that_cannot_say_whether_it_applies_is_skipped(only):
         raise RuntimeError("no such attribute")
 
     only([small.made("numbers.right", skip=breaks)])
-    assert check().skipped[0].reason == "could not be asked: RuntimeError: no such attribute"
+    assert check().skipped[0].reason == "could not be checked: RuntimeError: no such attribute"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Numbers in a module's globals that the module's functions change and an operator's functions read."""
+"""This module finds numbers in a module's globals that its functions assign and an operator's functions read."""
 
 # pyright: reportPrivateUsage=false
 
@@ -17,19 +17,19 @@ from opkit.contract.subject import Subject
 
 @dataclasses.dataclass(frozen=True)
 class ModuleState:
-    """One such number."""
+    """A number in a module's globals."""
 
     name: str
     scope: dict[str, Any]
 
     def changed(self) -> Any:
-        """A context in which it has another value."""
+        """Return a context in which it has another value."""
         value = self.scope[self.name]
         return mock.patch.dict(self.scope, {self.name: not value if isinstance(value, bool) else value + 1})
 
 
 def state_of(subject: Subject) -> list[ModuleState]:
-    """The state that the operator's functions read; constants, which no function assigns to, are none.
+    """Return the numbers that the operator's functions read, without constants, which no function assigns.
 
     The functions are its body, reference, kernels, fake implementation and backward, and those of their module that they call.
     """

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -279,7 +278,7 @@ def _interleaved(
     """Another call, of other numbers, between a forward and its backward."""
     first = d.trace(subject, case, numbers)
     try:
-        d.trace(subject, case.map(lambda _, tensor: dataclasses.replace(tensor, seed=tensor.seed + 1)), numbers)
+        d.trace(subject, case.reseeded(), numbers)
     except CallRefused:
         return
     where = "where another call came between forward and backward"

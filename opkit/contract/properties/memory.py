@@ -66,7 +66,7 @@ def _ask(subject: Subject, name: str, question: Callable[[Subject, Case], object
         raise NotApplicable("a call does not return in a child process: see memory.crash")
     worker = subject.notes.setdefault(name, Worker(functools.partial(question, subject)))
     try:
-        worker.ask(case, _PATIENCE)
+        worker.check(case, _PATIENCE)
     except ChildEnded as ended:
         if ended.hung:
             subject.notes["hangs in a child"] = True
@@ -122,7 +122,7 @@ def _dies(subject: Subject, case: Case, only: int, at_end: bool, protection: int
 def _ends(question: Callable[[Case], object], case: Case) -> bool:
     """Whether a process ends by the question."""
     try:
-        Worker(question).ask(case, _PATIENCE, fresh=True)
+        Worker(question).check(case, _PATIENCE, fresh=True)
     except ChildEnded as ended:
         return not ended.hung
     except (CallRefused, RuntimeError):
@@ -208,7 +208,7 @@ def _allocations(subject: Subject, case: Case) -> None:
 
 def _lives(subject: Subject, case: Case) -> bool:
     try:
-        Worker(lambda each: subject.run(each).detached()).ask(case, _PATIENCE, fresh=True)
+        Worker(lambda each: subject.run(each).detached()).check(case, _PATIENCE, fresh=True)
     except ChildEnded:
         return False
     return True

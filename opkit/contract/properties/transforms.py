@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
@@ -13,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from opkit.contract.calls.cases import Call, Case, TensorCase
+from opkit.contract.calls.cases import Call, Case
 from opkit.contract.compare.rounding import observe
 from opkit.contract.observed.outcome import leaves
 from opkit.contract.observed.randomness import is_random
@@ -49,14 +48,10 @@ def _samples(subject: Subject, case: Case, count: int) -> list[list[torch.Tensor
     """The case's tensors ``count`` times, each time with other numbers."""
     found: list[list[torch.Tensor]] = []
     for sample in range(max(count, 1)):
-        other = case.map(lambda _, tensor, k=sample: _seeded(tensor, 10 * k))
+        other = case.reseeded(10 * sample)
         unique = {id(tensor): tensor for tensor in d.cased(other, other.make(subject.device))}
         found.append([*unique.values()])
     return found
-
-
-def _seeded(tensor: TensorCase, step: int) -> TensorCase:
-    return dataclasses.replace(tensor, seed=tensor.seed + step)
 
 
 def _combinations(tensors: Sequence[torch.Tensor]) -> list[tuple[int | None, ...]]:
