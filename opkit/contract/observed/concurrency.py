@@ -160,7 +160,7 @@ def _rounds(subject: Subject, variants: list[Case], expected: list[CallOutcome],
         if not all(map(same_bits, case.make().tensors(), outcome.call.tensors())):
             return 1
     calls = int(_SECONDS / max(seconds, 1e-6) / _THREADS)
-    return max(1, min(calls, _MOST_CALLS) // _CALLS)
+    return max(1, min(calls, _MAX_CALLS) // _CALLS)
 
 
 def _worker(subject: Subject, variants: list[Case], number: int, rounds: int) -> _Worker:

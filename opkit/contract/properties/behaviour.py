@@ -1,4 +1,4 @@
-"""behaviour: a result depends on the arguments' values alone: on no earlier call, other thread, setting or address."""
+"""The group ``behaviour``: results depend on the arguments' values alone, not on calls, threads, settings or addresses."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -19,33 +19,31 @@ from opkit.contract.calls.specs import Drawing
 from opkit.contract.compare.rounding import beyond_rounding, difference, observe, quietly
 from opkit.contract.observed import concurrency, devices, elementwise, global_state, randomness
 from opkit.contract.observed.outcome import CallOutcome
-from opkit.contract.processes import fresh_process as pristine
+from opkit.contract.processes import fresh_process
 from opkit.contract.prop import CallRefused, Property, Remark, Violation, drawn
 from opkit.contract.subject import Subject
 
 _REPEATS = 6
-_LATER = 100_000.5  # seconds: past midnight, and another number in whatever unit the clock is read
+_LATER = 100_000.5  # seconds: past midnight, and another number in any unit of the clock
 _SHIFTS = (1, 2, 3)
 _ROUNDS = 4
-_NOTHING_KEPT = "Nothing that one call leaves behind may reach another."
+_NO_STATE = "A call must not leave state that reaches another call."
 
 
-def _other_numbers(case: Case, by: int = 1, fill: str | None = None) -> Case:
-    def change(_: int, tensor: TensorCase) -> TensorCase:
-        free = fill is not None and tensor.differentiable and tensor.low is None and tensor.high is None
-        return dataclasses.replace(tensor, seed=tensor.seed + by, fill=fill if free else tensor.fill)
-
-    return case.map(change)
+def _with_nan(_: int, tensor: TensorCase) -> TensorCase:
+    bounded = tensor.low is not None or tensor.high is not None
+    return dataclasses.replace(tensor, fill="nan") if tensor.differentiable and not bounded else tensor
 
 
 def _deterministic(subject: Subject, case: Case) -> None:
     first = observe(subject, case)
-    kept = first.detached()
+    copy = first.detached()
     for number in range(2, _REPEATS + 1):
-        _expect(subject, case, observe(subject, case), kept, f"call {number} with equal arguments: ")
-        quietly(subject, _other_numbers(case, number, "nan" if number == 3 else None))
-        _still(first, kept)
-    _expect(subject, case, _later(subject, case), kept, "the same call at another time of day: ")
+        _expect(subject, case, observe(subject, case), copy, f"call {number} with equal arguments: ")
+        other = case.reseeded(number)
+        quietly(subject, other.map(_with_nan) if number == 3 else other)
+        _expect_unchanged(first, copy)
+    _expect(subject, case, _later(subject, case), copy, "the same call at another time of day: ")
 
 
 def _later(subject: Subject, case: Case) -> CallOutcome:
@@ -54,19 +52,19 @@ def _later(subject: Subject, case: Case) -> CallOutcome:
         return observe(subject, case)
 
 
-def _expect(subject: Subject, case: Case, ours: CallOutcome, kept: CallOutcome, when: str) -> None:
-    """Demand equal bits; where threads may add up in any order, equal numbers."""
-    found = difference(ours, kept)
+def _expect(subject: Subject, case: Case, ours: CallOutcome, expected: CallOutcome, when: str) -> None:
+    """Require equal bits, or equal numbers where threads may add up in any order."""
+    found = difference(ours, expected)
     if not found:
         return
     message = f"{when}{found} the first time"
-    if not beyond_rounding(subject, case, ours, kept) and _reorders(subject, case):
+    if not beyond_rounding(subject, case, ours, expected) and _reorders(subject, case):
         raise Remark(f"{message}: the rounding of sums in another order")
-    raise Violation(f"{message}. {_NOTHING_KEPT}")
+    raise Violation(f"{message}. {_NO_STATE}")
 
 
 def _reorders(subject: Subject, case: Case) -> bool:
-    """Whether it is threads that make rounding differ: on a GPU unless torch forbids it, on a CPU where one thread never does."""
+    """Return whether threads make rounding differ: on a GPU unless torch forbids it, on a CPU if one thread never differs."""
     if torch.device(subject.device).type != "cpu":
         return not torch.are_deterministic_algorithms_enabled()
     threads = torch.get_num_threads()
@@ -78,8 +76,8 @@ def _reorders(subject: Subject, case: Case) -> bool:
         torch.set_num_threads(threads)
 
 
-def _still(first: CallOutcome, kept: CallOutcome) -> None:
-    if found := difference(first, kept):
+def _expect_unchanged(first: CallOutcome, copy: CallOutcome) -> None:
+    if found := difference(first, copy):
         raise Violation(
             f"a later call changes an earlier one's: {found} when it was returned. Return memory that no other call uses."
         )
@@ -89,18 +87,18 @@ def _history(subject: Subject, case: Case) -> None:
     between = case.between if isinstance(case, History) else ()
     case = Case(case.args, case.kwargs)
     first = observe(subject, case)
-    kept = first.detached()
-    seen = [_observed(subject, other) for other in between]
-    _still(first, kept)
-    _expect(subject, case, observe(subject, case), kept, f"after a call of {_listed(between)}: ")
-    for other, before in [*zip(between, seen, strict=True)][::-1]:
-        again = _observed(subject, other)
+    copy = first.detached()
+    outcomes = [_outcome_or_none(subject, other) for other in between]
+    _expect_unchanged(first, copy)
+    _expect(subject, case, observe(subject, case), copy, f"after a call of {_listed(between)}: ")
+    for other, before in [*zip(between, outcomes, strict=True)][::-1]:
+        again = _outcome_or_none(subject, other)
         if before is not None and again is not None:
             _expect(subject, other, again, before, f"the call of {other}, made again after other calls: ")
-    _expect(subject, case, observe(subject, case), kept, f"after calls of {_listed(between)}: ")
+    _expect(subject, case, observe(subject, case), copy, f"after calls of {_listed(between)}: ")
 
 
-def _observed(subject: Subject, case: Case) -> CallOutcome | None:
+def _outcome_or_none(subject: Subject, case: Case) -> CallOutcome | None:
     try:
         return observe(subject, case).detached()
     except CallRefused:
@@ -113,7 +111,7 @@ def _listed(cases: tuple[Case, ...]) -> str:
 
 def _values(subject: Subject, case: Case) -> None:
     expected = observe(subject, case).detached()
-    _rewritten(subject, case)
+    _new_numbers_in_old_tensors(subject, case)
     for shift in _SHIFTS:
         shifted = case.make(subject.device).map(lambda tensor, shift=shift: _shifted(tensor, shift))
         ours = observe(subject, shifted).detached()
@@ -124,58 +122,58 @@ def _values(subject: Subject, case: Case) -> None:
 
 
 def _shifted(tensor: torch.Tensor, by: int) -> torch.Tensor:
-    """Equal numbers and strides, at an address that is less aligned."""
+    """Return a tensor of equal numbers and strides at an address that is less aligned."""
     if not tensor.is_contiguous() or tensor.is_neg():
         return tensor
     memory = torch.empty(tensor.numel() + by, dtype=tensor.dtype, device=tensor.device)
     return torch.as_strided(memory, tensor.shape, tensor.stride(), by).copy_(tensor)
 
 
-def _rewritten(subject: Subject, case: Case) -> None:
-    """New numbers in the tensors of an earlier call: whoever remembers a tensor by its address or identity is found out."""
-    used, fresh = case.make(subject.device), _other_numbers(case).make(subject.device)
+def _new_numbers_in_old_tensors(subject: Subject, case: Case) -> None:
+    """Write new numbers to the tensors of an earlier call, which reveals a cache by a tensor's address or identity."""
+    used, fresh = case.make(subject.device), case.reseeded().make(subject.device)
     expected = observe(subject, fresh.map(torch.clone)).detached()
     observe(subject, used)
     for old, new in zip(used.tensors(), fresh.tensors(), strict=True):
         if old is not new:
             old.copy_(new)
     ours = observe(subject, used).detached()
-    if found := beyond_rounding(subject, _other_numbers(case), ours, expected):
+    if found := beyond_rounding(subject, case.reseeded(), ours, expected):
         raise Violation(
             f"after new numbers were written to the tensors of an earlier call, {found} for the same numbers in other tensors. "
-            "Keep nothing by a tensor's address or identity."
+            "Do not cache by a tensor's address or identity."
         )
 
 
 def _arguments(subject: Subject, case: Case) -> None:
-    _named(subject, case)
-    rounds = [_called(subject, _other_numbers(case, by)) for by in range(_ROUNDS)]
+    _keyword_arguments(subject, case)
+    rounds = [_call_and_weak_references(subject, case.reseeded(by)) for by in range(_ROUNDS)]
     if not any(_alive(refs) for refs in rounds):
         return
-    gc.collect(2 if "_keeps" not in subject.__dict__ else 0)  # a full one takes long: one tells of cycles enough
+    gc.collect(2 if "_keeps" not in subject.__dict__ else 0)  # a full collection is slow, and one is enough
     if _alive(rounds[0]) and all(_alive(refs) for refs in rounds):
         subject.__dict__["_keeps"] = True
         raise Violation(
-            f"the arguments of {_ROUNDS} calls all stay in memory after their results are gone. Keep no reference to one."
+            f"the arguments of {_ROUNDS} calls all stay in memory after their results are gone. Do not store a reference to one."
         )
     if any(_alive(refs) for refs in rounds):
         raise Remark("the arguments of the last calls stay in memory until later ones come")
 
 
-def _called(subject: Subject, case: Case) -> list[StorageWeakRef]:
+def _call_and_weak_references(subject: Subject, case: Case) -> list[StorageWeakRef]:
     constants = [leaf for leaf in case.args if isinstance(leaf, torch.Tensor)]
     call = case.make(subject.device)
-    made = [tensor for tensor in call.tensors() if not any(tensor is constant for constant in constants)]
+    created = [tensor for tensor in call.tensors() if not any(tensor is constant for constant in constants)]
     observe(subject, call)
-    return [StorageWeakRef(tensor.untyped_storage()) for tensor in made]
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in created]
 
 
 def _alive(refs: list[StorageWeakRef]) -> bool:
     return any(not ref.expired() for ref in refs)
 
 
-def _named(subject: Subject, case: Case) -> None:
-    """The same call with every argument given by name, the last first."""
+def _keyword_arguments(subject: Subject, case: Case) -> None:
+    """Check that the same call with every argument passed by name, the last first, gives equal results."""
     expected, call = observe(subject, case).detached(), case.make(subject.device)
     names = [] if subject.schema is None else [a.name for a in subject.schema.arguments if not a.kwarg_only]
     if len(names) < len(call.args) or "self" in names:  # a plain callable's parameters may be positional only
@@ -183,12 +181,9 @@ def _named(subject: Subject, case: Case) -> None:
     positional = call.args if not names else ()
     named = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
     ours = observe(subject, Call(positional, dict(reversed(named.items()))))
-    if found := _of_results(ours, expected):
-        raise Violation(f"with arguments given by name, in another order, {found} otherwise.")
-
-
-def _of_results(ours: CallOutcome, expected: CallOutcome) -> str:
-    return difference(dataclasses.replace(ours, call=Call((), {})), dataclasses.replace(expected, call=Call((), {})))
+    without_arguments = (dataclasses.replace(each, call=Call((), {})) for each in (ours, expected))
+    if found := difference(*without_arguments):
+        raise Violation(f"with arguments passed by name, in another order, {found} otherwise.")
 
 
 _property = functools.partial(Property, share=0.3, cost=0.003)
@@ -198,11 +193,11 @@ PROPERTIES: tuple[Property, ...] = (
         "behaviour.first",
         rule="A call returns the same whether it is the first of its process or comes after one with other numbers.",
         defect="a table that the first call for a size fills from its numbers, and that all later ones read",
-        check=pristine.check_first,
+        check=fresh_process.check_first,
         cases=drawn(Drawing(elements=256)),
         share=0.1,
-        cost=0.0,  # before any other calls the operator in this process
-        skip=pristine.cannot_fork,
+        cost=0.0,  # it runs before any other property calls the operator in this process
+        skip=fresh_process.cannot_fork,
         forked=False,
     ),
     _property(

@@ -1,4 +1,4 @@
-"""gradients: what flows back through the operator, of first order. Second order and forward mode are in ``higher``."""
+"""The group ``gradients``: first-order gradients in reverse mode. Second order and forward mode are in ``gradients_higher``."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -23,7 +23,7 @@ def needs_reference(subject: Subject) -> str:
     return d.no_candidates(subject) or ("" if subject.reference is not None else "there is no reference")
 
 
-def _comparable(ours: AutogradGraph, reference: AutogradGraph) -> bool:  # where not, ``numbers`` says so
+def _comparable(ours: AutogradGraph, reference: AutogradGraph) -> bool:  # if not, ``numbers`` reports it
     return [o.shape for o in ours.outputs] == [o.shape for o in reference.outputs]
 
 
@@ -39,12 +39,12 @@ def _both(subject: Subject, case: Case) -> tuple[AutogradGraph, AutogradGraph, G
 
 
 def _backward(subject: Subject, case: Case, graph: AutogradGraph, numbers: Sequence[int]) -> Gradients:
-    """The operator's gradients, where the reference has some: only a plain "not implemented" is a refusal."""
+    """Return the operator's gradients where the reference has some: only a plain "not implemented" is a refusal."""
     try:
         return graph.vjp(d.incoming(graph))
     except Exception as error:
         if d.planned(error):
-            raise d.told(CallRefused(error)) from error
+            raise d.not_applicable_or(CallRefused(error)) from error
         raise Violation(f"the backward raises {type(error).__name__}: {error}") from error
 
 
@@ -57,7 +57,7 @@ def _reference(subject: Subject, case: Case) -> None:
     scale = d.magnitude(d.incoming(ours))
     for number, mine, own, right in zip(numbers, got, narrow, wide, strict=True):
         if d.vanished(mine) and d.clearly_nonzero(right, scale):
-            continue  # gradients.lost says so
+            continue  # gradients.lost reports it
         if wrong := d.mismatch(mine, right, scale, own):
             raise Violation(f"the gradient of {d.argument(subject, case, number)} is not the reference's: {wrong}")
 
@@ -71,13 +71,13 @@ def _lost(subject: Subject, case: Case) -> None:
     try:
         got = ours.vjp(d.incoming(ours))
     except Exception as error:
-        raise d.told(CallRefused(error)) from error
+        raise d.not_applicable_or(CallRefused(error)) from error
     for number, mine, right in zip(numbers, got, wide, strict=True):
         if d.vanished(mine) and d.clearly_nonzero(right, scale):
-            raise Violation(_how_lost(subject, case, number, mine, ours, right))
+            raise Violation(_lost_message(subject, case, number, mine, ours, right))
 
 
-def _how_lost(
+def _lost_message(
     subject: Subject,
     case: Case,
     number: int,
@@ -124,7 +124,7 @@ def _of_subset(
     except Exception as error:
         raise Violation(
             f"with gradients required of {_named(subset)} alone, the backward raises {type(error).__name__}: {error}; with "
-            f"{_named([*known])} it does not. Ask ctx.needs_input_grad which are wanted, and return None for the others."
+            f"{_named([*known])} it does not. Check ctx.needs_input_grad, and return None for inputs that need no gradient."
         ) from error
 
 
@@ -136,9 +136,9 @@ def _named(numbers: Sequence[int]) -> str:
 def _incoming(subject: Subject, case: Case) -> None:
     graph, numbers, _, grads = d.supported(subject, case)
     for name, (fewest, layout) in INCOMING.items():
-        laid = [layout(g) if g.dim() >= fewest and g.numel() else g for g in grads]
-        wanted = graph.vjp([g.clone(memory_format=torch.contiguous_format) for g in laid])
-        got = _told(graph, laid, f"where the incoming gradient is {name}")
+        variants = [layout(g) if g.dim() >= fewest and g.numel() else g for g in grads]
+        wanted = graph.vjp([g.clone(memory_format=torch.contiguous_format) for g in variants])
+        got = _vjp_or_violation(graph, variants, f"where the incoming gradient is {name}")
         _equal(subject, case, numbers, got, wanted, grads, f"where the incoming gradient is {name}", "contiguous")
 
 
@@ -156,7 +156,7 @@ def _linear(subject: Subject, case: Case) -> None:
         if wrong := d.mismatch(mine, right, scale + 5 * d.magnitude([a])):
             raise Violation(
                 f"the gradient of {d.argument(subject, case, number)} is not linear in the incoming one: for 2 a - 3 b, {wrong}. "
-                "The backward must multiply by what comes in."
+                "The backward must multiply by the incoming gradient."
             )
     _additive(subject, case, graph, numbers, first, grads)
 
@@ -169,7 +169,7 @@ def _additive(
     first: Gradients,
     grads: Sequence[torch.Tensor],
 ) -> None:
-    """What results contribute one by one, where zeros come in for all others, adds up."""
+    """Check that the contributions of single results, with zero gradients for all others, add up."""
     if len(graph.attached) < 2:
         return
     parts = [
@@ -177,9 +177,9 @@ def _additive(
     ]
     for position, (number, whole) in enumerate(zip(numbers, first, strict=True)):
         terms = [part[position] for part in parts]
-        given = [term for term in terms if term is not None]
-        total = torch.stack(given).sum(0) if given else None
-        if wrong := d.mismatch(total, whole, len(parts) * (d.magnitude(grads) + d.magnitude(given))):
+        present = [term for term in terms if term is not None]
+        total = torch.stack(present).sum(0) if present else None
+        if wrong := d.mismatch(total, whole, len(parts) * (d.magnitude(grads) + d.magnitude(present))):
             raise Violation(
                 f"the gradient of {d.argument(subject, case, number)} is not the sum of what each result contributes where "
                 f"zeros come in for the others: {wrong}"
@@ -194,13 +194,13 @@ def _undefined(subject: Subject, case: Case) -> None:
             raise NotApplicable("there is one differentiable result")
         return
     for used in graph.attached:
-        where = f"where only result {used} is used, and what comes in for the others is undefined"
+        where = f"where only result {used} is used, and the incoming gradients of the others are undefined"
         zeros = [g if number == used else torch.zeros_like(g) for number, g in enumerate(grads)]
-        got = _told(graph, [g if number == used else None for number, g in enumerate(grads)], where)
+        got = _vjp_or_violation(graph, [g if number == used else None for number, g in enumerate(grads)], where)
         _equal(subject, case, numbers, got, graph.vjp(zeros), grads, where, "zeros")
 
 
-def _told(graph: AutogradGraph, grads: Sequence[torch.Tensor | None], where: str) -> Gradients:
+def _vjp_or_violation(graph: AutogradGraph, grads: Sequence[torch.Tensor | None], where: str) -> Gradients:
     try:
         return graph.vjp(grads)
     except Exception as error:
@@ -221,7 +221,7 @@ def _equal(
     for number, mine, right in zip(numbers, got, wanted, strict=True):
         if wrong := d.mismatch(mine, right, scale):
             raise Violation(
-                f"{where}, the gradient of {d.argument(subject, case, number)} is another than for {than}: {wrong}"
+                f"{where}, the gradient of {d.argument(subject, case, number)} differs from that for {than}: {wrong}"
             )
 
 
@@ -235,15 +235,17 @@ def _pure(subject: Subject, case: Case) -> None:
     for (name, tensor), then in zip(watched, before, strict=True):
         if not torch.equal(bits(tensor), then):
             raise Violation(f"the backward writes to {name}")
-    kept = [None if g is None else g.clone() for g in first]
-    again = _told(graph, grads, "in the second of two backward calls with retain_graph=True")
-    _equal(subject, case, numbers, again, kept, grads, "in the second of two backward calls", "the first")
+    copies = [None if g is None else g.clone() for g in first]
+    again = _vjp_or_violation(graph, grads, "in the second of two backward calls with retain_graph=True")
+    _equal(subject, case, numbers, again, copies, grads, "in the second of two backward calls", "the first")
     graph.vjp([g * 2 + 1 for g in grads])
-    _equal(subject, case, numbers, first, kept, grads, "after another backward call, in the same memory,", "that call")
+    _equal(
+        subject, case, numbers, first, copies, grads, "after another backward call, in the same memory,", "that call"
+    )
 
 
 def _watched(graph: AutogradGraph, grads: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Tensors that a backward may read, and may not write to."""
+    """Return tensors that a backward may read, but not write to."""
     arguments = [(f"tensor argument {n}", t) for n, t in enumerate(graph.call.tensors())]
     results = [(f"result {n}", t) for n, t in enumerate(graph.outputs)]
     return [*arguments, *results, *((f"the gradient that comes in for result {n}", g) for n, g in enumerate(grads))]
@@ -263,30 +265,28 @@ def _saved(subject: Subject, case: Case) -> None:
             continue  # memory that several elements share cannot be written to
         where = f"where {name} was modified in place between forward and backward"
         try:
-            got = _unless_found_out(changed, grads, where)
+            got = _vjp_unless_detected(changed, grads, where)
             if got is not None:
                 _equal(subject, case, numbers, got, plain, grads, where, "what was passed")
         except Violation as violation:
-            raise Violation(
-                f"{violation}. Save tensors with ctx.save_for_backward: it raises in such a case."
-            ) from None
+            raise Violation(f"{violation}. Save tensors with ctx.save_for_backward: it raises in this case.") from None
 
 
 def _interleaved(
     subject: Subject, case: Case, numbers: Sequence[int], plain: Gradients, grads: list[torch.Tensor]
 ) -> None:
-    """Another call, of other numbers, between a forward and its backward."""
+    """Check that another call with other numbers between a forward and its backward changes nothing."""
     first = d.trace(subject, case, numbers)
     try:
         d.trace(subject, case.reseeded(), numbers)
     except CallRefused:
         return
     where = "where another call came between forward and backward"
-    _equal(subject, case, numbers, _told(first, grads, where), plain, grads, where, "a call that is alone")
+    _equal(subject, case, numbers, _vjp_or_violation(first, grads, where), plain, grads, where, "a call that is alone")
 
 
-def _unless_found_out(graph: AutogradGraph, grads: Sequence[torch.Tensor], where: str) -> Gradients | None:
-    """The gradients, or None where torch raises, as it should, since a tensor that was saved has been modified."""
+def _vjp_unless_detected(graph: AutogradGraph, grads: Sequence[torch.Tensor], where: str) -> Gradients | None:
+    """Return the gradients, or None if torch raises, as it should, because a saved tensor was modified."""
     try:
         return graph.vjp(grads)
     except RuntimeError:
@@ -300,7 +300,7 @@ def _changeable(graph: AutogradGraph) -> list[tuple[str, int]]:
 
 
 def _overwrite(tensor: torch.Tensor) -> None:
-    """Other numbers, in place; an index stays one that is in the tensor."""
+    """Change the numbers in place; an index becomes another one that is in the tensor."""
     if tensor.dtype == torch.bool:
         tensor.logical_not_()
     elif tensor.is_floating_point() or tensor.is_complex():

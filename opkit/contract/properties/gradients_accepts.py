@@ -1,4 +1,4 @@
-"""gradients.accepts: a call that works keeps working where gradients are required of it."""
+"""The properties ``gradients.accepts`` and ``gradients.no_grad``: calls work with and without gradients."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -19,7 +19,7 @@ from opkit.contract.traced import derivatives as d
 from opkit.contract.traced.derivatives import AutogradGraph
 from opkit.op.torch_private import shares_memory
 
-_SLIPS = (TypeError, AttributeError, LookupError, NameError, ValueError, ArithmeticError)
+_MISTAKES = (TypeError, AttributeError, LookupError, NameError, ValueError, ArithmeticError)
 _DISAGREES = re.compile(
     r"returned an (invalid gradient|incorrect number of gradients)|number of gradients|"
     r"expected shape|the size of tensor a|is invalid for input of size|shapes cannot be multiplied|"
@@ -28,19 +28,19 @@ _DISAGREES = re.compile(
 )
 
 
-def slip(error: BaseException) -> bool:
-    """Whether an exception is a mistake in the code that was running, and not something that it says on purpose.
+def is_mistake(error: BaseException) -> bool:
+    """Return whether an exception shows a mistake in the code that ran, rather than a deliberate refusal.
 
-    What a ``raise`` says is meant. An exception that Python itself raises, and gradients that torch finds to be of the wrong
-    number, shape or dtype, are not.
+    A ``raise`` statement is deliberate. An exception that Python itself raises is a mistake, and so are gradients whose number,
+    shape or dtype torch rejects.
     """
     if isinstance(error, RuntimeError) and not isinstance(error, (NotImplementedError, RecursionError)):
         return bool(_DISAGREES.search(str(error)))
-    return isinstance(error, _SLIPS) and not _raised(error)
+    return isinstance(error, _MISTAKES) and not _is_from_raise_statement(error)
 
 
-def _raised(error: BaseException) -> bool:
-    """Whether the exception comes from a ``raise`` statement or an ``assert``."""
+def _is_from_raise_statement(error: BaseException) -> bool:
+    """Return whether the exception comes from a ``raise`` statement or an ``assert``."""
     *_, last = [None, *_frames(error)]
     if last is None:
         return False
@@ -60,14 +60,14 @@ def _accepts(subject: Subject, case: Case) -> None:
     everything = d.candidates(subject, case)
     d.trace(subject, case, ())
     singles = [(number,) for number in everything] if len(everything) > 1 else []
-    refusals = [_tried(subject, case, numbers) for numbers in (everything, *singles)]
+    refusals = [_try_gradients(subject, case, numbers) for numbers in (everything, *singles)]
     refused = [refusal for refusal in refusals if refusal is not None]
     if len(refused) == len(refusals):
-        raise d.told(refused[0]) from refused[0]
+        raise d.not_applicable_or(refused[0]) from refused[0]
 
 
-def _tried(subject: Subject, case: Case, numbers: Sequence[int]) -> CallRefused | None:
-    """What the operator says on purpose where gradients are required of ``numbers``, or nothing where all is well."""
+def _try_gradients(subject: Subject, case: Case, numbers: Sequence[int]) -> CallRefused | None:
+    """Return the operator's deliberate refusal if gradients are required of ``numbers``, or None if the call works."""
     step = "the call"
     try:
         graph = d.trace(subject, case, numbers)
@@ -79,18 +79,18 @@ def _tried(subject: Subject, case: Case, numbers: Sequence[int]) -> CallRefused 
         raise
     except Exception as caught:
         error = caught.error if isinstance(caught, CallRefused) else caught
-        if slip(error):
-            raise Violation(_told(numbers, step, error)) from error
+        if is_mistake(error):
+            raise Violation(_message(numbers, step, error)) from error
         return CallRefused(error)
     return None
 
 
-def _told(numbers: Sequence[int], step: str, error: BaseException) -> str:
+def _message(numbers: Sequence[int], step: str, error: BaseException) -> str:
     which = f"tensor{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
     first = (str(error).splitlines() or [""])[0]
     return (
         f"with gradients required of {which}, {step} raises {type(error).__name__}: {first}. Without gradients the call works. "
-        "Where there is no gradient on purpose, raise NotImplementedError."
+        "If it has no gradient on purpose, raise NotImplementedError."
     )
 
 
@@ -110,10 +110,10 @@ def _no_grad(subject: Subject, case: Case) -> None:
                 )
         _compare_results(graph, plain, f"within torch.{name}()")
         arguments = graph.call.tensors()  # a view within no_grad may require grad, as those of torch.unbind do
-        kept = [n for n in graph.attached if not any(shares_memory(graph.outputs[n], t) for t in arguments)]
-        if kept:
+        attached = [n for n in graph.attached if not any(shares_memory(graph.outputs[n], t) for t in arguments)]
+        if attached:
             raise Violation(
-                f"within torch.{name}() result {kept[0]} requires grad: the graph, and all it saved, stays alive"
+                f"within torch.{name}() result {attached[0]} requires grad: the graph, and all it saved, stays alive"
             )
     if not torch.is_grad_enabled():
         raise Violation("gradients are disabled after a call: the operator changes the mode")
@@ -140,7 +140,7 @@ def _compare_results(graph: AutogradGraph, plain: AutogradGraph, where: str) -> 
         if a.dtype != b.dtype:
             raise Violation(f"{where} result {number} is {a.dtype}, otherwise {b.dtype}")
         if wrong := d.mismatch(a, b, scale):
-            raise Violation(f"{where} result {number} is another than where no gradient is: {wrong}")
+            raise Violation(f"{where} result {number} differs from that without gradients: {wrong}")
 
 
 PROPERTIES: tuple[Property, ...] = (

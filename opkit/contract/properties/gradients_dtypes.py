@@ -1,4 +1,4 @@
-"""gradients in narrow dtypes, to what rounding explains: other properties ask in float64 and float32, where formulas show."""
+"""Gradients in narrow dtypes, and of numbers at the limits of a dtype; other properties use ordinary float64 and float32."""
 
 # pyright: reportUnknownMemberType=false
 
@@ -21,21 +21,21 @@ _SIZES = (1025, 1, 257, 3, 65, 17, 513, 2, 0)
 _DRAWN = Drawing(fills=("positive", "normal"), dtypes=_NARROW, largest=max(_SIZES), elements=8192)
 _LEVEL = Drawing(fills=("level", "constant", "zeros"), dtypes=(torch.float32, torch.float64), largest=65, elements=256)
 _NEAR = 1e-3  # of a gradient: where the reference's own is further off, it decides nothing
-_RUNS = 3  # of the reference, with numbers that are off by a rounding
-_ROUNDINGS = 4.0  # of a result, and of what goes into it
+_RUNS = 3  # of the reference, with numbers that are off by one rounding
+_ROUNDINGS = 4.0  # of a result and its inputs
 _OWN = 8.0  # times the reference's own error in the same dtype
-_SMALL = 0.01  # of a rounding of the largest
+_SMALL = 0.01  # of a rounding of the largest number
 
 
 def _skip(subject: Subject) -> str:
-    asked = {dtype for each in subject.spec.tensors() for dtype in each.dtypes or ()}
-    if not asked & {*_NARROW}:
+    listed = {dtype for each in subject.spec.tensors() for dtype in each.dtypes or ()}
+    if not listed & {*_NARROW}:
         return "no argument is of a narrow dtype"
     return needs_reference(subject)
 
 
 def _incoming(graph: AutogradGraph) -> list[torch.Tensor]:
-    """Gradients above zero: a sum of positive terms in a narrow dtype ends where they are smaller than its steps."""
+    """Return positive incoming gradients: a sum in a narrow dtype stops growing once terms are smaller than its steps."""
     return [each.abs() for each in d.incoming(graph)]
 
 
@@ -68,12 +68,12 @@ def _check(subject: Subject, case: Case) -> None:
 def _pulled(graph: AutogradGraph, grads: Sequence[torch.Tensor]) -> Gradients:
     try:
         return graph.vjp([g.to(o.dtype) for g, o in zip(grads, graph.outputs, strict=True)])
-    except Exception as error:  # gradients.accepts says whether it may
+    except Exception as error:  # gradients.accepts checks whether it may
         raise CallRefused(error) from error
 
 
 def _moved(subject: Subject, case: Case, numbers: Sequence[int], ours: AutogradGraph, seed: int) -> Gradients | None:
-    """The reference's gradients in float64 of numbers, and for incoming ones, that are off by a rounding of the case's dtype."""
+    """Return the reference's float64 gradients for numbers and incoming gradients that are off by a rounding of the dtype."""
     generator = torch.Generator().manual_seed(seed)
     unit = torch.finfo(case.dtype or torch.float32).eps / 2
 
@@ -81,23 +81,23 @@ def _moved(subject: Subject, case: Case, numbers: Sequence[int], ours: AutogradG
         signs = torch.randint(2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
         return tensor * (1 + unit * signs)
 
-    call, inputs = d.made(subject, case, numbers, wide=True)
+    call, inputs = d.arguments_requiring_grad(subject, case, numbers, wide=True)
     with torch.no_grad():
-        for tensor in d.cased(case, call):
+        for tensor in d.tensors_of_case(case, call):
             if tensor.is_floating_point() and 0 not in tensor.stride():
                 tensor.copy_(off(tensor))
     try:
         outputs = subject.call(call, subject.reference).tensors()
         graph = AutogradGraph(call, inputs, tuple(o for o in outputs if o.is_floating_point()))
         return graph.vjp([off(g.to(o.dtype)) for g, o in zip(_incoming(ours), graph.outputs, strict=True)])
-    except Exception:  # where moved numbers leave what the reference takes, nothing is added to what is allowed
+    except Exception:  # the reference may not accept the moved numbers: they add nothing to the tolerance
         return None
 
 
 def _beyond(
     got: torch.Tensor | None, own: torch.Tensor | None, exact: torch.Tensor | None, moved: Sequence[torch.Tensor]
 ) -> str:
-    """Where a gradient is off by more than rounding explains, or ""."""
+    """Describe where a gradient is off by more than rounding explains, or return ""."""
     if got is None or own is None or exact is None or got.shape != exact.shape or not moved:
         return ""
     a, b, unit = got.detach().double(), exact.detach().double(), torch.finfo(got.dtype).eps / 2
@@ -126,11 +126,11 @@ def _ties(subject: Subject, case: Case) -> None:
     try:
         found = ours.vjp(grads)
     except Exception as error:
-        raise d.told(CallRefused(error)) from error
+        raise d.not_applicable_or(CallRefused(error)) from error
     scale = d.magnitude(grads)
     for number, mine, own, right in zip(numbers, found, narrow, wide, strict=True):
         if mine is None or own is None or right is None or mine.shape != right.shape:
-            continue  # gradients.lost and gradients.reference say so
+            continue  # gradients.lost and gradients.reference report it
         exact = right.to(own.dtype)
         sure = own.isfinite() & exact.isfinite() & ((own - exact).abs() <= _NEAR * (scale + exact.abs()))
         if wrong := d.mismatch(torch.where(sure, mine, exact), right, scale, own):

@@ -1,4 +1,4 @@
-"""layout: what the operator computes does not depend on how its arguments lie in memory, nor on which memory they share."""
+"""The group ``layout``: results do not depend on the arguments' memory layouts, nor on memory that they share."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -37,7 +37,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _altered(call: Call, before: Call) -> list[bool]:
-    """Which tensors were written to."""
+    """Return for each tensor whether it was written to."""
     return [not same_bits(a, b) for a, b in zip(call.tensors(), before.tensors(), strict=True)]
 
 
@@ -49,12 +49,12 @@ def _as_contiguous(subject: Subject, case: Case) -> None:
     written = _altered(plain.call, before)
     if any(w and t.layout not in WRITABLE for w, t in zip(written, case.tensors(), strict=True)):
         return
-    lying = [f"{at} {t.layout}" for at, t in enumerate(case.tensors()) if t.layout != "contiguous"]
-    _same(subject, case, subject.run(case), plain, before, f"where tensor {' and '.join(lying)}")
+    layouts = [f"{at} {t.layout}" for at, t in enumerate(case.tensors()) if t.layout != "contiguous"]
+    _same(subject, case, subject.run(case), plain, before, f"where tensor {' and '.join(layouts)}")
 
 
 def _same(subject: Subject, case: Case, got: CallOutcome, plain: CallOutcome, before: Call, where: str) -> None:
-    """Compare results, and what was written to, with those of contiguous copies.
+    """Compare results, and arguments that were written to, with those of contiguous copies.
 
     Raises:
         Violation: they differ by more than another order of the same sums explains.
@@ -81,7 +81,7 @@ def _pairs(got: CallOutcome, plain: CallOutcome) -> Iterator[ComparedPair]:
 
 
 def _partners(case: Case) -> list[tuple[int, int]]:
-    """Pairs of tensors that one tensor could be passed for."""
+    """Return pairs of tensors in whose place one tensor could be passed twice."""
     numbered = list(enumerate(case.tensors()))
     pairs = itertools.combinations(numbered, 2)
     return [(i, j) for (i, a), (j, b) in pairs if _alike(a, b) and a.shape == b.shape][:_PAIRS]
@@ -93,8 +93,8 @@ def _alike(a: TensorCase, b: TensorCase) -> bool:
 
 def _twice(subject: Subject, case: Case) -> None:
     for first, second in _partners(case):
-        copies = _put(case, second, case.tensors()[first])
-        once = _put(case, second, dataclasses.replace(case.tensors()[first], same_as=first))
+        copies = _with_tensor(case, second, case.tensors()[first])
+        once = _with_tensor(case, second, dataclasses.replace(case.tensors()[first], same_as=first))
         before = copies.make(subject.device)
         plain = subject.run(copies)
         if any(_altered(plain.call, before)):
@@ -103,7 +103,7 @@ def _twice(subject: Subject, case: Case) -> None:
         _same(subject, copies, subject.run(once), plain, before, where)
 
 
-def _put(case: Case, number: int, tensor: TensorCase) -> Case:
+def _with_tensor(case: Case, number: int, tensor: TensorCase) -> Case:
     return case.map(lambda at, each: tensor if at == number else each)
 
 
@@ -134,25 +134,21 @@ def _one_storage(subject: Subject, case: Case, first: int, second: int, overlap:
     _same(subject, case, subject.call(shared), plain, before, f"where tensors {first} and {second} {how} one storage")
 
 
-def _one_alone(subject: Subject) -> str:
-    return "" if len(subject.spec.tensors()) > 1 else "there are no two tensors"
-
-
-def _any(subject: Subject) -> str:
+def _no_tensor(subject: Subject) -> str:
     return "" if subject.spec.tensors() else "there is no tensor"
 
 
-def _none_written(subject: Subject) -> str:
-    return _one_alone(subject) or (
-        "" if subject.functional else "it writes to an argument: no other may share its memory"
-    )
+def _no_two_tensors(subject: Subject) -> str:
+    if len(subject.spec.tensors()) < 2:
+        return "there are no two tensors"
+    return "" if subject.functional else "it writes to an argument: no other may share its memory"
 
 
 _STRIDES = _layouts("transposed", "strided", "reversed", "channels_last")
 _VIEWS = _layouts("offset", "padded", "negated")
 _EXPANDED = _layouts("expanded", "expanded_last", "overlapping")
 
-_property = functools.partial(Property, check=_as_contiguous, skip=_any, share=0.4, cost=0.002)
+_property = functools.partial(Property, check=_as_contiguous, skip=_no_tensor, share=0.4, cost=0.002)
 
 PROPERTIES = (
     _property(
@@ -183,7 +179,7 @@ PROPERTIES = (
         check=_twice,
         cases=drawn(_PLAIN),
         first=swept(_PLAIN, sizes=_SIZES),
-        skip=_none_written,
+        skip=_no_two_tensors,
         share=0.3,
     ),
     _property(
@@ -193,7 +189,7 @@ PROPERTIES = (
         check=_shared,
         cases=drawn(_PLAIN),
         first=swept(_PLAIN, sizes=_SIZES),
-        skip=_none_written,
+        skip=_no_two_tensors,
         share=0.3,
     ),
 )

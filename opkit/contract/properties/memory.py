@@ -1,4 +1,4 @@
-"""memory: an operator keeps to its own memory, and the process lives."""
+"""The group ``memory``: an operator stays within its own memory, and does not end the process."""
 
 # pyright: reportUnknownMemberType=false
 
@@ -26,25 +26,25 @@ from opkit.contract.prop import CallRefused, NotApplicable, Property, Violation,
 from opkit.contract.properties import memory_gpu
 from opkit.contract.subject import Subject
 
-_PATIENCE = 60.0  # seconds for what is no question of time: a kernel may be compiled by the first call
-_LOOKS = 3  # at whether a reference leaves memory as it is: what it gets need not be fresh
-_WINDOW = 50  # calls between two looks at the heap
-_SLOW = 0.002  # seconds; of slower operators, fewer calls are made
-_LEAST_LEAK = 32  # bytes a call
+_PATIENCE = 60.0  # seconds: generous, since the first call may compile a kernel
+_REFERENCE_RUNS = 3  # of a reference on poisoned memory: it may get memory that is not fresh
+_WINDOW = 50  # calls between two measurements of the heap
+_SLOW = 0.002  # seconds; slower operators get fewer calls
+_MIN_LEAK = 32  # bytes a call
 _ALL_SIZES = dataclasses.replace(ANYTHING, largest=LARGE)
 _WRITABLE = Drawing(layouts=WRITABLE)  # no two elements share memory
 Check = Callable[[Subject, Case], None]
 
 
 def needs_child(subject: Subject) -> str:
-    """Why the operator cannot be called in a child process, or nothing."""
+    """Return why the operator cannot be called in a child process, or ""."""
     if torch.device(subject.device).type != "cpu":
         return "it needs arguments on the CPU: a process that uses a GPU cannot be forked"
-    return "" if available() else "it needs a child process, forked, as Linux has them"
+    return "" if available() else "it needs forked child processes, which Linux has"
 
 
 def _needs(also: Callable[[], str], gpu: bool = False) -> Callable[[Subject], str]:
-    """What keeps a property from being asked: a platform; nothing on a GPU, where it is asked there too."""
+    """Return a ``skip`` for a property that needs a child process and ``also``; on a GPU nothing is needed, with ``gpu``."""
     return lambda subject: "" if gpu and _on_gpu(subject) else needs_child(subject) or also()
 
 
@@ -56,15 +56,15 @@ def _either(cpu: Check, gpu: Check) -> Check:
     return lambda subject, case: (gpu if _on_gpu(subject) else cpu)(subject, case)
 
 
-def _ask(subject: Subject, name: str, question: Callable[[Subject, Case], object], case: Case) -> None:
-    """Ask in a child process that is kept for the whole search.
+def _check_in_child(subject: Subject, name: str, check: Callable[[Subject, Case], object], case: Case) -> None:
+    """Call ``check`` in a child process, which stays for the whole search.
 
     Raises:
         ChildEnded: it crashed.
     """
     if "hangs in a child" in subject.notes:
         raise NotApplicable("a call does not return in a child process: see memory.crash")
-    worker = subject.notes.setdefault(name, Worker(functools.partial(question, subject)))
+    worker = subject.notes.setdefault(name, Worker(functools.partial(check, subject)))
     try:
         worker.check(case, _PATIENCE)
     except ChildEnded as ended:
@@ -96,13 +96,13 @@ def _guard_both(subject: Subject, case: Case) -> None:
 
 def _guard(subject: Subject, case: Case) -> None:
     try:
-        _ask(subject, "memory.guard", _guard_both, case)
+        _check_in_child(subject, "memory.guard", _guard_both, case)
     except ChildEnded as ended:
-        raise Violation(_who_left(subject, case) or f"the call {ended}") from ended
+        raise Violation(_overrun(subject, case) or f"the call {ended}") from ended
 
 
-def _who_left(subject: Subject, case: Case) -> str:
-    """Which argument is left at which end, and by what."""
+def _overrun(subject: Subject, case: Case) -> str:
+    """Describe which argument's memory is left at which end, and whether by a read or a write."""
     for number, _ in distinct(case.make()):
         for at_end, where in ((True, "past the end"), (False, "before the beginning")):
             if not _dies(subject, case, number, at_end, guarded.NOTHING):
@@ -110,8 +110,8 @@ def _who_left(subject: Subject, case: Case) -> str:
             place = places(case)[number]
             if _dies(subject, case, number, at_end, guarded.ANYTHING):
                 return f"the process ends where {place} is aligned to its elements and no further, as x[1:] is"
-            deed = "writes" if _dies(subject, case, number, at_end, guarded.READ) else "reads"
-            return f"{deed} {where} of {place}: the process ended at the page there, which nobody may touch"
+            access = "writes" if _dies(subject, case, number, at_end, guarded.READ) else "reads"
+            return f"{access} {where} of {place}: the process ended at the protected page there"
     return ""
 
 
@@ -119,10 +119,10 @@ def _dies(subject: Subject, case: Case, only: int, at_end: bool, protection: int
     return _ends(lambda each: _run_guarded(subject, each, only, at_end, protection), case)
 
 
-def _ends(question: Callable[[Case], object], case: Case) -> bool:
-    """Whether a process ends by the question."""
+def _ends(function: Callable[[Case], object], case: Case) -> bool:
+    """Return whether a process ends that calls the function on the case."""
     try:
-        Worker(question).check(case, _PATIENCE, fresh=True)
+        Worker(function).check(case, _PATIENCE, fresh=True)
     except ChildEnded as ended:
         return not ended.hung
     except (CallRefused, RuntimeError):
@@ -142,7 +142,7 @@ def _read_only_in_child(subject: Subject, case: Case) -> None:
 
 def _read_only(subject: Subject, case: Case) -> None:
     try:
-        _ask(subject, "memory.read_only", _read_only_in_child, case)
+        _check_in_child(subject, "memory.read_only", _read_only_in_child, case)
     except ChildEnded as ended:
         for number in sorted({number for number, _ in distinct(case.make())} - may_write(subject, case)):
             if _ends(functools.partial(_run_sealed, subject, sealed={number}), case):
@@ -151,9 +151,9 @@ def _read_only(subject: Subject, case: Case) -> None:
         raise Violation(f"the call {ended} where its arguments could only be read") from ended
 
 
-def _says_what_is_written(subject: Subject) -> str:
-    told = subject.schema is not None or subject.reference is not None
-    return needs_child(subject) or guarded.missing() or ("" if told else "nothing says what it may write to")
+def _unknown_writes(subject: Subject) -> str:
+    known = subject.schema is not None or subject.reference is not None
+    return needs_child(subject) or guarded.missing() or ("" if known else "nothing says what it may write to")
 
 
 def _run_watched(subject: Subject, case: Case, byte: int) -> CallOutcome:
@@ -163,7 +163,7 @@ def _run_watched(subject: Subject, case: Case, byte: int) -> CallOutcome:
     for number, tensor in distinct(call):
         copy = copies[id(tensor)]
         where = copy.touched()
-        if where and copy.tensor.shape == tensor.shape:  # resized, it has got what lay beside it
+        if where and copy.tensor.shape == tensor.shape:  # a resized tensor includes memory that was next to it
             raise Violation(f"writes outside of {places(case)[number]}: at {where}")
     return outcome
 
@@ -171,37 +171,36 @@ def _run_watched(subject: Subject, case: Case, byte: int) -> CallOutcome:
 def _red_zone_in_child(subject: Subject, case: Case) -> None:
     found = poison.dependence(case, poison.AROUND, lambda byte: _run_watched(subject, case, byte))
     if found:
-        raise Violation(f"reads memory beside its arguments: with other bytes there, {found}")
+        raise Violation(f"reads memory next to its arguments: with other bytes there, {found}")
 
 
 def _red_zone(subject: Subject, case: Case) -> None:
     try:
-        _ask(subject, "memory.red_zone", _red_zone_in_child, case)
+        _check_in_child(subject, "memory.red_zone", _red_zone_in_child, case)
     except ChildEnded as ended:
-        raise Violation(f"the call {ended} once the memory beside its arguments held other bytes") from ended
+        raise Violation(f"the call {ended} once the memory next to its arguments held other bytes") from ended
 
 
 def _allocations_in_child(subject: Subject, case: Case) -> None:
     call, guard = case.make(), allocator.guard()
     guard.begin()
     try:
-        kept = subject.call(call)  # nothing is freed before the child ends
+        outcome = subject.call(call)  # nothing is freed before the child ends
     finally:
         guard.end()
     where = guard.touched()
     if where:
         raise Violation(f"writes {where} that torch allocated for it: a result, or a workspace")
-    del kept
+    del outcome
 
 
 def _allocations(subject: Subject, case: Case) -> None:
     try:
-        _ask(subject, "memory.allocations", _allocations_in_child, case)
+        _check_in_child(subject, "memory.allocations", _allocations_in_child, case)
     except ChildEnded as ended:
         if _lives(subject, case):
             raise Violation(
-                "reads or writes past an end of a result or a workspace: the process ended at the page there, which nobody "
-                "may touch"
+                "reads or writes past an end of a result or a workspace: the process ended at the protected page there"
             ) from ended
         raise Violation(f"the call {ended}") from ended
 
@@ -228,29 +227,29 @@ def _uninitialized_in_child(subject: Subject, case: Case) -> None:
 
 
 def _reference_depends(subject: Subject, case: Case) -> bool:
-    """Whether the reference's results too are what memory held: torch.empty's are meant to be."""
+    """Return whether the reference's results depend on fresh memory too, as torch.empty's do."""
     reference = subject.reference
     if reference is None:
         return False
     try:
         run = functools.partial(subject.call, function=reference)
-        told = (
-            poison.dependence(case, poison.FRESH, lambda byte: _run_poisoned(run, case, byte)) for _ in range(_LOOKS)
+        return any(
+            poison.dependence(case, poison.FRESH, lambda byte: _run_poisoned(run, case, byte))
+            for _ in range(_REFERENCE_RUNS)
         )
-        return any(told)
     except CallRefused:
         return False
 
 
 def _uninitialized(subject: Subject, case: Case) -> None:
     try:
-        _ask(subject, "memory.uninitialized", _uninitialized_in_child, case)
+        _check_in_child(subject, "memory.uninitialized", _uninitialized_in_child, case)
     except ChildEnded as ended:
         raise Violation(f"the call {ended} once fresh memory held other bytes") from ended
 
 
 def _growth(subject: Subject, case: Case, calls: int) -> int:
-    """By how many bytes the heap grows over so many calls."""
+    """Return the number of bytes by which the heap grows over so many calls."""
     gc.collect()
     before = heap.used()
     for _ in range(calls):
@@ -265,16 +264,16 @@ def _leak_in_child(subject: Subject, case: Case) -> None:
         subject.run(case)
     calls = _WINDOW if time.monotonic() - started < 3 * _SLOW else _WINDOW // 5
     _growth(subject, case, calls // 5)
-    if any(_growth(subject, case, calls) < calls * _LEAST_LEAK for _ in range(2)):
+    if any(_growth(subject, case, calls) < calls * _MIN_LEAK for _ in range(2)):
         return
     steady = _growth(subject, case, 4 * calls)
-    if steady >= 4 * calls * _LEAST_LEAK:
+    if steady >= 4 * calls * _MIN_LEAK:
         raise Violation(f"{steady // (4 * calls)} bytes more are allocated after each call, for {6 * calls} calls")
 
 
 def _leak(subject: Subject, case: Case) -> None:
     try:
-        _ask(subject, "memory.leak", _leak_in_child, case)
+        _check_in_child(subject, "memory.leak", _leak_in_child, case)
     except ChildEnded as ended:
         raise Violation(f"one of many equal calls {ended}") from ended
 
@@ -305,7 +304,7 @@ PROPERTIES = (
         defect="a kernel that changes its input and puts it back: what reads it meanwhile, in another thread, is wrong",
         check=_read_only,
         share=0.5,
-        skip=_says_what_is_written,
+        skip=_unknown_writes,
     ),
     _property(
         "memory.red_zone",

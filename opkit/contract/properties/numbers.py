@@ -1,4 +1,4 @@
-"""numbers: what the operator computes, against its reference."""
+"""The group ``numbers``: the operator's results agree with its reference's."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
@@ -31,22 +31,22 @@ _SMALL = (0, 1, 2, 3, 4, 7, 8, 9, 17)
 _NONE = (0, 1, 3, 2)
 _ENDS = (1, 2, 3, 5, 8, 17)
 _DELIBERATE = (TypeError, ValueError, NotImplementedError, OpkitError)
-_ASKS = re.compile(r"expect|must be|should|support|only|require|not implemented|contiguous|dtype", re.IGNORECASE)
-_MISTAKE = re.compile(  # what Python and torch say of a call that was written wrong
+_REQUIRES = re.compile(r"expect|must be|should|support|only|require|not implemented|contiguous|dtype", re.IGNORECASE)
+_MISTAKE = re.compile(  # messages of Python and torch for a call with wrong arguments
     r"invalid combination of arguments|unsupported operand|positional argument|unexpected keyword|is not (callable|iterable|"
     r"subscriptable)|indices must be|object (is not|does not)|must be real number|cannot be interpreted as"
 )
-_NONE_TAKEN = 20  # calls: an operator that takes none of so many takes none
+_NONE_ACCEPTED = 20  # calls: an operator that accepts none of so many accepts none
 _FLUSHED = ("denormal", "special", "tiny")
 
 
 def needs_reference(subject: Subject) -> str:
-    """Why a property that compares with the reference does not apply, or nothing."""
+    """Return why a property that compares with the reference does not apply, or ""."""
     return "" if subject.reference is not None else "there is no reference"
 
 
 def _wanted(found: Expected, got: CallOutcome) -> CallOutcome:
-    """What the reference gives in its dtype; where it has none for that, its exact results in the operator's dtypes."""
+    """Return the reference's results in its dtype, or if it does not support that, its exact results in the operator's dtypes."""
     if found.own is not None:
         return found.own
     assert found.exact is not None
@@ -71,7 +71,7 @@ def compare(subject: Subject, case: Case, **how: Any) -> None:
     got = subject.run(case)
     judge = Judge(subject, case, found, **how)
     for pair in pairs(subject, got, _wanted(found, got), case):
-        judge.ask(pair)
+        judge.check(pair)
     if found.exact is None:
         raise Remark(f"the reference was compared in its own dtype: in float64 it cannot be run ({found.why})")
 
@@ -92,8 +92,8 @@ def _kernels(subject: Subject, case: Case) -> None:
     def eligible(*args: Any, **kwargs: Any) -> list[str]:
         return [kernel.name for kernel in planning.eligible(operator, *operator.signature.encode(args, kwargs))[0]]
 
-    takes = subject.call(case.make(subject.device), eligible).returned
-    for name in takes:
+    names = subject.call(case.make(subject.device), eligible).returned
+    for name in names:
         try:
             with use_kernel(subject.operator, name):
                 compare(subject, case)
@@ -101,7 +101,7 @@ def _kernels(subject: Subject, case: Case) -> None:
             raise Violation(f"kernel {name!r}: {violation}") from None
         except CallRefused as refusal:
             refusals.append(refusal)
-    if refusals and len(refusals) == len(takes):
+    if refusals and len(refusals) == len(names):
         raise refusals[0]
 
 
@@ -118,7 +118,7 @@ def _extreme(subject: Subject, case: Case) -> None:
 
 
 def _floor(case: Case) -> float:
-    """What may be flushed to zero: the dtypes whose arithmetic is float32's or float64's have the same exponents."""
+    """Return the largest number that may be flushed to zero."""
     found = [torch.finfo(t.dtype).smallest_normal for t in case.tensors() if t.differentiable and t.dtype.itemsize != 1]
     return min(found, default=0.0)
 
@@ -128,7 +128,7 @@ def _empty(subject: Subject, case: Case) -> None:
         return
     sizes = [leaf.numel() for leaf in subject.expect(case).tensors()]
     stale = [torch.full((max(size, 1),), float("nan")) for size in sizes for _ in range(2)]
-    del stale  # memory that is handed out next holds no zeros by chance
+    del stale  # the next memory from the allocator contains no zeros by chance
     compare(subject, case)
 
 
@@ -141,15 +141,15 @@ def _has_integers(subject: Subject) -> str:
 def _integers(subject: Subject, case: Case) -> None:
     if any(not tensor.differentiable and tensor.dtype != torch.bool for tensor in case.tensors()):
         compare(subject, case)
-        if _any_will_do(subject, case):
+        if _accepts_any_integer(subject, case):
             compare(subject, case.map(_at_the_ends))
 
 
-def _any_will_do(subject: Subject, case: Case) -> bool:
-    """Whether integers are neither positions nor sizes: the reference takes larger ones, and its results grow no larger."""
-    given = case.tensors()
+def _accepts_any_integer(subject: Subject, case: Case) -> bool:
+    """Return whether integers are neither positions nor sizes: the reference accepts larger ones and its results keep shape."""
     call = case.make(subject.device)
-    larger = {id(made): _larger(made) for made, each in zip(call.tensors(), given, strict=True) if _unbounded(each)}
+    pairs = zip(call.tensors(), case.tensors(), strict=True)
+    larger = {id(tensor): _larger(tensor) for tensor, each in pairs if _unbounded(each)}
     try:
         found = subject.call(call.map(lambda tensor: larger.get(id(tensor), tensor)), subject.reference)
     except CallRefused:
@@ -172,7 +172,7 @@ def _at_the_ends(number: int, tensor: TensorCase) -> TensorCase:
 
 def _has_scalars(subject: Subject) -> str:
     drawn = [each for each in (*subject.spec.args, *dict(subject.spec.kwargs).values()) if _varies(each)]
-    return needs_reference(subject) or ("" if drawn else "no argument beside tensors varies, and none is optional")
+    return needs_reference(subject) or ("" if drawn else "no argument other than tensors varies, and none is optional")
 
 
 def _varies(item: Any) -> bool:
@@ -192,23 +192,23 @@ def _dtypes(subject: Subject, case: Case) -> None:
 def _accepts(subject: Subject, case: Case) -> None:
     refusal = _refusal(subject, case.make(subject.device), subject.function)
     reference = _refusal(subject, case.make(subject.device), subject.reference)
-    _count(subject, refusal, reference)
+    _raise_if_all_refused(subject, refusal, reference)
     if refusal is None and reference is not None:
         raise Remark(f"it gives a result where the reference raises {reference}")
     if refusal is None or reference is not None:
         return
-    said = f"it raises {refusal}, and the reference gives a result"
-    raise Remark(said) if _deliberate(refusal.error) else Violation(said)
+    message = f"it raises {refusal}, and the reference gives a result"
+    raise Remark(message) if _deliberate(refusal.error) else Violation(message)
 
 
-def _count(subject: Subject, refusal: CallRefused | None, reference: CallRefused | None) -> None:
-    """Raise if the operator has taken nothing of all that the reference took: then nothing is checked at all."""
-    count: dict[str, int] = subject.notes.setdefault("numbers.accepts", {"taken": 0, "refused": 0})
-    count["taken"] += refusal is None
+def _raise_if_all_refused(subject: Subject, refusal: CallRefused | None, reference: CallRefused | None) -> None:
+    """Raise if the operator has refused every call that the reference accepts: then nothing is checked at all."""
+    count: dict[str, int] = subject.notes.setdefault("numbers.accepts", {"accepted": 0, "refused": 0})
+    count["accepted"] += refusal is None
     count["refused"] += refusal is not None and reference is None
-    if count["refused"] >= _NONE_TAKEN and not count["taken"]:
+    if count["refused"] >= _NONE_ACCEPTED and not count["accepted"]:
         raise Violation(
-            f"none of {count['refused']} calls that the reference takes gives a result: it raises {refusal}"
+            f"none of {count['refused']} calls that the reference accepts gives a result: it raises {refusal}"
         )
 
 
@@ -221,11 +221,11 @@ def _refusal(subject: Subject, call: Call, function: Any) -> CallRefused | None:
 
 
 def _deliberate(error: BaseException) -> bool:
-    """Whether the author of the operator, or torch for a dtype, says that it does not take this."""
+    """Return whether the operator's author, or torch for a dtype, refuses the call deliberately."""
     if isinstance(error, TypeError) and _MISTAKE.search(str(error)):
         return False
-    said = isinstance(error, RuntimeError) and _ASKS.search(str(error)) is not None
-    return isinstance(error, _DELIBERATE) or (said and type(error) is RuntimeError)
+    requires = type(error) is RuntimeError and _REQUIRES.search(str(error)) is not None
+    return isinstance(error, _DELIBERATE) or requires
 
 
 _NUMERIC = Drawing(fills=NUMERIC)

@@ -1,4 +1,4 @@
-"""schema: the ways of making one call, by position or by name, with defaults or without, of one overload or another, agree."""
+"""The group ``schema``: equivalent calls agree: by position or by name, with or without defaults, of several overloads."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -22,7 +22,7 @@ from opkit.contract.subject import Subject
 
 
 def _names(subject: Subject) -> list[tuple[str, Any, bool]]:
-    """Each parameter's name, default (or ``inspect.Parameter.empty``), and whether it can be passed in both ways."""
+    """Return each parameter's name, default (or ``inspect.Parameter.empty``), and whether it can be passed by position."""
     empty = inspect.Parameter.empty
     if subject.schema is not None:
         return [
@@ -48,16 +48,16 @@ def _defaults(subject: Subject, case: Case) -> None:
     positional = [each for each in parameters if each[2]]
     if len(case.args) > len(positional):
         return
-    given = {name: value for (name, _, _), value in zip(positional, case.args, strict=False)}
-    named = Case((), (*given.items(), *case.kwargs))
+    by_name = {name: value for (name, _, _), value in zip(positional, case.args, strict=False)}
+    named = Case((), (*by_name.items(), *case.kwargs))
     _agree(subject, case, named, "passed by position, and by keyword")
     optional = {name: default for name, default, _ in parameters if default is not empty}
     if optional:
-        kept = tuple((name, value) for name, value in named.kwargs if name not in optional)
+        required = tuple((name, value) for name, value in named.kwargs if name not in optional)
         _agree(
             subject,
-            Case((), kept),
-            Case((), (*kept, *optional.items())),
+            Case((), required),
+            Case((), (*required, *optional.items())),
             "without optional arguments, and with defaults",
         )
 
@@ -92,7 +92,7 @@ def _overloads(subject: Subject, case: Case) -> None:
 
 
 def _close(ours: CallOutcome, theirs: CallOutcome) -> bool:
-    """Whether results agree, as kernels that round otherwise do."""
+    """Return whether results agree, with a tolerance for kernels that round differently."""
     pairs = zip(ours.tensors(), theirs.tensors(), strict=False)
     return all(a.shape == b.shape and torch.allclose(*_wide(a, b), 1e-2, 1e-2, equal_nan=True) for a, b in pairs)
 
@@ -103,7 +103,7 @@ def _wide(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _floats(subject: Subject) -> dict[Any, str]:
-    """The parameters that take floats, by position and by name."""
+    """Return the parameters that take floats, by position and by name."""
     if subject.schema is not None:
         declared = [(a.name, str(a.type) in ("float", "Optional[float]")) for a in subject.schema.arguments]
     else:
@@ -135,7 +135,7 @@ def _changed(case: Case, change: Callable[[Any, Any], Any]) -> Case:
 
 
 def _whole(value: Any) -> Any:
-    """A float that an integer can stand for."""
+    """Round a float to a nonzero whole number."""
     fractional = type(value) is float and math.isfinite(value)
     return (float(round(value)) or math.copysign(1.0, value)) if fractional else value
 
