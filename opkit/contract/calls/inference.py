@@ -1,4 +1,4 @@
-"""Specs of an operator's arguments, read from its annotations or, where it has none, from its schema."""
+"""This module infers the specs of an operator's arguments from its annotations or, if it has none, from its schema."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -19,7 +19,7 @@ from opkit.op.schema.patterns import TensorPattern
 from opkit.op.schema.signature import OperatorParameter, Signature
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_ANY = "*shape"  # tensors of which nothing is known have equal shapes
+_ANY = "*shape"  # tensors without annotations have equal shapes
 _SCALARS: dict[str, Any] = {
     "int": st.integers(0, 3),
     "float": st.sampled_from([0.5, 1.0, 2.0, 0.25]),
@@ -30,10 +30,10 @@ _SCALARS: dict[str, Any] = {
 
 
 def from_signature(name: str, found: Signature) -> ArgumentSpecs:
-    """Specs from annotations such as ``Float[Tensor, "*batch d"]``.
+    """Infer specs from annotations such as ``Float[Tensor, "*batch d"]``.
 
     Raises:
-        ArgumentError: a parameter without default has a type of which no value can be drawn.
+        ArgumentError: a parameter without default has a type whose values cannot be drawn.
     """
     values = [(parameter, _of_parameter(name, parameter)) for parameter in found.parameters]
     positional = tuple(value for parameter, value in values if not parameter.keyword_only)
@@ -41,7 +41,7 @@ def from_signature(name: str, found: Signature) -> ArgumentSpecs:
 
 
 def from_function(name: str, function: Callable[..., Any]) -> ArgumentSpecs | None:
-    """Specs from a Python function's annotations; None where it has none that an operator could have."""
+    """Infer specs from a Python function's annotations; return None if they are not those of an operator."""
     try:
         found = signature.read(inspect.unwrap(function))
     except (DefinitionError, TypeError, ValueError):
@@ -89,7 +89,7 @@ def _others(pattern: TensorPattern) -> tuple[torch.dtype, ...]:
 
 
 def _near(default: Any) -> Any:
-    """A default, and values beside it: both truth values, and half and double a positive float."""
+    """Return a default and values near it: both truth values, and half and double a positive float."""
     if isinstance(default, bool):
         return st.sampled_from([default, not default])
     if isinstance(default, float) and 0 < default < float("inf"):
@@ -106,10 +106,10 @@ def _scalar(name: str, argument: str, kind: str, annotation: str) -> Any:
 
 
 def from_schema(name: str, schema: Any) -> ArgumentSpecs:
-    """Specs from a dispatcher schema: tensors of equal shapes in every floating dtype, and defaults.
+    """Infer specs from a dispatcher schema: tensors of equal shapes in every floating dtype, and defaults.
 
     Raises:
-        ArgumentError: an argument without default has a type of which no value can be drawn.
+        ArgumentError: an argument without default has a type whose values cannot be drawn.
     """
     values = [(argument, _of_argument(name, argument)) for argument in schema.arguments]
     positional = tuple(value for argument, value in values if not argument.kwarg_only)

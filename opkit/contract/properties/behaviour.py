@@ -94,7 +94,7 @@ def _history(subject: Subject, case: Case) -> None:
     for other, before in [*zip(between, outcomes, strict=True)][::-1]:
         again = _outcome_or_none(subject, other)
         if before is not None and again is not None:
-            _expect(subject, other, again, before, f"the call of {other}, made again after other calls: ")
+            _expect(subject, other, again, before, f"the call of {other}, repeated after other calls: ")
     _expect(subject, case, observe(subject, case), copy, f"after calls of {_listed(between)}: ")
 
 
@@ -219,7 +219,7 @@ PROPERTIES: tuple[Property, ...] = (
     _property(
         "behaviour.history",
         rule="What a call returns does not depend on which calls came before it.",
-        defect="a workspace or table kept by too small a key: larger sizes, other dtypes, flags or NaN show in later results",
+        defect="a workspace or table cached by too small a key: larger sizes, other dtypes, flags or NaN show in later results",
         check=_history,
         cases=histories,
         share=0.6,
@@ -227,7 +227,7 @@ PROPERTIES: tuple[Property, ...] = (
     ),
     _property(
         "behaviour.values",
-        rule="What a call returns depends on the numbers in its arguments, not on where they are or in which tensor.",
+        rule="What a call returns depends on the numbers in its arguments, not on their address or tensor.",
         defect="a cache keyed by data_ptr() or id(); loads that assume an alignment",
         check=_values,
         share=0.5,
@@ -235,7 +235,7 @@ PROPERTIES: tuple[Property, ...] = (
     ),
     _property(
         "behaviour.arguments",
-        rule="Arguments are not kept after the call, and may be given by name in any order.",
+        rule="Arguments are not referenced after the call, and may be passed by name in any order.",
         defect="a list or a cache that grows with every call; a wrapper that mixes up names",
         check=_arguments,
         share=0.2,
@@ -243,7 +243,7 @@ PROPERTIES: tuple[Property, ...] = (
     _property(
         "behaviour.random",
         rule="Random results are torch.manual_seed's to the bit, and differ for other seeds and from call to call.",
-        defect="a fixed seed, a generator of its own, a generator that is read and not moved on",
+        defect="a fixed seed, a generator of its own, a generator that is read and not advanced",
         check=randomness.check_random,
         share=0.4,
     ),
@@ -275,7 +275,7 @@ PROPERTIES: tuple[Property, ...] = (
     ),
     _property(
         "behaviour.elementwise",
-        rule="A kernel that is declared elementwise gives of any part of the elements what it gives there of all.",
+        rule="A kernel that is declared elementwise gives for any part of the elements what it gives there for all.",
         defect="an element's neighbours that are read, a sum or a position that is counted over the whole",
         check=elementwise.check_parts,
         share=0.5,

@@ -118,7 +118,7 @@ def _with_gradients(subject: Subject, plain: graphs.Program, case: Case) -> tupl
 def _recompiles(subject: Subject, case: Case) -> None:
     cases = [*_cases_of_distinct_sizes(subject, case)]
     if len(cases) < _MIN_SIZES:
-        raise NotApplicable("the operator accepts too few sizes to tell whether it is compiled again for each")
+        raise NotApplicable("the operator accepts too few sizes to find whether it is compiled again for each")
     fakes.run_fake(subject, cases[0])
     compiled: list[Any] = []
 
@@ -282,8 +282,8 @@ compile_property = functools.partial(Property, cases=compile_cases, share=0.02, 
 PROPERTIES = (
     compile_property(
         "compile.functionalize",
-        rule="With mutation and views made functional, the operator, and writes to its results, give what they give without.",
-        defect="a result in the memory of an argument, or of another result, of which the schema says nothing",
+        rule="Functionalized, the operator, and writes to its results, give what they give in eager mode.",
+        defect="a result in the memory of an argument, or of another result, which the schema does not declare",
         check=_functionalize,
         cost=0.01,
         share=0.1,
@@ -327,7 +327,7 @@ PROPERTIES = (
     compile_property(
         "compile.cuda_graph",
         rule="Captured in a CUDA graph and replayed, the operator gives what it gives without.",
-        defect="a kernel that synchronises, launches on the default stream, or keeps pointers",
+        defect="a kernel that synchronises, launches on the default stream, or caches pointers",
         check=_cuda_graph,
         cost=0.05,
         share=0.1,

@@ -276,14 +276,14 @@ PROPERTIES = (
     _property(
         "fake.strides",
         rule="Results of the fake implementation have the strides of the kernel's, in dimensions larger than 1.",
-        defect="empty_like keeps a transposed layout where the kernel returns a contiguous result: compiled code then reads "
+        defect="empty_like preserves a transposed layout where the kernel returns a contiguous result: compiled code then reads "
         "the wrong elements",
         check=_strides,
     ),
     _property(
         "fake.offset",
         rule="Results of the fake implementation begin where the kernel's do within their memory.",
-        defect="a kernel that returns part of a larger buffer, of which the fake knows nothing",
+        defect="a kernel that returns part of a larger buffer, which the fake does not",
         check=_compares(_offset),
     ),
     _property(

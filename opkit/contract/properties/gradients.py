@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.calls.incoming import INCOMING
+from opkit.contract.calls.layouts import INCOMING
 from opkit.contract.observed.outcome import bits
 from opkit.contract.prop import CallRefused, NotApplicable, Property, Violation
 from opkit.contract.subject import Subject
@@ -361,7 +361,7 @@ PROPERTIES: tuple[Property, ...] = (
     ),
     gradient_property(
         "gradients.pure",
-        rule="A backward writes to nothing that it was given, and can be run again.",
+        rule="A backward does not write to its inputs, and can be run again.",
         defect="an in-place operation on the incoming gradient or on a saved tensor; one buffer for all gradients",
         check=_pure,
         share=0.5,

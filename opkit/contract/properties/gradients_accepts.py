@@ -146,8 +146,8 @@ def _compare_results(graph: AutogradGraph, plain: AutogradGraph, where: str) -> 
 PROPERTIES: tuple[Property, ...] = (
     gradient_property(
         "gradients.no_grad",
-        rule="Results are the same whether gradients are wanted or not, and keep no graph where they are not.",
-        defect="another formula in training; a grad mode that is switched and not put back; a graph that is kept alive",
+        rule="Results are the same whether gradients are required or not, and have no graph where they are not.",
+        defect="another formula in training; a grad mode that is switched and not restored; a graph that stays alive",
         check=_no_grad,
     ),
     gradient_property(

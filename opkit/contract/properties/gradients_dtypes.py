@@ -140,7 +140,7 @@ def _ties(subject: Subject, case: Case) -> None:
 PROPERTIES: tuple[Property, ...] = (
     gradient_property(
         "gradients.ties",
-        rule="Where numbers are all equal, or at the limits of their dtype, gradients are the reference's, where that is right.",
+        rule="Where numbers are all equal, or at the limits of their dtype, gradients are the reference's, if that is correct.",
         defect="probabilities from a log-sum-exp, which of huge logits is the maximum itself; all ties taken for the maximum",
         check=_ties,
         cases=drawn(_LEVEL),

@@ -15,7 +15,7 @@ from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.calls.fills import fill
 from opkit.contract.calls.layouts import WRITABLE
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.compare.compared import ComparedPair, steadily
+from opkit.contract.compare.compared import ComparedPair, difference_from_contiguous
 from opkit.contract.observed.outcome import CallOutcome, described, same_bits
 from opkit.contract.prop import Property, Violation, drawn, swept
 from opkit.contract.subject import Subject
@@ -68,7 +68,7 @@ def _same(subject: Subject, case: Case, got: CallOutcome, plain: CallOutcome, be
             raise Violation(
                 f"{pair.name} is {described(pair.got)} {where}, and {described(pair.own)} of contiguous copies"
             )
-        found = steadily(subject, case, pair, plain, before)
+        found = difference_from_contiguous(subject, case, pair, plain, before)
         if found:
             raise Violation(f"{pair.name} differs {where}: {found}")
 

@@ -293,8 +293,8 @@ PROPERTIES = (
     ),
     _property(
         "numbers.kernels",
-        rule="Every kernel for the device computes this for the calls that it takes, not only the one that opkit selects.",
-        defect="a kernel for rare calls that nobody has called, one that another kernel has stood before ever since",
+        rule="Every kernel for the device is correct for the calls that it accepts, not only the one that opkit selects.",
+        defect="a kernel for rare calls that was never run, or one that another kernel always precedes",
         check=_kernels,
         cases=drawn(_NUMERIC),
         first=swept(_NUMERIC),

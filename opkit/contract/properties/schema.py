@@ -273,7 +273,7 @@ _property = functools.partial(Property, cases=drawn(ANYTHING))
 PROPERTIES = (
     _property(
         "schema.mutation",
-        rule="No argument changes that is not declared as written to, to the bit, and nothing of its storage beside the view.",
+        rule="An argument that is not declared as written to stays bitwise equal, and so does its storage outside of the view.",
         defect="an input used as a workspace, a write to it for some shapes, layouts or values alone",
         check=_over_variants(_mutation),
         cost=0.002,
@@ -288,14 +288,14 @@ PROPERTIES = (
     ),
     _property(
         "schema.alias",
-        rule="No result shares memory with an argument or another result, unless the schema, or the reference, does so.",
+        rule="No result shares memory with an argument or another result, unless the schema or the reference says so.",
         defect="an argument returned as it is where there is nothing to do: by contiguous(), to(), reshape(), or a shortcut",
         check=_over_variants(_alias),
         cost=0.002,
     ),
     _property(
         "schema.returns",
-        rule="Results are as many, and of the kinds, that the schema promises, or that the reference has.",
+        rule="The number and types of results are those that the schema promises, or that the reference has.",
         defect="None in place of a tensor under some flag, a list of another length",
         check=_returns,
     ),

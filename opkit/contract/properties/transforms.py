@@ -313,7 +313,7 @@ PROPERTIES: tuple[Property, ...] = (
     transform_property(
         "transforms.functionalize",
         rule="Functionalization changes neither results nor what is written to arguments.",
-        defect="a mutation that the schema does not tell, and functionalization loses",
+        defect="a mutation that the schema does not declare, and functionalization loses",
         check=d.steady(_functionalize),
         share=0.4,
     ),

@@ -208,7 +208,7 @@ PROPERTIES: tuple[Property, ...] = (
     ),
     transform_property(
         "transforms.subclasses",
-        rule="A tensor subclass counts as what it stands for, or is refused: nobody reads its memory past it.",
+        rule="A tensor subclass counts as the tensor that it wraps, or is refused: its own memory is not read.",
         defect="a Python function before the operator that takes data_ptr(), or makes a plain tensor of the subclass's storage",
         check=d.steady(_subclasses),
         cases=d.smooth_cases(elements=64),
@@ -217,8 +217,8 @@ PROPERTIES: tuple[Property, ...] = (
     ),
     transform_property(
         "transforms.checkpoint",
-        rule="Gradients are the same in a checkpoint, and where hooks keep copies of what is saved.",
-        defect="state kept outside save_for_backward, which a second forward overwrites",
+        rule="Gradients are the same in a checkpoint, and where hooks store copies of saved tensors.",
+        defect="state stored outside save_for_backward, which a second forward overwrites",
         check=d.steady(_checkpoint),
         cases=d.smooth_cases(elements=64),
         cost=0.003,

@@ -36,7 +36,7 @@ def written(text: str) -> str:
 
 def _group(group: str, members: list[Property]) -> Iterator[str]:
     yield f"\n### {group}\n"
-    yield "| property | what holds | what it is there for |\n| --- | --- | --- |"
+    yield "| property | rule | defects that it finds |\n| --- | --- | --- |"
     for prop in members:
         yield f"| `{prop.name}` | {_cell(prop.rule)} | {_cell(prop.defect)} |"
 

@@ -137,8 +137,8 @@ def _overload(target: Any, extraction: Extraction) -> Origin | None:
         return Origin((), expression)
     definition = private.custom_ops.OPDEFS.get(name.split(".")[0])
     if definition is not None:
-        made = _attribute(definition) or _copied(definition, extraction)
-        return None if made is None else dataclasses.replace(made, expression=expression)
+        found = _attribute(definition) or _copied(definition, extraction)
+        return None if found is None else dataclasses.replace(found, expression=expression)
     for file, line in registrations(name):
         module = _module_of(file)
         if module is not None and not extraction.local(file, line):
