@@ -34,11 +34,11 @@ def test_what_a_child_finds_is_told_as_what_it_is():
 
 
 @pytest.mark.parametrize(
-    ("act", "told"),
+    ("act", "message"),
     [(os.abort, "SIGABRT"), (lambda: os._exit(7), "exit status 7"), (lambda: raises(KeyboardInterrupt()), "Keyboard")],
 )
-def test_ends_are_told(act, told):
-    with pytest.raises(ChildEnded, match=told) as caught:
+def test_ends_are_reported(act, message):
+    with pytest.raises(ChildEnded, match=message) as caught:
         in_child(act)
     assert not caught.value.hung
 

@@ -1,4 +1,4 @@
-"""Properties asked in forked processes: all are answered, one that crashes is told, and what ends there ends nothing here."""
+"""Properties asked in forked processes: all are answered, one that crashes is reported, and what ends there ends nothing here."""
 
 import dataclasses
 import os
@@ -104,7 +104,7 @@ assert {"gradients.pure", "gradients.saved", "transforms.functional", "transform
 
 
 def test_gradients_are_asked_for_on_a_machine_with_a_device():
-    """Another device, of which torch is told in Python, for which autograd starts a thread in its first backward."""
+    """Another device, which torch learns of in Python, for which autograd starts a thread in its first backward."""
     assert "fork" not in fresh_process.run(["-c", WITH_A_DEVICE]).stdout
 
 
@@ -176,11 +176,11 @@ def test_a_budget_is_shared(check, monkeypatch):
 
 
 def test_progress_ends_with_everything_done(check):
-    told = []
-    check(forked("a.there"), small.made("b.here"), progress=lambda name, share: told.append((name, share)))
-    assert told[0] == ("memory.crash", 0.0)
-    assert all(0.0 <= share <= 1.0 for _, share in told)
-    assert {"b.here"} <= {name for name, _ in told}
+    reported = []
+    check(forked("a.there"), small.made("b.here"), progress=lambda name, share: reported.append((name, share)))
+    assert reported[0] == ("memory.crash", 0.0)
+    assert all(0.0 <= share <= 1.0 for _, share in reported)
+    assert {"b.here"} <= {name for name, _ in reported}
 
 
 def test_an_answer_from_elsewhere_is_the_answer_that_is_found_here(check):

@@ -58,17 +58,13 @@ def _flags(case: Case) -> str:
 def _follows_seed(subject: Subject, case: Case) -> tuple[bool, bool]:
     """Return whether the case is random, and whether the answer holds for other cases with the same flags."""
     first = observe(subject, case, seed=0).detached()
-    drawn = not torch.equal(torch.get_rng_state(), _state_of(0))
+    drawn = not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(0).get_state())
     second = observe(subject, case, seed=1).detached()
     if not difference(first, second):
         if not drawn:
             return False, True
         return any(difference(first, observe(subject, case, seed=seed)) for seed in _SEEDS), False
     return not difference(observe(subject, case, seed=0), first), True
-
-
-def _state_of(seed: int) -> torch.Tensor:
-    return torch.Generator().manual_seed(seed).get_state()
 
 
 def _search(subject: Subject) -> bool:

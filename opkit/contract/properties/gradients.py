@@ -255,7 +255,9 @@ def _watched(graph: AutogradGraph, grads: Sequence[torch.Tensor]) -> list[tuple[
 def _saved(subject: Subject, case: Case) -> None:
     graph, numbers, plain, grads = d.supported(subject, case)
     _interleaved(subject, case, numbers, plain, grads)
-    for name, position in _changeable(graph):
+    for position, (name, original) in enumerate(_watched(graph, ())):
+        if not original.numel():
+            continue
         changed = d.trace(subject, case, numbers)
         tensor = [t for _, t in _watched(changed, ())][position]
         try:
@@ -293,10 +295,6 @@ def _vjp_unless_detected(graph: AutogradGraph, grads: Sequence[torch.Tensor], wh
         return None
     except Exception as error:
         raise Violation(f"{where}, the backward raises {type(error).__name__}: {error}") from error
-
-
-def _changeable(graph: AutogradGraph) -> list[tuple[str, int]]:
-    return [(name, position) for position, (name, tensor) in enumerate(_watched(graph, ())) if tensor.numel()]
 
 
 def _overwrite(tensor: torch.Tensor) -> None:

@@ -149,7 +149,7 @@ def _accepts_any_integer(subject: Subject, case: Case) -> bool:
     """Return whether integers are neither positions nor sizes: the reference accepts larger ones and its results keep shape."""
     call = case.make(subject.device)
     pairs = zip(call.tensors(), case.tensors(), strict=True)
-    larger = {id(tensor): _larger(tensor) for tensor, each in pairs if _unbounded(each)}
+    larger = {id(tensor): tensor * 1000 + 7 for tensor, each in pairs if _unbounded(each)}
     try:
         found = subject.call(call.map(lambda tensor: larger.get(id(tensor), tensor)), subject.reference)
     except CallRefused:
@@ -160,10 +160,6 @@ def _accepts_any_integer(subject: Subject, case: Case) -> bool:
 
 def _unbounded(tensor: TensorCase) -> bool:
     return not tensor.differentiable and tensor.dtype != torch.bool and tensor.low is None and tensor.high is None
-
-
-def _larger(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * 1000 + 7
 
 
 def _at_the_ends(number: int, tensor: TensorCase) -> TensorCase:

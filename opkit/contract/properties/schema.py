@@ -155,7 +155,8 @@ def _shared(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _aliases(outcome: CallOutcome, case: Case) -> dict[tuple[int, int, bool], str]:
     """Return the results that share memory with an argument, or with an earlier result."""
-    results = [(i, each) for i, each in enumerate(outcome.results) if isinstance(each, torch.Tensor) and _strided(each)]
+    tensors = ((i, each) for i, each in enumerate(outcome.results) if isinstance(each, torch.Tensor))
+    results = [(i, each) for i, each in tensors if each.layout == torch.strided]
     found: dict[tuple[int, int, bool], str] = {}
     for i, result in results:
         for number, argument in distinct(outcome.call):
@@ -166,10 +167,6 @@ def _aliases(outcome: CallOutcome, case: Case) -> dict[tuple[int, int, bool], st
             if j < i and _shared(result, earlier):
                 found[i, j, False] = f"result {i} shares memory with result {j}"
     return found
-
-
-def _strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided
 
 
 def _alias(subject: Subject, case: Case, margin: int, note: str) -> None:

@@ -93,10 +93,6 @@ def _identity_function() -> Any:
     return IdentityFunctionMode()
 
 
-def _hooks() -> Any:
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
-
-
 MODES: dict[str, Callable[[], Any]] = {
     "a TorchDispatchMode that changes nothing": _identity_dispatch,
     "a TorchFunctionMode that changes nothing": _identity_function,
@@ -176,7 +172,7 @@ def _checkpoint(subject: Subject, case: Case) -> None:
         return checkpoint(subject.function, *args, use_reentrant=False, **kwargs)
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        with _hooks():
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
             return subject.function(*args, **kwargs)
 
     for name, function in (("torch.utils.checkpoint", again), ("saved_tensors_hooks that copy", hooked)):

@@ -42,15 +42,11 @@ def load(name: str, path: str | Path) -> types.ModuleType:
         module = importlib.import_module(name) if name != "__main__" else None
     except ImportError:
         module = None
-    if module is not None and (not file.is_file() or _same(module, file)):
+    if module is not None and (not file.is_file() or Path(module.__file__ or "").resolve() == file.resolve()):
         return module
     if not file.is_file():
         raise ImportError(f"there is no module {name!r}, and no file {file}: change the path in load(...)")
     return _from_file(name, file)
-
-
-def _same(module: types.ModuleType, file: Path) -> bool:
-    return Path(module.__file__ or "").resolve() == file.resolve()
 
 
 def _from_file(name: str, file: Path) -> types.ModuleType:

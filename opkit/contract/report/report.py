@@ -61,7 +61,11 @@ class Failure:
         return "" if self.case is None else f"{_called(self.operator)}{self.case}"
 
     def __str__(self) -> str:
-        lines = [f"{self.property}: {self.rule}", f"  {self.example}", *_indented(self.message)]
+        lines = [
+            f"{self.property}: {self.rule}",
+            f"  {self.example}",
+            *(f"  {line}" for line in self.message.splitlines()),
+        ]
         lines += ["  (time ran out: smaller examples may fail too)"] if self.cut_short else []
         return "\n".join(line for line in lines if line.strip())
 
@@ -226,10 +230,6 @@ def _called(name: str) -> str:
         return name.split("::")[-1].split(".")[0]
     last = name.split(".")[-1]
     return "op" if not last or "<" in last else last
-
-
-def _indented(text: str) -> list[str]:
-    return [f"  {line}" for line in text.splitlines()]
 
 
 def _count(number: int, one: str, more: str) -> str:

@@ -53,6 +53,7 @@ def _written(
     subject: Subject, prop: Property, case: Case, op: Origin, reference: Origin, extraction: Extraction
 ) -> str:
     copied = extraction.lines()
+    names = sorted({"Case", "TensorCase", type(case).__name__, "load", "replay", "tensor"})
     future = [line for line in copied if line.startswith("from __future__")]
     missing = [text for text in (op.missing, reference.missing) if text]
     missing += [f"{name} = ...  # not found: give it its value here" for name in extraction.unknown]
@@ -60,7 +61,7 @@ def _written(
         f'"""{_safe(prop.name)} does not hold for {_safe(subject.name)}: {_safe(prop.rule)}\n\n'
         'Found by opkit.check. The script ends with 1 if it still fails, with 0 if it holds.\n"""',
         "\n".join(future),
-        f"import torch\n\nfrom opkit.testing import {', '.join(_imports(case))}",
+        f"import torch\n\nfrom opkit.testing import {', '.join(names)}",
         "\n".join(dict.fromkeys((*op.lines, *reference.lines))),
         _fill_in(missing),
         "\n\n".join(line for line in copied if line not in future),
@@ -69,10 +70,6 @@ def _written(
         _replay(subject, prop, case, reference),
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
-
-
-def _imports(case: Case) -> list[str]:
-    return sorted({"Case", "TensorCase", type(case).__name__, "load", "replay", "tensor"})
 
 
 def _safe(text: str) -> str:
@@ -112,12 +109,8 @@ def _tensor(item: TensorArgument) -> str:
     fields = {"optional": False, "low": None, "high": None, "layouts": None, "fills": None, "differentiable": True}
     rest = [f"{name}={getattr(item, name)!r}" for name, usual in fields.items() if getattr(item, name) != usual]
     dtypes = [] if item.dtypes is None else [f"dtypes={item.dtypes!r}"]
-    return f"tensor({', '.join([repr(_shape(item)), *dtypes, *rest])})"
-
-
-def _shape(item: TensorArgument) -> str:
-    """Return the shape alone: an annotation's pattern contains its dtypes too."""
-    return item.pattern.text
+    shape = item.pattern.text  # without dtypes, which an annotation's pattern contains too
+    return f"tensor({', '.join([repr(shape), *dtypes, *rest])})"
 
 
 def written(value: Any) -> str:
@@ -133,16 +126,9 @@ def written(value: Any) -> str:
 
 
 def _dataclass(value: Any) -> str:
-    changed = [
-        f
-        for f in dataclasses.fields(value)
-        if _default(f) is dataclasses.MISSING or getattr(value, f.name) != _default(f)
-    ]
+    fields = dataclasses.fields(value)
+    changed = [f for f in fields if f.default is dataclasses.MISSING or getattr(value, f.name) != f.default]
     return f"{type(value).__name__}({', '.join(f'{f.name}={written(getattr(value, f.name))}' for f in changed)})"
-
-
-def _default(field: Any) -> Any:
-    return field.default
 
 
 def _numbers(case: Case) -> str:

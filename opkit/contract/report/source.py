@@ -65,7 +65,8 @@ def _attribute(target: Any) -> Origin | None:
     for module in _modules(target):
         path = _path_in(module, target)
         if path is not None:
-            return Origin(tuple(_import(module)), f"{_variable(module)}.{path}")
+            variable = module.__name__ if _installed(module) else _identifier(module.__name__)
+            return Origin(tuple(_import(module)), f"{variable}.{path}")
     return None
 
 
@@ -94,10 +95,6 @@ def _follow(module: types.ModuleType, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part, None)
     return value
-
-
-def _variable(module: types.ModuleType) -> str:
-    return module.__name__ if _installed(module) else _identifier(module.__name__)
 
 
 def _identifier(name: str) -> str:
@@ -132,7 +129,8 @@ def _overload(target: Any, extraction: Extraction) -> Origin | None:
         return None
     name = target.name() if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
     namespace, rest = name.split("::")
-    expression = f"torch.ops.{namespace}.{rest if '.' in rest else _default(target, rest)}"
+    default = ".default" if "." not in rest and isinstance(target, torch._ops.OpOverload) else ""
+    expression = f"torch.ops.{namespace}.{rest}{default}"
     if namespace in _BUILT_IN:
         return Origin((), expression)
     definition = private.custom_ops.OPDEFS.get(name.split(".")[0])
@@ -140,16 +138,12 @@ def _overload(target: Any, extraction: Extraction) -> Origin | None:
         found = _attribute(definition) or _copied(definition, extraction)
         return None if found is None else dataclasses.replace(found, expression=expression)
     for file, line in registrations(name):
-        module = _module_of(file)
+        module = next((m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == file), None)
         if module is not None and not extraction.local(file, line):
             return Origin(tuple(_import(module)), expression)
         if extraction.around(file, line, rest.split(".")[0]):
             return Origin((), expression)
     return Origin((), expression, f"# run here what defines {name}")
-
-
-def _default(target: Any, rest: str) -> str:
-    return f"{rest}.default" if isinstance(target, torch._ops.OpOverload) else rest
 
 
 def registrations(name: str) -> list[tuple[str, int]]:
@@ -159,10 +153,6 @@ def registrations(name: str) -> list[tuple[str, int]]:
     text += f" registered at {kernel.source}" if kernel is not None else ""
     found = [(file, int(line)) for file, line in re.findall(r"registered at (\S+?\.py):(\d+)", text)]
     return [(file, line) for file, line in dict.fromkeys(found) if not file.startswith((_TORCH, _OPKIT))]
-
-
-def _module_of(file: str) -> types.ModuleType | None:
-    return next((m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == file), None)
 
 
 def _copied(target: Any, extraction: Extraction) -> Origin | None:

@@ -91,10 +91,6 @@ def _numbers(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*tensor.shape, *tensor.stride(), tensor.storage_offset())
 
 
-def _expressions(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(_expression(number) for number in _numbers(tensor))
-
-
 def _expression(number: Any) -> Any:
     return number.node.expr if isinstance(number, torch.SymInt) else number
 
@@ -117,7 +113,7 @@ def traced(subject: Subject, case: Case, duck_shape: bool) -> SymbolicTrace:
     """
     mode = fakes.symbolic_mode(duck_shape)
     call = fakes.fake_call(mode, case.make(subject.device), fakes.symbolic_tensor)
-    before = tuple(_expressions(tensor) for tensor in call.tensors())
+    before = tuple(tuple(map(_expression, _numbers(tensor))) for tensor in call.tensors())
     return SymbolicTrace(before, fakes.call_fake(subject, call, mode, symbolic=True), mode.shape_env)
 
 
