@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from opkit.compiler.ir import interpreter
 from opkit.compiler.ir.dtypes import DTYPES, OF_TORCH
 from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import index
 from opkit.compiler.ir.program import Compute, Extern, Program
 from opkit.compiler.lower.lowering import lower
+from tests.compiler import interpreter
 
 
 def graph_of(function, *args, decompositions=None):

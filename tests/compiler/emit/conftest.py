@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from opkit.compiler.emit.source import source
-from opkit.compiler.ir.interpreter_kernel import run_kernel
 from opkit.compiler.ir.schedule import Launch
 from opkit.compiler.ir.verifier import verify_kernel
 from tests.compiler import native
+from tests.compiler.interpreter_kernel import run_kernel
 
 PARALLEL = ctypes.CFUNCTYPE(
     None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint

@@ -8,10 +8,10 @@ import pytest
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import bound, cast, const, load, make, op, position, random, var, where
 from opkit.compiler.ir.index import Axis, axis, index, size, value
-from opkit.compiler.ir.interpreter_kernel import STORED
 from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
 from opkit.compiler.ir.ops import OPS
 from opkit.compiler.ir.schedule import Launch
+from tests.compiler.interpreter_kernel import STORED
 
 RANDOM = np.random.default_rng(0)
 START = RANDOM.bit_generator.state

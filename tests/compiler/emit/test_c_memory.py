@@ -6,8 +6,8 @@ import pytest
 from opkit.compiler.emit.c import function
 from opkit.compiler.ir.expr import cast, const, load, op, var
 from opkit.compiler.ir.index import Axis, axis, index
-from opkit.compiler.ir.interpreter_kernel import STORED
 from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Loop, Store, Update
+from tests.compiler.interpreter_kernel import STORED
 
 SECOND = {"square": lambda x: op("mul", x, x), "exp": lambda x: op("exp", x), "neg": lambda x: op("neg", x)}
 

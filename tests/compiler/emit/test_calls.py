@@ -10,13 +10,13 @@ from opkit.compiler.emit.source import source
 from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.expr import bound, call, cast, const, load, op, var
 from opkit.compiler.ir.index import Axis, axis, size, value
-from opkit.compiler.ir.interpreter_kernel import run_kernel
 from opkit.compiler.ir.kernel import Accumulator, Argument, How, Kernel, Let, Loop, Scratch, Store, Update
 from opkit.compiler.ir.printer import kernel_text
 from opkit.compiler.ir.schedule import Launch, called
 from opkit.compiler.ir.verifier import verify_kernel
 from opkit.compiler.run import callees
 from opkit.errors import CompileError, CompilerError
+from tests.compiler.interpreter_kernel import run_kernel
 
 LIBM = "libm.so.6"
 GAMMA = Callee("tgamma", LIBM, ("f64",), "f64")

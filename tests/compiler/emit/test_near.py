@@ -12,10 +12,10 @@ from opkit.compiler.emit.flags import flags
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.expr import bound, cast, const, load, op, var, where
 from opkit.compiler.ir.index import Axis, axis, index, value
-from opkit.compiler.ir.interpreter_kernel import STORED
 from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
 from opkit.compiler.ir.schedule import Launch
 from opkit.kernels.cc import isa
+from tests.compiler.interpreter_kernel import STORED
 
 N = 64
 AT = axis(1, N)

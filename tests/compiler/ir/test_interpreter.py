@@ -5,8 +5,8 @@ import pytest
 
 from opkit.compiler.ir.expr import bound, cast, const, load, op, position, where
 from opkit.compiler.ir.index import axis, index, size, value
-from opkit.compiler.ir.interpreter import as_dtype, bfloat16, run
 from opkit.compiler.ir.program import Buffer, Compute, Extern, Item, Program, Strided
+from tests.compiler.interpreter import as_dtype, bfloat16, run
 
 
 def program(steps, buffers, inputs=("x",), sizes=None, result="y"):
