@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from opkit.compiler import warm
+from opkit.compiler import graph_cache
 from opkit.compiler.backend import opkit_backend
-from opkit.compiler.run.assemble import Runner
+from opkit.compiler.run.runner import Runner
 
 ROUNDS, CALLS, WIDTH, ROWS = 41, 100, 32, 4
 Call = Callable[[], Any]
@@ -71,12 +71,12 @@ def step(run: Callable[[torch.Tensor], torch.Tensor], held: nn.Module, x: torch.
 def graph(x: torch.Tensor) -> dict[str, Call]:
     """opkit's graph of the forward, without Dynamo: the runner, and the driver's function alone."""
     runners: list[Runner] = []
-    original, held = warm.assemble, model().requires_grad_(False)
-    warm.assemble = lambda *given: runners.append(original(*given)) or runners[-1]
+    original, held = graph_cache.assemble, model().requires_grad_(False)
+    graph_cache.assemble = lambda *given: runners.append(original(*given)) or runners[-1]
     try:
         torch.compile(held, backend=opkit_backend)(x)
     finally:
-        warm.assemble = original
+        graph_cache.assemble = original
     (runner,) = runners
     shapes = [tuple(size.constant for size in runner.plan.buffers[str(name)].shape) for name in runner.plan.inputs]
     arguments = [torch.randn(*(size or 0 for size in shape)) for shape in shapes]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from opkit.compiler.emit import functions
-from opkit.compiler.emit.flags import flags
+from opkit.compiler.run.library import flags
 
 COUNT, ROUNDS = 1 << 16, 61
 FLAGS = (*flags(), "-march=native", "-shared", "-fPIC")

@@ -19,18 +19,18 @@ from typing import Any
 from torch import fx
 
 from opkit import config
-from opkit.compiler import logs, warm
-from opkit.compiler.capture import conversion, reproduction, saving
+from opkit.compiler import graph_cache, logs
+from opkit.compiler.capture import conversion, partition, reproduction
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
 from opkit.compiler.capture.decompositions import DECOMPOSITIONS
-from opkit.compiler.compiled import Compiled, Stages
+from opkit.compiler.compiled_graph import CompiledGraph, Stages
 from opkit.compiler.ir.graph import Node
 from opkit.compiler.ir.program import Strided
-from opkit.compiler.lower.target import Target
-from opkit.compiler.run import arena, stored
-from opkit.compiler.run.assemble import Runner, Surroundings
-from opkit.compiler.run.plan import Plan
+from opkit.compiler.lower.target import LoweringTarget
+from opkit.compiler.run import arena, plan_cache
+from opkit.compiler.run.plan import ExecutionPlan
+from opkit.compiler.run.runner import GraphConstants, Runner
 from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, ToolchainError
 from opkit.kernels.cc import isa
 from opkit.op.core import inlining, knows_lowerings
@@ -38,7 +38,7 @@ from opkit.op.core import inlining, knows_lowerings
 Boxed = Callable[[list[Any]], Any]
 
 
-observer: contextvars.ContextVar[Callable[[Compiled], None] | None] = contextvars.ContextVar(
+observer: contextvars.ContextVar[Callable[[CompiledGraph], None] | None] = contextvars.ContextVar(
     "opkit_observer", default=None
 )
 """Who is told of each graph that is compiled. While there is somebody, no plan comes from the disk."""
@@ -47,7 +47,7 @@ _KINDS = ("forward", "backward", "inference")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class CompileOptions:
     """What ``torch.compile(..., options={...})`` takes.
 
     Attributes:
@@ -61,13 +61,13 @@ class Options:
     inline: bool | None = None
 
 
-def options(given: Mapping[str, Any] | None) -> Options:
+def options(given: Mapping[str, Any] | None) -> CompileOptions:
     """The options of a call of torch.compile.
 
     Raises:
         ArgumentError: one that does not exist, or of the wrong type.
     """
-    known = [field.name for field in dataclasses.fields(Options)]
+    known = [field.name for field in dataclasses.fields(CompileOptions)]
     for name, value in (given or {}).items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -75,7 +75,7 @@ def options(given: Mapping[str, Any] | None) -> Options:
             raise ArgumentError(f"backend='opkit' has no option {name!r}; it has {', '.join(map(repr, known))}.{hint}")
         if not isinstance(value, bool) and not (name == "inline" and value is None):
             raise ArgumentError(f"backend='opkit': options[{name!r}]={value!r} must be True or False.")
-    return Options(**{"strict": config.get().strict, **(given or {})})
+    return CompileOptions(**{"strict": config.get().strict, **(given or {})})
 
 
 def opkit_backend(
@@ -91,28 +91,28 @@ def opkit_backend(
     logs.set_up()
     chosen = _options(options)
     if private.is_saving():
-        from opkit.compiler.saved import SavedFunction  # no other call needs it
+        from opkit.compiler.saved_function import SavedFunction  # no other call needs it
 
-        recording = warm.Recording(None, example_inputs, is_saving=True)
+        recording = graph_cache.Recording(None, example_inputs, is_saving=True)
         with private.without_autograd_cache():
             return SavedFunction(_captured_anew(module, example_inputs, chosen, recording), recording)
-    entry = warm.key(module, example_inputs, f"{chosen} {_target()} {sorted(isa.cpu_features())}")
-    found = None if entry is None or _is_watched() else warm.find(entry)
-    return found or _captured_anew(module, example_inputs, chosen, warm.Recording(entry, example_inputs))
+    entry = graph_cache.key(module, example_inputs, f"{chosen} {_target()} {sorted(isa.cpu_features())}")
+    found = None if entry is None or _is_watched() else graph_cache.find(entry)
+    return found or _captured_anew(module, example_inputs, chosen, graph_cache.Recording(entry, example_inputs))
 
 
 def _captured_anew(
-    module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, recording: warm.Recording
+    module: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, recording: graph_cache.Recording
 ) -> Callable[..., Any]:
     """What runs Dynamo's graph, by way of AOTAutograd."""
     compilers = {
-        kind: functools.partial(compile_graph, kind=kind, options=options, recording=recording) for kind in _KINDS
+        kind: functools.partial(compile_fx_graph, kind=kind, options=options, recording=recording) for kind in _KINDS
     }
     make = private.aot_autograd(
         fw_compiler=compilers["forward"],
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],
-        partition_fn=saving.partition,
+        partition_fn=partition.partition,
         decompositions=DECOMPOSITIONS,  # few: there are rules for composite operators, and fewer nodes take less time
         keep_inference_input_mutations=True,
     )
@@ -130,19 +130,19 @@ _options = options
 # ---- one graph -------------------------------------------------------------------------------------------------------
 
 
-def compile_graph(
+def compile_fx_graph(
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
     kind: str,
-    options: Options = Options(),
-    recording: warm.Recording | None = None,
+    options: CompileOptions = CompileOptions(),
+    recording: graph_cache.Recording | None = None,
 ) -> Boxed:
     """A function for a graph of AOTAutograd's: it takes a list of inputs, which it empties. ``recording`` is told of it.
 
     Raises:
         CompileError: the compiler failed, and ``options.strict`` holds.
     """
-    graph, recording = _Graph(module, kind, options), recording or warm.Recording(None, ())
+    graph, recording = _Graph(module, kind, options), recording or graph_cache.Recording(None, ())
     if kind == "forward":
         private.donate_nothing()
     made = graph.attempt(lambda: graph.begun(example_inputs, functools.partial(recording.note, kind)))
@@ -150,13 +150,13 @@ def compile_graph(
     return made
 
 
-def _tell(what: Compiled) -> None:
+def _tell(what: CompiledGraph) -> None:
     told = observer.get()
     if told is not None:
         told(what)
 
 
-def _told(what: Compiled) -> tuple[Plan, tuple[str, ...]]:
+def _told(what: CompiledGraph) -> tuple[ExecutionPlan, tuple[str, ...]]:
     _tell(what)
     assert what.plan is not None
     return what.plan, what.texts
@@ -165,9 +165,9 @@ def _told(what: Compiled) -> tuple[Plan, tuple[str, ...]]:
 class _Graph:
     """A graph on its way through the stages. gcc works while AOTAutograd goes on: the last stages wait for the first call."""
 
-    def __init__(self, module: fx.GraphModule, kind: str, options: Options) -> None:
-        self.module, self.kind, self.name, self.options = module, kind, warm.numbered(kind), options
-        self.spare = kind != "inference"  # memory: what a forward keeps meets the backward's peak
+    def __init__(self, module: fx.GraphModule, kind: str, options: CompileOptions) -> None:
+        self.module, self.kind, self.name, self.options = module, kind, graph_cache.numbered(kind), options
+        self.save_memory = kind != "inference"  # memory: what a forward keeps meets the backward's peak
         self.stages = Stages()
 
     def attempt(self, make: Callable[[], Boxed]) -> Boxed:
@@ -193,31 +193,38 @@ class _Graph:
                 raise
             reason = f"{type(error).__name__}: {error}"
             _report(self.module, self.name, self.stages.now, error, self.options.strict)
-        _tell(Compiled(self.name, reason))
+        _tell(CompiledGraph(self.name, reason))
         return eager(self.module)
 
-    def begun(self, inputs: Sequence[Any], note: Callable[[str, Plan, Sequence[str], Surroundings], None]) -> Boxed:
+    def begun(
+        self, inputs: Sequence[Any], note: Callable[[str, ExecutionPlan, Sequence[str], GraphConstants], None]
+    ) -> Boxed:
         """A function that finishes the graph when it is called."""
-        from opkit.compiler import given, making  # a process that finds all its graphs on the disk lowers nothing
+        from opkit.compiler import (  # a process that finds all its graphs on the disk lowers nothing
+            pipeline,
+            user_lowerings,
+        )
 
         run, is_body = self.stages.run, self.kind == "body"
         of_user = None if is_body else private.results_of_the_user()
         captured = run("capture", conversion.capture, self.module, self.name, inputs, of_user, is_body)
         self._note_left(captured)
-        lowered = given.operators(captured.targets) if self.options.inline is None else {}
+        lowered = user_lowerings.operators(captured.targets) if self.options.inline is None else {}
         target = _target()
-        identity = run("look-up", stored.key, f"{target} {self.spare} {captured.key} {given.identity(lowered)}")
-        found = None if _is_watched() else stored.find(identity)
-        planned, texts = found or _told(
-            making.made(captured, target, self.stages, lowered, self.options.strict, self.spare)
+        identity = run(
+            "look-up", plan_cache.key, f"{target} {self.save_memory} {captured.key} {user_lowerings.identity(lowered)}"
         )
-        surroundings = run("bodies", self._surroundings, captured)
-        build = run("build", warm.build, planned, texts, self.name)
+        found = None if _is_watched() else plan_cache.find(identity)
+        planned, texts = found or _told(
+            pipeline.compile_graph(captured, target, self.stages, lowered, self.options.strict, self.save_memory)
+        )
+        constants = run("bodies", self._graph_constants, captured)
+        build = run("build", graph_cache.build, planned, texts, self.name)
         if not is_body:
             private.report_strides(map(_strides, planned.outputs))
-        note(identity, planned, texts, surroundings)
-        keep = functools.partial(stored.store, identity, planned, texts) if found is None else None
-        return _Awaited(lambda: self.attempt(lambda: self.finished(build, surroundings, keep)))
+        note(identity, planned, texts, constants)
+        keep = functools.partial(plan_cache.store, identity, planned, texts) if found is None else None
+        return _Awaited(lambda: self.attempt(lambda: self.finished(build, constants, keep)))
 
     def _note_left(self, captured: Captured) -> None:
         """Log which parts of the graph torch runs.
@@ -230,16 +237,18 @@ class _Graph:
         for reason in captured.left:
             logs.compiler.warning("%s: %s. torch runs it.", self.name, reason)
 
-    def _surroundings(self, captured: Captured) -> Surroundings:
+    def _graph_constants(self, captured: Captured) -> GraphConstants:
         """What the graph uses of torch, and its bodies, which are compiled."""
-        bodies = {text: compile_graph(body, (), "body", self.options) for text, body in captured.bodies.items()}
-        return Surroundings(
+        bodies = {text: compile_fx_graph(body, (), "body", self.options) for text, body in captured.bodies.items()}
+        return GraphConstants(
             captured.constants, captured.targets, {**captured.opaques, **bodies}, captured.computed, captured.resolved
         )
 
-    def finished(self, build: warm.Build, surroundings: Surroundings, keep: Callable[[], None] | None) -> Boxed:
+    def finished(
+        self, build: graph_cache.PlanBuild, constants: GraphConstants, keep: Callable[[], None] | None
+    ) -> Boxed:
         """The function of a plan whose C is being compiled; ``keep`` is called once it is."""
-        runner = self.stages.run("build", build.loaded, surroundings)
+        runner = self.stages.run("build", build.loaded, constants)
         if keep is not None:
             keep()
         return _checked(runner, self.module)
@@ -270,8 +279,8 @@ def _is_watched() -> bool:
     return observer.get() is not None or logs.fusion.isEnabledFor(logging.DEBUG)
 
 
-def _target() -> Target:
-    return Target.of(frozenset(isa.cpu_features()), isa.last_cache())
+def _target() -> LoweringTarget:
+    return LoweringTarget.of(frozenset(isa.cpu_features()), isa.last_cache())
 
 
 def _strides(output: Any) -> tuple[int, ...] | None:

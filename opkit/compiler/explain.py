@@ -15,8 +15,8 @@ from opkit import page
 from opkit.compiler import explain_page, explain_text
 from opkit.compiler.backend import observer, opkit_backend
 from opkit.compiler.capture import torch_private as private
-from opkit.compiler.compiled import Compiled
-from opkit.compiler.explained import Explained, explained
+from opkit.compiler.compiled_graph import CompiledGraph
+from opkit.compiler.explained_graph import GraphExplanation, explained
 
 
 def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
@@ -54,7 +54,7 @@ class Explanation:
     """
 
     model: Callable[..., Any]
-    graphs: list[Explained] = dataclasses.field(default_factory=list[Explained])
+    graphs: list[GraphExplanation] = dataclasses.field(default_factory=list[GraphExplanation])
     guards: list[list[str]] = dataclasses.field(default_factory=list[list[str]])
     recompiles: list[str] = dataclasses.field(default_factory=list[str])
     breaks: list[str] = dataclasses.field(default_factory=list[str])
@@ -79,7 +79,7 @@ class Explanation:
         self.breaks = private.graph_breaks()
         return self.result
 
-    def _note(self, compiled: Compiled) -> None:
+    def _note(self, compiled: CompiledGraph) -> None:
         if compiled.reason and self.graphs and self.graphs[-1].name == compiled.name:  # it failed after it was planned
             self.graphs[-1] = dataclasses.replace(self.graphs[-1], reason=compiled.reason)
         else:

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opkit.compiler.explained import Explained, KernelText, Place
+from opkit.compiler.explained_graph import BufferPlace, GraphExplanation, KernelText
 
 HEADINGS = ("graph", "operators", "kernels", "calls", "not fused", "arena")
 _MOST = 12  # lines of a kind, after which the report says how many more there are
 
 
-def title(graphs: Sequence[Explained]) -> str:
+def title(graphs: Sequence[GraphExplanation]) -> str:
     """How much there is of what."""
     kernels = sum(graph.launches for graph in graphs)
     calls = sum(len(graph.calls) for graph in graphs)
     return f"{_count(len(graphs), 'graph')}, {_count(kernels, 'kernel')}, {_count(calls, 'call')} of torch's operators"
 
 
-def row(graph: Explained) -> tuple[str, ...]:
+def row(graph: GraphExplanation) -> tuple[str, ...]:
     """A graph's line of the table."""
     numbers = (graph.nodes, graph.launches, len(graph.calls), len(graph.refusals))
     return (graph.name, *map(str, numbers), f"{graph.arena:,} B")
 
 
 def report(
-    graphs: Sequence[Explained], guards: Sequence[Sequence[str]], recompiles: Sequence[str], breaks: Sequence[str]
+    graphs: Sequence[GraphExplanation],
+    guards: Sequence[Sequence[str]],
+    recompiles: Sequence[str],
+    breaks: Sequence[str],
 ) -> str:
     """All of it."""
     lines = [title(graphs), "", *_table(graphs)]
@@ -35,13 +38,13 @@ def report(
     return "\n".join(lines)
 
 
-def _table(graphs: Sequence[Explained]) -> list[str]:
+def _table(graphs: Sequence[GraphExplanation]) -> list[str]:
     rows = [HEADINGS, *map(row, graphs)]
     widths = [max(len(cells[column]) for cells in rows) for column in range(len(HEADINGS))]
     return ["  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]) for r in rows]
 
 
-def _graph(graph: Explained) -> Iterator[str]:
+def _graph(graph: GraphExplanation) -> Iterator[str]:
     if graph.reason:
         yield f"runs in eager mode: {graph.reason}"
     yield from _shortened([_kernel(kernel) for kernel in graph.kernels], "kernels")
@@ -57,7 +60,7 @@ def _kernel(kernel: KernelText) -> str:
     return f"{kernel.name}{times}: {', '.join(dict.fromkeys(kernel.operators))}"
 
 
-def place_text(place: Place) -> str:
+def place_text(place: BufferPlace) -> str:
     """Where a buffer lies."""
     reuses = f", where {', '.join(place.reuses)} was" if place.reuses else ""
     end = place.begin + place.nbytes

@@ -15,7 +15,7 @@ from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Axis, Div, Index, Mod, Size, Value
 from opkit.compiler.ir.ops import OPS
-from opkit.compiler.ir.program import Buffer, Compute, Extern, Item, Program, Strided
+from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, ScalarItem, Strided
 
 Call = Callable[[Extern, tuple[Any, ...], dict[str, Any]], Any]
 """Runs an extern call on numpy arrays; gives a result for each of its outputs, or its one result."""
@@ -182,7 +182,7 @@ class _Machine:
     def _arguments(self, argument: Any) -> Any:
         if isinstance(argument, Strided):
             return self.strided(argument)
-        if isinstance(argument, Item):
+        if isinstance(argument, ScalarItem):
             return self.memory[argument.buffer][0].item()
         if isinstance(argument, Index):
             return self.number(argument)

@@ -17,10 +17,10 @@ import torch
 from torch import fx
 
 from opkit.compiler.capture import torch_private as private
-from opkit.compiler.capture.randomness import has_effect
-from opkit.compiler.capture.sizes import Sizes
+from opkit.compiler.capture.partition import has_effect
+from opkit.compiler.capture.sizes import SymbolicSizes
 from opkit.compiler.ir.dtypes import OF_TORCH
-from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeName
+from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import Index, Size
 from opkit.compiler.run.control_flow import CONTROL_FLOW
 from opkit.op import operator as operators
@@ -42,7 +42,7 @@ class Captured:
         graph: the graph.
         constants: the tensors that it holds, by node.
         targets: what its operators are called by, by a node's target.
-        opaques: the values of its :class:`Opaque` arguments, by their text.
+        opaques: the values of its :class:`OpaqueValue` arguments, by their text.
         computed: sizes that the runtime computes from others: Python's text, by name.
         resolved: the numbers of the inputs that may come with other strides, conjugated or negated.
         bodies: the graphs that its control flow operators call, to be compiled, by the text of their Opaque.
@@ -93,7 +93,7 @@ class _Conversion:
         self.module = module
         self.given = given
         self.is_body = is_body
-        self.sizes = Sizes()
+        self.sizes = SymbolicSizes()
         self.constants: dict[str, torch.Tensor] = {}
         self.targets: dict[str, Callable[..., Any]] = {}
         self.opaques: dict[str, Any] = {}
@@ -133,12 +133,12 @@ class _Conversion:
         ):
             value = self.given[number]
         is_object = private.is_script_object(value) or private.is_ragged_size(value)
-        result = Opaque(f"input {node.name}") if is_object else self._result(value, node)
+        result = OpaqueValue(f"input {node.name}") if is_object else self._result(value, node)
         tangent = node.name.startswith("tangents") and not node.name.startswith("tangents_token")  # which may be None
         if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg() or tangent or self.is_body):
             self.resolved.add(number)  # what autograd hands to a backward may be so, however it was traced
             self._refuse_writes(node)
-        if isinstance(result, Index | Opaque):
+        if isinstance(result, Index | OpaqueValue):
             self.replaced[node] = result
         return Node(node.name, "input", (), {}, result)
 
@@ -256,19 +256,19 @@ class _Conversion:
             raise Unsupported(f"{node.name} is a {type(value).__name__} that is computed while the program runs")
         return Ref(node.name)
 
-    def _by_name(self, argument: Any) -> TypeName | Opaque:
+    def _by_name(self, argument: Any) -> TypeName | OpaqueValue:
         if isinstance(argument, torch.dtype) and _bare(argument) in OF_TORCH:
             return TypeName(OF_TORCH[_bare(argument)])
         if isinstance(argument, torch.dtype | torch.device | torch.layout | torch.memory_format):
             return self._opaque(str(argument), argument)
         return self._opaque(f"{type(argument).__name__} {_name_of(argument)}", argument)
 
-    def _opaque(self, text: str, value: Any) -> Opaque:
+    def _opaque(self, text: str, value: Any) -> OpaqueValue:
         known = self.opaques.setdefault(text, value)
         if known is not value and known != value:
             text = f"{text} {len(self.opaques)}"
             self.opaques[text] = value
-        return Opaque(text)
+        return OpaqueValue(text)
 
 
 def _plain(shape: Any, strides: Any, offset: Any) -> bool:

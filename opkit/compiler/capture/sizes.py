@@ -12,7 +12,7 @@ from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.index import Index, index, size
 
 
-class Sizes:
+class SymbolicSizes:
     """The symbols of one graph.
 
     Attributes:

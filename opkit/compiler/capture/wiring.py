@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from opkit.compiler.capture import torch_private as private
-from opkit.compiler.capture.identity import Unnamed
-from opkit.compiler.run.autograd import Result, Wiring
+from opkit.compiler.capture.cache_key import NotCacheable
+from opkit.compiler.run.autograd import GraphResult, Wiring
 
 # Fields of ViewAndMutationMeta, some of one version of torch's alone, by what stands against a graph where they hold.
 _REFUSED = {
@@ -45,9 +45,9 @@ def wiring(metadata: Any, inputs: int, several_in_one: bool, autocast: bool, is_
         Unnamed: it is none of the plain cases.
     """
     for reason in _reasons(metadata, inputs, is_guarded):
-        raise Unnamed(reason)
+        raise NotCacheable(reason)
     if several_in_one and metadata.mutated_graph_handled_indices:
-        raise Unnamed("inputs share memory, and one is written to")
+        raise NotCacheable("inputs share memory, and one is written to")
     return Wiring(
         inputs,
         tuple(map(_result, metadata.output_info)),
@@ -65,7 +65,7 @@ def connected(found: Wiring, gradients: tuple[Any, ...]) -> Wiring:
         Unnamed: the backward graph does not give one for each input.
     """
     if len(gradients) != found.inputs:
-        raise Unnamed("the backward has more results than there are inputs")
+        raise NotCacheable("the backward has more results than there are inputs")
     return dataclasses.replace(found, detached=tuple(n for n in found.detached if gradients[n] is None))
 
 
@@ -95,6 +95,8 @@ def _result_reasons(output: Any) -> Iterator[str]:
         yield "a result was made under no_grad and requires gradients"
 
 
-def _result(output: Any) -> Result:
+def _result(output: Any) -> GraphResult:
     kind = private.output_kind(output)
-    return Result(output.base_idx if kind == "is_input" else None, output.requires_grad, kind == "unsafe_view_alias")
+    return GraphResult(
+        output.base_idx if kind == "is_input" else None, output.requires_grad, kind == "unsafe_view_alias"
+    )

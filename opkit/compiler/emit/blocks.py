@@ -8,12 +8,11 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TypeAlias
 
 from opkit.compiler.emit import callees, indices, near
-from opkit.compiler.emit.ahead import Ahead
 from opkit.compiler.emit.expressions import apply, convert, reinterpret
+from opkit.compiler.emit.prefetch import Prefetches
 from opkit.compiler.emit.types import C_TYPES, number, variable_type
 from opkit.compiler.ir import expr
-from opkit.compiler.ir.callee import Callee
-from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.expr import Callee, Expr
 from opkit.compiler.ir.index import Atom, Div, Index, Mod, Value
 from opkit.compiler.ir.kernel import Accumulator
 
@@ -23,7 +22,7 @@ _LONG = 160  # characters, from which on an expression gets a name, so that no l
 
 
 @dataclasses.dataclass
-class Writer:
+class CWriter:
     """The text so far.
 
     Attributes:
@@ -47,7 +46,7 @@ class Writer:
     near: frozenset[str] = frozenset()
     dtypes: dict[str, str] = dataclasses.field(default_factory=dict)
     streamed: frozenset[str] = frozenset()
-    ahead: Ahead = dataclasses.field(default_factory=Ahead)
+    ahead: Prefetches = dataclasses.field(default_factory=Prefetches)
     callees: Mapping[Callee, int] = dataclasses.field(default_factory=dict[Callee, int])
 
     def line(self, text: str) -> None:
@@ -61,7 +60,7 @@ class Writer:
 
 
 @dataclasses.dataclass
-class Scope:
+class CScope:
     """What a block knows.
 
     Attributes:
@@ -72,15 +71,15 @@ class Scope:
         rows: of buffers that are filled by way of a row: its name, and where in it.
     """
 
-    writer: Writer
+    writer: CWriter
     spelled: dict[Key, str]
     reads: dict[Key, frozenset[str]]
     uses: dict[Expr, int]
     rows: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
-    def within(self, roots: Iterable[Expr]) -> Scope:
+    def within(self, roots: Iterable[Expr]) -> CScope:
         """The scope of a block inside, whose own statements need ``roots``."""
-        return Scope(self.writer, dict(self.spelled), self.reads, _uses(roots), dict(self.rows))
+        return CScope(self.writer, dict(self.spelled), self.reads, _uses(roots), dict(self.rows))
 
     def forget(self, changed: frozenset[str]) -> None:
         """Drop what may have another value now."""
@@ -187,12 +186,12 @@ def _uses(roots: Iterable[Expr]) -> dict[Expr, int]:
 # ---- one node --------------------------------------------------------------------------------------------------------
 
 
-def _load(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
+def _load(scope: CScope, node: Expr, args: list[str], at: list[str]) -> str:
     element = f"p_{node.data[0]}[{at[0]}]"
     return f"({args[0]} ? {element} : {number(0, node.dtype)})" if args else element
 
 
-def _var(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
+def _var(scope: CScope, node: Expr, args: list[str], at: list[str]) -> str:
     accumulator = scope.writer.accumulators.get(node.data)
     name = f"v_{node.data}"
     if accumulator is None or not marks_nan(accumulator):
@@ -200,7 +199,7 @@ def _var(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
     return f"(v_{node.data}_nan ? {number(math.nan, node.dtype)} : {name})"
 
 
-def _bound(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
+def _bound(scope: CScope, node: Expr, args: list[str], at: list[str]) -> str:
     """Checked in a statement of its own, from which the function ends."""
     x, n = scope.writer.name("int64_t", args[0]), scope.writer.name("int64_t", at[0])
     scope.writer.fails = True
@@ -208,14 +207,14 @@ def _bound(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
     return f"({x} < 0 ? {x} + {n} : {x})"
 
 
-def _nonzero(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
+def _nonzero(scope: CScope, node: Expr, args: list[str], at: list[str]) -> str:
     x = scope.writer.name(C_TYPES[node.dtype], args[0])
     scope.writer.fails = True
     scope.writer.line(f"if ({x} == 0) {{ opkit_fail(runtime, 3, 0, 0); goto end; }}")
     return x
 
 
-def _scalar(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
+def _scalar(scope: CScope, node: Expr, args: list[str], at: list[str]) -> str:
     if scope.writer.near and near.has(node):
         text, dtype = near.argument(node, args[0])
         x = scope.writer.name(C_TYPES[dtype], text)
@@ -224,7 +223,7 @@ def _scalar(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
     return apply(node.op, node.args[-1].dtype, args, node.dtype)
 
 
-_TEXTS: dict[str, Callable[[Scope, Expr, list[str], list[str]], str]] = {
+_TEXTS: dict[str, Callable[[CScope, Expr, list[str], list[str]], str]] = {
     "const": lambda scope, node, args, at: number(node.data, node.dtype),
     "index": lambda scope, node, args, at: at[0] if at[0].isidentifier() else f"({at[0]})",
     "load": _load,

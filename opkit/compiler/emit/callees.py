@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from opkit.compiler.emit.types import C_TYPES, variable_type
-from opkit.compiler.ir.callee import Callee
-from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.expr import Callee, Expr
 
 
 def pointer(callee: Callee, number: int) -> str:

@@ -14,14 +14,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from opkit.compiler.emit import callees, near
-from opkit.compiler.emit.blocks import Scope, Writer
+from opkit.compiler.emit.blocks import CScope, CWriter
 from opkit.compiler.emit.types import C_TYPES
-from opkit.compiler.ir.callee import Callee
-from opkit.compiler.ir.expr import Expr, rewrite
+from opkit.compiler.ir.expr import Callee, Expr, rewrite
 from opkit.compiler.ir.kernel import Let, Loop, Scratch, Statement, Store, Update
 
 
-def declare(writer: Writer, functions: Sequence[Callee]) -> None:
+def declare(writer: CWriter, functions: Sequence[Callee]) -> None:
     """Takes the functions from the runtime's table."""
     for callee in functions:
         writer.line(callees.pointer(callee, writer.callees[callee]))
@@ -70,7 +69,7 @@ class Stretch:
     most: int
 
 
-def write(scope: Scope, calls: Mapping[Expr, Expr], stretch: Stretch) -> None:
+def write(scope: CScope, calls: Mapping[Expr, Expr], stretch: Stretch) -> None:
     """Writes the calls of a stretch, and notes where their values are."""
     for call, alone in calls.items():
         if alone not in scope.spelled:
@@ -78,7 +77,7 @@ def write(scope: Scope, calls: Mapping[Expr, Expr], stretch: Stretch) -> None:
         scope.spelled[call], scope.reads[call] = scope.spelled[alone], frozenset()
 
 
-def _write(scope: Scope, call: Expr, stretch: Stretch) -> None:
+def _write(scope: CScope, call: Expr, stretch: Stretch) -> None:
     """A loop for the arguments, and one that calls or, of a function of runs, a call."""
     kinds = callees.taken(call.data) or ["number"] * len(call.args)
     needed = [arg for arg, kind in zip(call.args, kinds, strict=True) if kind == "elements" or _varies(arg, kind)]
@@ -91,7 +90,7 @@ def _write(scope: Scope, call: Expr, stretch: Stretch) -> None:
         scope.writer.line(callees.run(call.data, number, given, result, stretch.count))
     else:
         spelled = scope.spelled | {arg: row + stretch.at for arg, row in rows.items()}
-        known = Scope(scope.writer, spelled, scope.reads | dict.fromkeys(rows, frozenset[str]()), {})
+        known = CScope(scope.writer, spelled, scope.reads | dict.fromkeys(rows, frozenset[str]()), {})
         scope.writer.line(f"{stretch.loop} {result}{stretch.at} = {known.value(call)};")
     scope.spelled[call], scope.reads[call] = result + stretch.at, frozenset()
 
@@ -100,7 +99,7 @@ def _varies(arg: Expr, kind: str) -> bool:
     return kind == "number" and arg.op != "const"
 
 
-def _fill(scope: Scope, rows: Mapping[Expr, str], stretch: Stretch) -> None:
+def _fill(scope: CScope, rows: Mapping[Expr, str], stretch: Stretch) -> None:
     """The loop for the arguments."""
     writer, arguments = scope.writer, list(rows)
     if not rows:
@@ -115,13 +114,13 @@ def _fill(scope: Scope, rows: Mapping[Expr, str], stretch: Stretch) -> None:
     writer.line("}")
 
 
-def _array(writer: Writer, dtype: str, length: int) -> str:
+def _array(writer: CWriter, dtype: str, length: int) -> str:
     writer.names += 1
     writer.line(f"{C_TYPES[dtype]} t{writer.names}[{length}] __attribute__((aligned(64)));")
     return f"t{writer.names}"
 
 
-def noted(writer: Writer, roots: Sequence[Expr]) -> str:
+def noted(writer: CWriter, roots: Sequence[Expr]) -> str:
     """The clauses for what is noted of arguments that are too large."""
     types = near.of(node for root in roots for node in root.walk()) if writer.near else ()
     return "".join(f" reduction(|:far_{t})" for t in sorted(types))

@@ -30,10 +30,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from opkit.compiler.emit import indices, near, prelude
 from opkit.compiler.emit.c import function
 from opkit.compiler.emit.types import TYPEDEFS
-from opkit.compiler.ir.callee import Callee
+from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.index import Atom, Div, Mod, Size, product
 from opkit.compiler.ir.kernel import Kernel, parallel
-from opkit.compiler.ir.schedule import Launch, batches, called
+from opkit.compiler.ir.schedule import KernelLaunch, batches, called
 
 # The pragma is written by a macro, so that it is only what "-fopenmp-simd" makes of it, and no OpenMP is linked.
 _WORTH_A_UNIT = 12_000  # characters of kernels: gcc takes some 0.2 s for them, and 0.05 s to start and to link
@@ -41,7 +41,7 @@ _SIMD = "#define SIMD(text) _Pragma(#text)"
 
 
 def source(
-    launches: Sequence[Sequence[Launch]], buffers: Sequence[str], sizes: Sequence[str], units: int = 1
+    launches: Sequence[Sequence[KernelLaunch]], buffers: Sequence[str], sizes: Sequence[str], units: int = 1
 ) -> tuple[str, ...]:
     """The units: each distinct kernel once, and in the first of them a function for each segment.
 
@@ -107,7 +107,7 @@ def _range(name: str) -> str:
 
 def _segment(
     number: int,
-    segment: Sequence[Launch],
+    segment: Sequence[KernelLaunch],
     names: Mapping[Kernel, str],
     buffers: Mapping[str, int],
     sizes: Mapping[str, int],
@@ -123,7 +123,7 @@ def _segment(
     return "\n".join([*lines, "  return 0;", "}"])
 
 
-def _call(launch: Launch, name: str, buffers: Mapping[str, int], sizes: Mapping[str, int]) -> str:
+def _call(launch: KernelLaunch, name: str, buffers: Mapping[str, int], sizes: Mapping[str, int]) -> str:
     pointers = _array("void *const", [f"buffers[{buffers[each]}]" for each in launch.buffers])
     numbers = _array("const int64_t", [f"sizes[{sizes[each]}]" for each in launch.sizes])
     places = dict(zip(launch.kernel.sizes, launch.sizes, strict=True))

@@ -14,16 +14,39 @@ True
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index, IndexLike, Value, index
 from opkit.compiler.ir.ops import OPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Callee:
+    """A function of numbers, or one of runs of elements.
+
+    Attributes:
+        name: its symbol.
+        library: the path of the library, or the name that the loader knows it by.
+        arguments: the types that it takes, keys of ``DTYPES``.
+        result: the type of its value.
+        given: of a function of runs, what each of the values is that it is given: "elements" (a pointer to them), "i" or "f"
+            (an integer or a float: these three are the arguments, in order), "result" (a pointer to where results go),
+            "count" (how many there are). Empty for a function of numbers.
+        instance: of a function of runs, its number in the library.
+    """
+
+    name: str
+    library: str
+    arguments: tuple[str, ...]
+    result: str
+    given: tuple[str, ...] = ()
+    instance: int = 0
 
 
 class Expr:

@@ -2,7 +2,7 @@
 
 Nodes are in the order in which they run. An argument is a :class:`Ref` to an earlier node's result, a Python constant
 (None, bool, int, float, complex, str), an ``Index`` (a size), or a list, tuple or dict of these; a dtype is a
-:class:`TypeName`; devices, layouts and memory formats are :class:`Opaque`.
+:class:`TypeName`; devices, layouts and memory formats are :class:`OpaqueValue`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TypeName(NamedTuple):
     name: str
 
 
-class Opaque(NamedTuple):
+class OpaqueValue(NamedTuple):
     """A value that only an extern call can use, by a name that the capture can turn back into it."""
 
     text: str
@@ -50,7 +50,7 @@ class TensorType:
     device: str = "cpu"
 
 
-ResultType = TensorType | Index | Opaque | None
+ResultType = TensorType | Index | OpaqueValue | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _line(node: Node) -> str:
 def _text(argument: Any) -> str:
     if isinstance(argument, list | tuple) and not hasattr(argument, "_fields"):
         return "[" + ", ".join(map(_text, argument)) + "]"
-    return argument[0] if isinstance(argument, Ref | TypeName | Opaque) else str(argument)
+    return argument[0] if isinstance(argument, Ref | TypeName | OpaqueValue) else str(argument)
 
 
 def _type(result: Any) -> str:

@@ -10,15 +10,14 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from opkit.compiler.ir.callee import Callee
-from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.expr import Callee, Expr
 from opkit.compiler.ir.index import Axis, Index
 
 How = Literal["parallel", "plain", "vector"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Argument:
+class KernelArgument:
     """A buffer that a kernel is given a pointer to.
 
     Attributes:
@@ -124,7 +123,7 @@ class Kernel:
     """
 
     name: str
-    arguments: tuple[Argument, ...]
+    arguments: tuple[KernelArgument, ...]
     sizes: tuple[str, ...]
     body: tuple[Statement, ...]
     grain: int = 1

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 Kind = Literal["scalar", "leaf"]
-Result = Literal["same", "b1", "given"]
+ResultKind = Literal["same", "b1", "given"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Op:
     name: str
     arity: int | None
     kind: Kind = "scalar"
-    result: Result = "same"
+    result: ResultKind = "same"
     takes: str = "bif"
     numpy: Callable[..., Any] | None = None
 

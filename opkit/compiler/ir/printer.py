@@ -2,10 +2,10 @@
 
 >>> from opkit.compiler.ir.expr import load, op
 >>> from opkit.compiler.ir.index import Axis, axis, index
->>> from opkit.compiler.ir.kernel import Argument, Kernel, Loop, Store
+>>> from opkit.compiler.ir.kernel import KernelArgument, Kernel, Loop, Store
 >>> x = load("x", "f32", axis(0, 8))
 >>> double = Store("y", axis(0, 8), op("add", x, x))
->>> arguments = (Argument("x", "f32", False), Argument("y", "f32", True))
+>>> arguments = (KernelArgument("x", "f32", False), KernelArgument("y", "f32", True))
 >>> print(kernel_text(Kernel("double", arguments, (), (Loop(Axis(0, index(8)), (double,), "vector"),))))
 kernel double(x: f32, y: f32 written)
   vector a0 < 8:
@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from opkit.compiler.ir.index import Index
-from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Statement, Update
-from opkit.compiler.ir.program import Buffer, Compute, Extern, Item, Program, Step, Strided
-from opkit.compiler.ir.schedule import Launch, Schedule
+from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Let, Loop, Scratch, Statement, Update
+from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, ScalarItem, Step, Strided
+from opkit.compiler.ir.schedule import KernelLaunch, Schedule
 
 
 def program_text(program: Program) -> str:
@@ -50,9 +50,9 @@ def schedule_text(schedule: Schedule) -> str:
     for buffer in schedule.buffers.values():
         place = f" at {schedule.places[buffer.name]}" if buffer.name in schedule.places else ""
         lines.append(f"  {_buffer(buffer)}{place}")
-    lines += [f"  {_launch(step) if isinstance(step, Launch) else step_text(step)}" for step in schedule.steps]
+    lines += [f"  {_launch(step) if isinstance(step, KernelLaunch) else step_text(step)}" for step in schedule.steps]
     lines.append(f"  return {_arguments(schedule.program.outputs)}")
-    kernels = dict.fromkeys(step.kernel for step in schedule.steps if isinstance(step, Launch))
+    kernels = dict.fromkeys(step.kernel for step in schedule.steps if isinstance(step, KernelLaunch))
     lines += [kernel_text(kernel) for kernel in kernels]
     lines += [f"not fused: {refusal}" for refusal in schedule.refusals]
     return "\n".join([*lines, *(f"apart: {reason}" for reason in schedule.apart)])
@@ -90,7 +90,7 @@ def _head(s: Statement) -> str:
     return f"{s.buffer}[{s.at}] {'atomic ' if s.atomic else ''}{s.update or ''}= {s.value}"
 
 
-def _argument(argument: Argument) -> str:
+def _argument(argument: KernelArgument) -> str:
     return f"{argument.buffer}: {argument.dtype}{' written' if argument.written else ''}"
 
 
@@ -119,7 +119,7 @@ def _extern(step: Extern) -> str:
     return f"{results or '_'} = call {step.target}({given})" + (f"  ({'; '.join(marks)})" if marks else "")
 
 
-def _launch(launch: Launch) -> str:
+def _launch(launch: KernelLaunch) -> str:
     return f"{'beside it' if launch.joined else 'launch'} {launch.kernel.name}({', '.join([*launch.buffers, *launch.sizes])})"
 
 
@@ -130,7 +130,7 @@ def _arguments(values: Sequence[Any]) -> str:
 def _argument_text(value: Any) -> str:
     if isinstance(value, Strided):
         return f"{value.buffer}[{_list(value.shape)}; {_list(value.strides)}; {value.offset}]"
-    if isinstance(value, Item):
+    if isinstance(value, ScalarItem):
         return f"item {value.buffer}"
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return f"[{_arguments(value)}]"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opkit.compiler.ir.expr import Expr
-from opkit.compiler.ir.graph import Opaque
+from opkit.compiler.ir.graph import OpaqueValue
 from opkit.compiler.ir.index import ZERO, Axis, Index, Value, flat
 
 
@@ -101,7 +101,7 @@ class Extern:
     Attributes:
         target: its name, as in the captured graph.
         args, kwargs: as there, with a :class:`Strided` for each tensor, and for each scalar that is computed a buffer of no
-            dimensions in a :class:`Item`.
+            dimensions in a :class:`ScalarItem`.
         outputs: the buffers that hold its results, None for a result that nobody uses; a result that is a size is
             the name of a symbolic size, in an Index.
         mutated: the buffers that it writes to, apart from its results.
@@ -125,7 +125,7 @@ class Extern:
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class ScalarItem:
     """The number in a buffer of one element, as a Python number."""
 
     buffer: str
@@ -148,7 +148,7 @@ class Program:
     """
 
     name: str
-    inputs: tuple[str | Index | Opaque, ...]
+    inputs: tuple[str | Index | OpaqueValue, ...]
     buffers: dict[str, Buffer]
     steps: tuple[Step, ...]
     outputs: tuple[Any, ...]
@@ -202,7 +202,7 @@ def loads(root: Expr) -> list[str]:
 
 
 def _buffers(argument: Any) -> list[str]:
-    if isinstance(argument, Strided | Item):
+    if isinstance(argument, Strided | ScalarItem):
         return [argument.buffer]
     if isinstance(argument, dict):
         argument = list(argument.values())

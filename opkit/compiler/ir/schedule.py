@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from opkit.compiler.ir.callee import Callee
+from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.kernel import Kernel, callees
 from opkit.compiler.ir.program import Buffer, Extern, Program
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """A call of a kernel.
 
     Attributes:
@@ -29,7 +29,7 @@ class Launch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Refusal:
+class FusionRefusal:
     """Two steps that were not fused, and why."""
 
     first: str
@@ -57,33 +57,33 @@ class Schedule:
 
     program: Program
     buffers: dict[str, Buffer]
-    steps: tuple[Launch | Extern, ...]
+    steps: tuple[KernelLaunch | Extern, ...]
     places: dict[str, Index]
     arena: Index
-    refusals: tuple[Refusal, ...] = ()
+    refusals: tuple[FusionRefusal, ...] = ()
     apart: tuple[str, ...] = ()
 
 
-def batches(steps: Iterable[Launch | Extern]) -> list[list[Launch]]:
+def batches(steps: Iterable[KernelLaunch | Extern]) -> list[list[KernelLaunch]]:
     """The launches among steps as they run: those of a batch together."""
-    found: list[list[Launch]] = []
+    found: list[list[KernelLaunch]] = []
     for launch in steps:
-        if isinstance(launch, Launch):
+        if isinstance(launch, KernelLaunch):
             if not launch.joined:
                 found.append([])
             found[-1].append(launch)
     return found
 
 
-def called(launches: Iterable[Launch]) -> tuple[Callee, ...]:
+def called(launches: Iterable[KernelLaunch]) -> tuple[Callee, ...]:
     """The functions of libraries that kernels call, each once: the order of the table that they are given."""
     kernels = dict.fromkeys(launch.kernel for launch in launches)
     return tuple(dict.fromkeys(callee for kernel in kernels for callee in callees(kernel.body)))
 
 
-def moments(steps: Iterable[Launch | Extern]) -> Iterator[tuple[int, Launch | Extern]]:
+def moments(steps: Iterable[KernelLaunch | Extern]) -> Iterator[tuple[int, KernelLaunch | Extern]]:
     """Each step with its number, which is that of its batch: what is needed at one moment has memory of its own."""
     number = -1
     for step in steps:
-        number += not (isinstance(step, Launch) and step.joined)
+        number += not (isinstance(step, KernelLaunch) and step.joined)
         yield number, step

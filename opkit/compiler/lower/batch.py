@@ -13,47 +13,47 @@ from collections.abc import Mapping, Sequence
 from opkit.compiler.ir.index import product
 from opkit.compiler.ir.kernel import parallel
 from opkit.compiler.ir.program import Buffer, Extern, reads, writes
-from opkit.compiler.ir.schedule import Launch
-from opkit.compiler.lower.arena import nbytes
-from opkit.compiler.lower.domain import number
+from opkit.compiler.ir.schedule import KernelLaunch
+from opkit.compiler.lower.iteration_space import number
+from opkit.compiler.lower.memory_planning import nbytes
 
 SMALL = 16.0  # pieces of work that are worth a thread each
 MEMORY = 1 << 20  # bytes of the arena that the launches of a batch may touch
 
-Step = Launch | Extern
+ScheduledStep = KernelLaunch | Extern
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class BatchSizes:
     """What is known of sizes: the values to expect, and the bytes of the arena that each buffer takes."""
 
     expected: Mapping[str, int]
     arena: Mapping[str, float]
 
     @staticmethod
-    def of(expected: Mapping[str, int], inside: Mapping[str, Buffer]) -> Sizes:
+    def of(expected: Mapping[str, int], inside: Mapping[str, Buffer]) -> BatchSizes:
         """For the buffers that lie in the arena."""
-        return Sizes(expected, {name: number(nbytes(each), expected) for name, each in inside.items()})
+        return BatchSizes(expected, {name: number(nbytes(each), expected) for name, each in inside.items()})
 
-    def work(self, launch: Launch) -> float:
+    def work(self, launch: KernelLaunch) -> float:
         """Pieces that are worth a thread."""
         names = zip(launch.kernel.sizes, launch.sizes, strict=True)
         known = {name: self.expected.get(given, 0) for name, given in names}
         return number(product(loop.axis.extent for loop in parallel(launch.kernel)[0]), known) / launch.kernel.grain
 
-    def memory(self, launch: Launch) -> float:
+    def memory(self, launch: KernelLaunch) -> float:
         """Bytes of the arena."""
         return sum(self.arena.get(name, 0) for name in set(launch.buffers))
 
 
-def batched(steps: Sequence[Step], sizes: Sizes) -> tuple[list[Step], list[str]]:
+def batched(steps: Sequence[ScheduledStep], sizes: BatchSizes) -> tuple[list[ScheduledStep], list[str]]:
     """The steps, in an order in which the launches of a batch follow each other; and why others are in none before them."""
     memory = _same_memory(steps)
-    found: list[Step] = []
+    found: list[ScheduledStep] = []
     reasons: dict[str, None] = {}
     run = _Run(sizes, memory, reasons)
     for step in steps:
-        if isinstance(step, Launch):
+        if isinstance(step, KernelLaunch):
             run.add(step)
         else:
             found += [*run.ordered(), step]
@@ -61,7 +61,7 @@ def batched(steps: Sequence[Step], sizes: Sizes) -> tuple[list[Step], list[str]]
     return found + run.ordered(), list(reasons)
 
 
-def _same_memory(steps: Sequence[Step]) -> dict[str, str]:
+def _same_memory(steps: Sequence[ScheduledStep]) -> dict[str, str]:
     """One name for buffers that may lie in the same memory: an operator's results in that of its arguments."""
     found: dict[str, str] = {}
     for step in steps:
@@ -79,20 +79,20 @@ def _root(found: Mapping[str, str], name: str) -> str:
 
 @dataclasses.dataclass
 class _Batch:
-    launches: list[Launch]
+    launches: list[KernelLaunch]
     memory: float
 
 
 class _Run:
     """The batches between two extern calls, in order."""
 
-    def __init__(self, sizes: Sizes, same: Mapping[str, str], reasons: dict[str, None]) -> None:
+    def __init__(self, sizes: BatchSizes, same: Mapping[str, str], reasons: dict[str, None]) -> None:
         self.sizes, self.same, self.reasons = sizes, same, reasons
         self.batches: list[_Batch] = []
         self.written: dict[str, tuple[int, str]] = {}  # the last batch that writes to a buffer, and its kernel
         self.touched: dict[str, tuple[int, str]] = {}  # the last one that reads it or writes to it
 
-    def add(self, launch: Launch) -> None:
+    def add(self, launch: KernelLaunch) -> None:
         at = self._place(launch)
         batch = self.batches[at]
         batch.launches.append(launch)
@@ -102,17 +102,17 @@ class _Run:
             if written:
                 self.written[name] = (at, launch.kernel.name)
 
-    def ordered(self) -> list[Step]:
+    def ordered(self) -> list[ScheduledStep]:
         """The launches as steps."""
         groups = (batch.launches for batch in self.batches)
         return [dataclasses.replace(each, joined=k > 0) for group in groups for k, each in enumerate(group)]
 
-    def _uses(self, launch: Launch) -> list[tuple[str, bool]]:
+    def _uses(self, launch: KernelLaunch) -> list[tuple[str, bool]]:
         """The buffers, and whether they are written to."""
         names = (self.same.get(name, name) for name in launch.buffers)
         return [(name, argument.written) for name, argument in zip(names, launch.kernel.arguments, strict=True)]
 
-    def _place(self, launch: Launch) -> int:
+    def _place(self, launch: KernelLaunch) -> int:
         """The batch for a launch, a new one if it must be."""
         after, refusal = self._after(launch)
         last = len(self.batches) - 1
@@ -129,7 +129,7 @@ class _Run:
     def _has_room(self, batch: _Batch, memory: float) -> bool:
         return batch.memory + memory <= MEMORY or memory == 0
 
-    def _after(self, launch: Launch) -> tuple[int, str]:
+    def _after(self, launch: KernelLaunch) -> tuple[int, str]:
         """The last batch that must come before the launch, -1 if there is none, and why."""
         found = (-1, "", "")
         for name, written in self._uses(launch):

@@ -9,13 +9,13 @@ from typing import Any
 
 from opkit.compiler.ir.dtypes import DTYPES, is_complex
 from opkit.compiler.ir.expr import Expr
-from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeName
+from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import Index, contiguous, index
-from opkit.compiler.ir.program import Buffer, Compute, Extern, Item, Program, Step, Strided
-from opkit.compiler.lower import parts
+from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, ScalarItem, Step, Strided
+from opkit.compiler.lower import interleaved
 from opkit.compiler.lower.registry import NoRule
 from opkit.compiler.lower.scalar import Scalar, cast, number
-from opkit.compiler.lower.target import PLAIN, Target
+from opkit.compiler.lower.target import PLAIN, LoweringTarget
 from opkit.compiler.lower.tensors import Lazy, Shape, Tensor, formal, is_dense, lazy, memories, parts_of, whole
 
 _LAZY_NODES = 24  # an expression of constants and positions of more nodes than this is computed once, not in every use
@@ -34,7 +34,7 @@ class Builder:
 
     graph: Graph
     node: Node
-    target: Target = PLAIN
+    target: LoweringTarget = PLAIN
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     buffers: dict[str, Buffer] = dataclasses.field(default_factory=dict)
     steps: list[Step] = dataclasses.field(default_factory=list)
@@ -103,14 +103,14 @@ class Builder:
 
     def filled(self, body: Expr, buffer: Buffer) -> Tensor:
         """All of a new buffer, with ``body`` (over its formal axes) as element."""
-        if parts.alternates(body, buffer.shape):
-            return parts.interleaved(self, body, buffer)
+        if interleaved.alternates(body, buffer.shape):
+            return interleaved.interleaved(self, body, buffer)
         return self.compute(buffer, buffer.shape, body)
 
     def complex_elements(self, bodies: Sequence[Expr], kind: TensorType) -> Tensor:
         """A complex tensor with these (over its formal axes) as the real and the imaginary part of its elements."""
         if all(map(_is_lazy, bodies)):
-            return parts.complex_of(*(lazy(body, kind.shape) for body in bodies))
+            return interleaved.complex_of(*(lazy(body, kind.shape) for body in bodies))
         memory = self.made(kind.dtype, kind.shape, kind.strides)
         for part, body in zip(parts_of(memory), bodies, strict=True):
             self.compute(part, kind.shape, body)
@@ -202,7 +202,7 @@ class Builder:
             return self._external_value(argument.name)
         if isinstance(argument, dict):
             return {key: self.external(a) for key, a in argument.items()}
-        if isinstance(argument, list | tuple) and not isinstance(argument, Opaque | TypeName):
+        if isinstance(argument, list | tuple) and not isinstance(argument, OpaqueValue | TypeName):
             return type(argument)(self.external(a) for a in argument)
         return argument
 
@@ -213,7 +213,7 @@ class Builder:
         if not isinstance(found, Tensor):
             return found
         strided = self.strided(found)
-        return Item(strided.buffer) if name in self.numbers else strided
+        return ScalarItem(strided.buffer) if name in self.numbers else strided
 
     @functools.cached_property
     def numbers(self) -> set[str]:
@@ -224,7 +224,7 @@ class Builder:
 
     def strided(self, tensor: Tensor) -> Strided:
         """The tensor as torch describes one, copied if it is not one already."""
-        return tensor.strided() or self._known(parts.viewed(self, tensor) or self.materialised(tensor))
+        return tensor.strided() or self._known(interleaved.viewed(self, tensor) or self.materialised(tensor))
 
     def materialised(self, tensor: Tensor, strides: Sequence[Index] | None = None) -> Tensor:
         """The tensor in memory of its own."""
@@ -242,7 +242,7 @@ class Builder:
 
     # ---- the program -------------------------------------------------------------------------------------------------
 
-    def program(self, inputs: Sequence[str | Index | Opaque], outputs: Sequence[Any]) -> Program:
+    def program(self, inputs: Sequence[str | Index | OpaqueValue], outputs: Sequence[Any]) -> Program:
         return Program(
             self.graph.name, tuple(inputs), self.buffers, tuple(self.steps), tuple(outputs), self.graph.sizes
         )

@@ -14,12 +14,12 @@ from collections import Counter
 
 from opkit.compiler.ir.expr import Expr, const
 from opkit.compiler.ir.index import Index, index, product
-from opkit.compiler.ir.program import Compute, Extern, Item, Program, Strided, reads
-from opkit.compiler.ir.schedule import Refusal
+from opkit.compiler.ir.program import Compute, Extern, Program, ScalarItem, Strided, reads
+from opkit.compiler.ir.schedule import FusionRefusal
 from opkit.compiler.lower import group as groups
-from opkit.compiler.lower.domain import number
 from opkit.compiler.lower.group import Group, loads_of
 from opkit.compiler.lower.inline import Parts, cost, invertible, substituted
+from opkit.compiler.lower.iteration_space import number
 
 Entry = Group | Extern
 
@@ -31,7 +31,7 @@ class Fused:
     """The groups and extern calls in order, and what was refused."""
 
     entries: list[Entry]
-    refusals: list[Refusal]
+    refusals: list[FusionRefusal]
 
 
 def fuse(program: Program) -> Fused:
@@ -46,7 +46,7 @@ class _Fuser:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.entries: list[Entry | None] = []  # None: it went into a later one
-        self.refusals: list[Refusal] = []
+        self.refusals: list[FusionRefusal] = []
         self.made: dict[str, int] = {}  # the last entry that writes a buffer
         self.read: dict[str, set[int]] = {}  # the entries that read it
         self.needed: dict[int, int] = {}  # of an entry, the first later one that must come after it
@@ -57,7 +57,7 @@ class _Fuser:
             if isinstance(step, Compute) and step.buffer not in called:
                 self.parts.setdefault(step.buffer, []).append(step)
         self.uses = Counter(name for step in program.steps for name in program.reads(step))
-        returned = [output.buffer for output in program.outputs if isinstance(output, Strided | Item)]
+        returned = [output.buffer for output in program.outputs if isinstance(output, Strided | ScalarItem)]
         returned = program.with_parts(returned)
         self.uses.update(returned)
         given = [name for step in program.steps if isinstance(step, Extern) for name in program.reads(step)]
@@ -83,7 +83,7 @@ class _Fuser:
                 self._note(step, at)
                 return None
             if at == after:
-                self.refusals.append(Refusal(next(reversed(entry.members)), step.buffer, reason))
+                self.refusals.append(FusionRefusal(next(reversed(entry.members)), step.buffer, reason))
                 cheaper = self._computing_again(step, entry) if tries else step
                 if cheaper is not step:
                     return self._place(cheaper, tries - 1)

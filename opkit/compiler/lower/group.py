@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Axis, Index, Value, product
 from opkit.compiler.ir.program import Compute, roots
-from opkit.compiler.lower.domain import Extents, refined, runs, substitution
+from opkit.compiler.lower.iteration_space import Extents, refined, runs, substitution
 
 MOST_MEMBERS = 96
 MOST_BUFFERS = 48

@@ -17,7 +17,7 @@ from opkit.compiler.ir.expr import var as var
 from opkit.compiler.ir.index import Axis, Index, Value, axis, contiguous, flat, index, product
 from opkit.compiler.ir.kernel import Let, Loop, Scratch, Statement, Store, Update
 from opkit.compiler.ir.ops import REDUCTIONS
-from opkit.compiler.lower.domain import number
+from opkit.compiler.lower.iteration_space import number
 from opkit.compiler.lower.statements import Phase
 
 WORK = 1 << 15  # operations that are worth a thread
@@ -26,7 +26,7 @@ BLOCK = 512  # the elements of a block of accumulators, at most
 
 
 @dataclasses.dataclass
-class Dim:
+class LoopDim:
     """A loop: its axis's position in the space, its extent, and by how much it moves each access (None: not linearly)."""
 
     position: int
@@ -62,34 +62,34 @@ def roots(statement: Statement) -> list[Expr]:
 
 def dims(
     space: Sequence[Index], reduced: frozenset[int], found: Sequence[Index], sizes: Mapping[str, int]
-) -> list[Dim]:
+) -> list[LoopDim]:
     """The loops, outermost first, merged where that changes no access."""
     every = [
-        Dim(k, extent, [at.coefficient(Axis(k, extent)) for at in found], k in reduced)
+        LoopDim(k, extent, [at.coefficient(Axis(k, extent)) for at in found], k in reduced)
         for k, extent in enumerate(space)
     ]
     every.sort(key=lambda dim: (dim.reduced, *_distance(dim, sizes)))
     return _merged(every)
 
 
-def _distance(dim: Dim, sizes: Mapping[str, int]) -> tuple[float, int]:
+def _distance(dim: LoopDim, sizes: Mapping[str, int]) -> tuple[float, int]:
     """Sorts the farthest apart first; the first access that moves along the axis decides, stores before loads."""
     steps = [abs(number(move, sizes)) for move in dim.moves if move is not None and move != 0]
     return (-max(steps) if steps else 0.0, dim.position)
 
 
-def _merged(every: Sequence[Dim]) -> list[Dim]:
-    found: list[Dim] = []
+def _merged(every: Sequence[LoopDim]) -> list[LoopDim]:
+    found: list[LoopDim] = []
     for dim in reversed(every):
         if found and _one_loop(dim, found[-1]):
             last = found.pop()
-            found.append(Dim(last.position, dim.extent * last.extent, last.moves, last.reduced))
+            found.append(LoopDim(last.position, dim.extent * last.extent, last.moves, last.reduced))
         else:
             found.append(dim)
     return found[::-1]
 
 
-def _one_loop(outer: Dim, inner: Dim) -> bool:
+def _one_loop(outer: LoopDim, inner: LoopDim) -> bool:
     if outer.reduced != inner.reduced:
         return False
     pairs = zip(outer.moves, inner.moves, strict=True)
@@ -115,7 +115,7 @@ def moved_phases(phases: Iterable[Phase], axes: Mapping[Axis, Index]) -> list[Ph
     return [Phase(p.accumulators, [moved(s, axes) for s in p.points], [moved(s, axes) for s in p.rows]) for p in phases]
 
 
-def numbered(space: Sequence[Index], loops: Sequence[Dim]) -> tuple[list[Axis], dict[Axis, Index]]:
+def numbered(space: Sequence[Index], loops: Sequence[LoopDim]) -> tuple[list[Axis], dict[Axis, Index]]:
     """The loops' axes, numbered outermost first, and what each axis of the space is in them."""
     axes = [Axis(k, dim.extent) for k, dim in enumerate(loops)]
     by_position = {dim.position: axis(k, dim.extent) for k, dim in enumerate(loops)}

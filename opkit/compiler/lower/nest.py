@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from opkit.compiler.ir.dtypes import PARTS
 from opkit.compiler.ir.expr import load
 from opkit.compiler.ir.index import Axis, Index, Size, Value, axis, index, product
-from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Loop, Scratch, Statement, Store, Update, walk
+from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Loop, Scratch, Statement, Store, Update, walk
 from opkit.compiler.ir.program import Buffer
-from opkit.compiler.ir.schedule import Launch
+from opkit.compiler.ir.schedule import KernelLaunch
 from opkit.compiler.lower import loops
-from opkit.compiler.lower.domain import number
 from opkit.compiler.lower.group import Group, Member, loads_of
-from opkit.compiler.lower.loops import Dim
+from opkit.compiler.lower.iteration_space import number
+from opkit.compiler.lower.loops import LoopDim
 from opkit.compiler.lower.statements import Phase, Statements, statements
 
 CHUNKS = 64  # the most parts into which one long reduction is cut
@@ -26,7 +26,7 @@ NARROWEST = 16  # elements of a block of accumulators
 class Nests:
     """The launches of a group, and the buffers that they share with nobody else."""
 
-    launches: list[Launch]
+    launches: list[KernelLaunch]
     buffers: list[Buffer]
 
 
@@ -86,13 +86,13 @@ class _Kernels:
 
     # ---- kinds of kernels --------------------------------------------------------------------------------------------
 
-    def pointwise(self, every: list[Dim]) -> Nests:
+    def pointwise(self, every: list[LoopDim]) -> Nests:
         axes, moved = loops.numbered(self.group.space, every)
         phases = loops.moved_phases(self.written.phases, moved)
         grain = loops.grain(axes[:-1], axes[-1:] if len(axes) > 1 else [], phases, self.sizes)
         return Nests([self.launch(loops.pointwise(axes, phases[0].points), grain)], [])
 
-    def rows(self, every: list[Dim]) -> Nests:
+    def rows(self, every: list[LoopDim]) -> Nests:
         reduced = [dim for dim in every if dim.reduced]
         kept = [dim for dim in every if not dim.reduced]
         cut = self._cut(kept, reduced)
@@ -119,8 +119,8 @@ class _Kernels:
         return Nests(launches, [])
 
     def _blocks(
-        self, vector: int, kept: list[Dim], reduced: list[Dim], begin: Index, blocks: Index, block: Index
-    ) -> Launch:
+        self, vector: int, kept: list[LoopDim], reduced: list[LoopDim], begin: Index, blocks: Index, block: Index
+    ) -> KernelLaunch:
         """The kernel of so many blocks of columns from ``begin`` on."""
         space = self.group.space
         axes = [Axis(k, dim.extent) for k, dim in enumerate([*kept, *reduced])]
@@ -134,7 +134,7 @@ class _Kernels:
         body = loops.columns(outer, lane, axes[len(kept) :], phases)
         return self.launch(body, loops.grain(outer, [lane, *axes[len(kept) :]], phases, self.sizes))
 
-    def in_order(self, every: list[Dim]) -> Nests:
+    def in_order(self, every: list[LoopDim]) -> Nests:
         """A scan, or stores to computed places: one element after the other along the axes that decide where."""
         scanned = self.group.reduced
         free = [d for d in every if d.position in _free(self.group) and d.position not in scanned]
@@ -148,7 +148,7 @@ class _Kernels:
 
     # ---- a long reduction of few rows ----------------------------------------------------------------------------------
 
-    def _cut(self, kept: list[Dim], reduced: list[Dim]) -> int | None:
+    def _cut(self, kept: list[LoopDim], reduced: list[LoopDim]) -> int | None:
         """Into how many parts the outermost reduced loop is cut."""
         phases = self.written.phases
         if not self.group.few_rows() or len(phases) > 1 or self.written.scratch or not reduced:
@@ -162,7 +162,7 @@ class _Kernels:
         most = min(CHUNKS, int(extent * inside // SHORTEST))
         return next((parts for parts in range(most, 1, -1) if extent % parts == 0), None)
 
-    def _in_parts(self, kept: list[Dim], reduced: list[Dim], parts: int) -> Nests:
+    def _in_parts(self, kept: list[LoopDim], reduced: list[LoopDim], parts: int) -> Nests:
         (phase,) = self.written.phases
         space, first = self.group.space, reduced[0]
         length = first.extent // parts
@@ -201,14 +201,14 @@ class _Kernels:
 
     # ---- the kernel itself ---------------------------------------------------------------------------------------------
 
-    def launch(self, body: Sequence[Statement], grain: int, pointers: Mapping[str, str] | None = None) -> Launch:
+    def launch(self, body: Sequence[Statement], grain: int, pointers: Mapping[str, str] | None = None) -> KernelLaunch:
         pointers = pointers or self.written.pointers
         read, stored = _touched(body)
         used = [(buffer, pointer) for buffer, pointer in pointers.items() if pointer in read | stored]
-        arguments = tuple(Argument(p, self._dtype(b, body, p), p in stored) for b, p in used)
+        arguments = tuple(KernelArgument(p, self._dtype(b, body, p), p in stored) for b, p in used)
         sizes = tuple(sorted(_sizes(body)))
         origins = tuple(dict.fromkeys(m.step.origin for m in self.group.members.values()))
-        return Launch(
+        return KernelLaunch(
             Kernel(self.name, arguments, sizes, tuple(body), grain, origins), tuple(b for b, _ in used), sizes
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from opkit.compiler.ir.expr import Expr, make, rewrite
 from opkit.compiler.ir.index import Index, Value, product, value
-from opkit.compiler.ir.program import Compute, Extern, Item, Program, Step, Strided, reads, writes
+from opkit.compiler.ir.program import Compute, Extern, Program, ScalarItem, Step, Strided, reads, writes
 from opkit.compiler.lower.inline import cost
 from opkit.compiler.lower.rewrites import simplify
 
@@ -115,7 +115,7 @@ def _renamed_atom(atom: Any, names: dict[str, str]) -> Any:
 
 
 def _renamed_argument(argument: Any, names: dict[str, str]) -> Any:
-    if isinstance(argument, Strided | Item):
+    if isinstance(argument, Strided | ScalarItem):
         name = names.get(argument.buffer, argument.buffer)
         return dataclasses.replace(argument, buffer=name)
     if isinstance(argument, dict):

@@ -59,10 +59,10 @@ def statements(group: Group, buffers: Mapping[str, Buffer], stored: set[str], by
 
     ``by_columns``: many rows are computed at once, so that nothing can be kept of one.
     """
-    return _Writer(group, buffers, stored, by_columns).write()
+    return _StatementWriter(group, buffers, stored, by_columns).write()
 
 
-class _Writer:
+class _StatementWriter:
     def __init__(self, group: Group, buffers: Mapping[str, Buffer], stored: set[str], by_columns: bool) -> None:
         self.group, self.buffers, self.stored, self.by_columns = group, buffers, stored, by_columns
         self.pointers: dict[str, str] = {}

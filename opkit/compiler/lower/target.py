@@ -6,7 +6,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class LoweringTarget:
     """Choices of lowering.
 
     Attributes:
@@ -22,11 +22,11 @@ class Target:
     cache: int | None = None
 
     @staticmethod
-    def of(features: frozenset[str], cache: int | None = None) -> Target:
+    def of(features: frozenset[str], cache: int | None = None) -> LoweringTarget:
         """The choices for a processor, by the names of what it has, as Linux lists them, and by its last cache."""
         narrow = bool(features & {"avx512_bf16", "amx_bf16", "bf16", "avx_ne_convert"})
-        return Target(narrow, channels_last=True, cache=cache)
+        return LoweringTarget(narrow, channels_last=True, cache=cache)
 
 
-PLAIN = Target()
+PLAIN = LoweringTarget()
 """No choices: every operator as torch would run it."""

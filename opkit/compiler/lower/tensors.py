@@ -44,7 +44,7 @@ class Lazy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class TensorPair:
     """The elements of two tensors, which have the shape of the tensor itself.
 
     Attributes:
@@ -64,7 +64,7 @@ class Tensor:
 
     dtype: str
     shape: Shape
-    source: Stored | Lazy | Pair
+    source: Stored | Lazy | TensorPair
 
     @property
     def parts(self) -> tuple[Tensor, Tensor]:
@@ -73,14 +73,14 @@ class Tensor:
         Raises:
             NoRule: it is not one that is computed with.
         """
-        if not isinstance(self.source, Pair) or self.source.which is not None:
+        if not isinstance(self.source, TensorPair) or self.source.which is not None:
             raise NoRule(f"a tensor of {self.dtype}")
         return self.source.first, self.source.second
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
         """The tensors, of no pairs, that hold the elements."""
-        if not isinstance(self.source, Pair):
+        if not isinstance(self.source, TensorPair):
             return (self,)
         return *self.source.first.leaves, *self.source.second.leaves
 
@@ -92,7 +92,7 @@ class Tensor:
         """
         same = tuple(coordinates) == formal(self.shape)
         moved = {} if same else substitution(self.shape, coordinates)
-        if isinstance(self.source, Pair):
+        if isinstance(self.source, TensorPair):
             return self._chosen(self.source, coordinates, moved, mask)
         if isinstance(self.source, Lazy):
             return self.source.body if same else self.source.body.substitute(moved)
@@ -100,7 +100,7 @@ class Tensor:
         return load(self.source.buffer.name, self.dtype, *there, mask=mask)
 
     def _chosen(
-        self, pair: Pair, coordinates: Sequence[IndexLike], moved: Mapping[Axis, IndexLike], mask: Expr | None
+        self, pair: TensorPair, coordinates: Sequence[IndexLike], moved: Mapping[Axis, IndexLike], mask: Expr | None
     ) -> Expr:
         """The element of the one or the other of a pair."""
         if pair.which is None:
@@ -115,7 +115,7 @@ class Tensor:
         """A view of ``shape`` whose element is this one's at ``coordinates`` (over the view's formal axes)."""
         moved = substitution(self.shape, coordinates)
         new = tuple(map(index, shape))
-        if isinstance(self.source, Pair):
+        if isinstance(self.source, TensorPair):
             return self._mapped(self.source, new, coordinates, moved, copied)
         if isinstance(self.source, Lazy):
             return Tensor(self.dtype, new, Lazy(self.source.body.substitute(moved)))
@@ -124,7 +124,7 @@ class Tensor:
 
     def _mapped(
         self,
-        pair: Pair,
+        pair: TensorPair,
         shape: Shape,
         coordinates: Sequence[IndexLike],
         moved: Mapping[Axis, IndexLike],
@@ -133,11 +133,11 @@ class Tensor:
         """A view of a pair: of one of the two, where no element is the other's."""
         first, second = (each.mapped(shape, coordinates, copied) for each in (pair.first, pair.second))
         if pair.which is None:
-            return Tensor(self.dtype, shape, Pair(first, second))
+            return Tensor(self.dtype, shape, TensorPair(first, second))
         which = pair.which.substitute(moved)
         if which.constant is not None:
             return second if which.constant else first
-        return Tensor(self.dtype, shape, Pair(first, second, which))
+        return Tensor(self.dtype, shape, TensorPair(first, second, which))
 
     def expanded(self, shape: Sequence[IndexLike]) -> Tensor:
         """The tensor broadcast to ``shape``."""
@@ -154,7 +154,7 @@ class Tensor:
 
     def strided(self) -> Strided | None:
         """The tensor as torch describes one, if its map is affine with strides that torch can have."""
-        if isinstance(self.source, Pair):
+        if isinstance(self.source, TensorPair):
             joined = _joined(self, self.source)
             return None if joined is None else joined.strided()
         if isinstance(self.source, Lazy):
@@ -185,7 +185,7 @@ def memories(tensor: Tensor) -> tuple[str, ...]:
 def whole(buffer: Buffer) -> Tensor:
     """All of a buffer."""
     parts = parts_of(buffer)
-    source = Pair(whole(parts[0]), whole(parts[1])) if parts else Stored(buffer, formal(buffer.shape))
+    source = TensorPair(whole(parts[0]), whole(parts[1])) if parts else Stored(buffer, formal(buffer.shape))
     return Tensor(buffer.dtype, buffer.shape, source)
 
 
@@ -215,7 +215,7 @@ def _of_whole(tensor: Tensor, source: Stored) -> Tensor | None:
     return Tensor(tensor.dtype, tensor.shape, Stored(memory, (*at[:-1], at[-1] * 2 + which), source.copied))
 
 
-def _joined(tensor: Tensor, pair: Pair) -> Tensor | None:
+def _joined(tensor: Tensor, pair: TensorPair) -> Tensor | None:
     """A pair as one tensor over the memory that both lie in; None where they do not lie side by side in one."""
     first, second = pair.first.source, pair.second.source
     if not isinstance(first, Stored) or not isinstance(second, Stored) or first.coordinates != second.coordinates:

@@ -19,7 +19,7 @@ Called = Callable[..., list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class GraphResult:
     """A result of the user's function.
 
     Attributes:
@@ -47,7 +47,7 @@ class Wiring:
     """
 
     inputs: int
-    results: tuple[Result, ...]
+    results: tuple[GraphResult, ...]
     written: tuple[int, ...]
     detached: tuple[int, ...]
     autocast: bool
@@ -129,7 +129,7 @@ def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> An
     count, fixed = len(wiring.results), frozenset(range(len(own))) - {*wanted}
     forward, backward = _caller(wiring, forward_graph), _caller(wiring, backward_graph)
 
-    class Compiled(torch.autograd.Function):
+    class CompiledTraining(torch.autograd.Function):
         boxed_grads_call = True  # torch 2.13: gradients come in one list, which can be emptied
 
         @staticmethod
@@ -149,7 +149,7 @@ def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> An
             private.let_go(ctx)
             return tuple(backward(arguments))
 
-    return Compiled
+    return CompiledTraining
 
 
 def _save(ctx: Any, tensors: Sequence[torch.Tensor]) -> None:

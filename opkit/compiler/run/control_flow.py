@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from opkit.compiler.run.calling import spread
+from opkit.compiler.run.torch_operators import spread
 
 Body = Callable[[list[Any]], Any]
 

@@ -16,7 +16,7 @@ import torch
 
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.dtypes import DTYPES
-from opkit.compiler.run.code import PRODUCTS
+from opkit.compiler.run.driver_program import PRODUCTS
 from opkit.kernels.cc.compilation import Request, Unit, build
 
 _SOURCE = Path(__file__).with_name("driver.c")
@@ -29,7 +29,7 @@ _SHIM = (
 Boxed = Callable[[list[Any]], list[Any]]
 
 
-class State(ctypes.Structure):
+class DriverFrame(ctypes.Structure):
     """``struct frame``."""
 
     _fields_ = (
@@ -57,12 +57,12 @@ def function(
     fixed: list[torch.Tensor],
     tables: Mapping[str, Any],
     calls: Mapping[str, Any],
-) -> tuple[Boxed, State]:
+) -> tuple[Boxed, DriverFrame]:
     """The function of a frame, and its state.
 
     Args:
         words: the program, all numbers.
-        slots, taken: as in ``Code``.
+        slots, taken: as in ``DriverProgram``.
         fixed: the tensors of the frame itself.
         tables: ``pointers``, ``sizes`` and ``runtime``: ctypes' objects.
         calls: ``failed``, which is given the place of a step that failed, and raises; ``finished`` or None; ``functions``.
@@ -76,7 +76,7 @@ def function(
         **tables,
     }
     called = {"handles_of": private.handles_of, "tensors_of": private.tensors_of, **calls}
-    state = State(
+    state = DriverFrame(
         **{name: ctypes.addressof(array) for name, array in arrays.items()},
         **{name: None if each is None else id(each) for name, each in called.items()},
         slot_count=slots,

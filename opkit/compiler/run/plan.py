@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from opkit.compiler.ir.callee import Callee
-from opkit.compiler.ir.graph import Opaque
+from opkit.compiler.ir.expr import Callee
+from opkit.compiler.ir.graph import OpaqueValue
 from opkit.compiler.ir.index import Index, Size
-from opkit.compiler.ir.program import Buffer, Extern, Item, Strided
-from opkit.compiler.ir.schedule import Launch, Schedule, called
+from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided
+from opkit.compiler.ir.schedule import KernelLaunch, Schedule, called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ExecutionPlan:
     """How a graph runs.
 
     Attributes:
@@ -44,7 +44,7 @@ class Plan:
     """
 
     name: str
-    inputs: tuple[str | Index | Opaque, ...]
+    inputs: tuple[str | Index | OpaqueValue, ...]
     buffers: dict[str, Buffer]
     steps: tuple[Segment | Extern, ...]
     outputs: tuple[Any, ...]
@@ -60,13 +60,13 @@ class Plan:
         return sum(isinstance(step, Segment) for step in self.steps)
 
 
-def plan(schedule: Schedule) -> tuple[Plan, list[list[Launch]]]:
+def plan(schedule: Schedule) -> tuple[ExecutionPlan, list[list[KernelLaunch]]]:
     """The plan of a schedule, and the launches of each of its segments."""
     steps, launches = _steps(schedule)
     used = dict.fromkeys(name for step in steps if isinstance(step, Segment) for name in step.buffers)
     program = schedule.program
     buffers = {name: each for name, each in (program.buffers | schedule.buffers).items() if each.whole is None}
-    made = Plan(
+    made = ExecutionPlan(
         program.name, program.inputs, buffers, tuple(steps), program.outputs, schedule.places, schedule.arena,
         tuple(used), (), called(launch for segment in launches for launch in segment),
     )  # fmt: skip
@@ -75,9 +75,9 @@ def plan(schedule: Schedule) -> tuple[Plan, list[list[Launch]]]:
     return dataclasses.replace(made, sizes=tuple(sorted(names))), launches
 
 
-def _steps(schedule: Schedule) -> tuple[list[Segment | Extern], list[list[Launch]]]:
+def _steps(schedule: Schedule) -> tuple[list[Segment | Extern], list[list[KernelLaunch]]]:
     steps: list[Segment | Extern] = []
-    launches: list[list[Launch]] = []
+    launches: list[list[KernelLaunch]] = []
     for step in schedule.steps:
         if isinstance(step, Extern):
             steps.append(step)
@@ -90,7 +90,7 @@ def _steps(schedule: Schedule) -> tuple[list[Segment | Extern], list[list[Launch
     return steps, launches
 
 
-def _segment(number: int, launches: list[Launch]) -> Segment:
+def _segment(number: int, launches: list[KernelLaunch]) -> Segment:
     names = dict.fromkeys(name for launch in launches for name in launch.buffers)
     return Segment(number, tuple(names), tuple("; ".join(launch.kernel.origins) for launch in launches))
 
@@ -103,13 +103,13 @@ def indices(of: Any) -> Iterator[Index]:
         yield from (found for each in of.values() for found in indices(each))
     elif isinstance(of, list | tuple):
         yield from (found for each in of for found in indices(each))
-    elif isinstance(of, Plan | Buffer | Extern | Strided):
+    elif isinstance(of, ExecutionPlan | Buffer | Extern | Strided):
         yield from indices([getattr(of, field.name) for field in dataclasses.fields(of)])
 
 
-def tensors(of: Any) -> Iterator[Strided | Item]:
+def tensors(of: Any) -> Iterator[Strided | ScalarItem]:
     """Every tensor among arguments, and every tensor whose number is one."""
-    if isinstance(of, Strided | Item):
+    if isinstance(of, Strided | ScalarItem):
         yield of
     elif isinstance(of, dict):
         yield from (found for each in of.values() for found in tensors(each))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opkit.compiler.ir.index import Div, Index, Mod, Size
-from opkit.compiler.run.plan import Plan
+from opkit.compiler.run.plan import ExecutionPlan
 
 
 def spelled(at: Index) -> str:
@@ -26,7 +26,7 @@ def _atom(atom: Any) -> str:
     return f"(({spelled(atom.dividend)}){sign}({spelled(atom.divisor)}))"
 
 
-def binding(plan: Plan, computed: Mapping[str, str]) -> str:
+def binding(plan: ExecutionPlan, computed: Mapping[str, str]) -> str:
     """The text of ``bind``, which gives the plan's sizes, in its order, from the inputs.
 
     Raises:
@@ -44,7 +44,7 @@ def binding(plan: Plan, computed: Mapping[str, str]) -> str:
     return f"def bind(inputs):\n{body}"
 
 
-def _sources(plan: Plan) -> dict[str, str]:
+def _sources(plan: ExecutionPlan) -> dict[str, str]:
     """Where each size is found: an input, a size of an input, or a stride of one."""
     found: dict[str, str] = {}
     for number, given in enumerate(plan.inputs):

@@ -7,7 +7,7 @@ from opkit.compiler.lower.rules import (
     activations,
     arithmetic,
     assembly,
-    complexes,
+    complex_rules,
     creation,
     externs,
     indexing,
@@ -46,7 +46,7 @@ for _subject in _SUBJECTS:
     assert not RULES.keys() & _subject.TABLE.keys(), f"{_subject.__name__} has rules that another subject has too"
     RULES.update(_subject.TABLE)
 
-COMPLEX = complexes.TABLE
+COMPLEX = complex_rules.TABLE
 """Those for operands or results that are complex."""
 
 EXTERNS = externs.EXTERNS

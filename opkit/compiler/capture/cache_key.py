@@ -26,7 +26,7 @@ _TORCHS = ("torch", "_operator", "math", "builtins")
 _TELLING = ("custom", "recompute", "ac_graph_id", "is_wrapped")  # keys of Node.meta that AOTAutograd goes by
 
 
-class Unnamed(Exception):
+class NotCacheable(Exception):
     """There is no such text, or nothing that could be kept under it. The message says why."""
 
 
@@ -41,12 +41,12 @@ def identity(module: fx.GraphModule, inputs: Sequence[Any]) -> str:
         Unnamed: something has no name.
     """
     if any(True for _ in module.children()):
-        raise Unnamed("it holds other graphs")
+        raise NotCacheable("it holds other graphs")
     nodes = {node: number for number, node in enumerate(module.graph.nodes)}
     lines = [_node(node, nodes) for node in nodes]
     given = [node for node in nodes if node.op == "placeholder"]
     if len(given) != len(inputs):
-        raise Unnamed("it holds tensors of its own")
+        raise NotCacheable("it holds tensors of its own")
     lines += [_input(node, value) for node, value in zip(given, inputs, strict=True)]
     return "\n".join([*lines, repr(shared(inputs)), *_state()])
 
@@ -57,11 +57,11 @@ def identity(module: fx.GraphModule, inputs: Sequence[Any]) -> str:
 def _node(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
     telling = [key for key in _TELLING if node.meta.get(key)]
     if telling:
-        raise Unnamed(f"{node.name} is marked: {', '.join(telling)}")
+        raise NotCacheable(f"{node.name} is marked: {', '.join(telling)}")
     if node.op == "placeholder":
         return "input"
     if node.op not in ("call_function", "call_method", "output"):
-        raise Unnamed(f"{node.name} is a {node.op}")
+        raise NotCacheable(f"{node.name} is a {node.op}")
     target = _called(node.target) if node.op == "call_function" else node.target
     return f"{node.op} {target} {_text(node.args, numbers)} {_text(node.kwargs, numbers)} {origin(node)}"
 
@@ -71,9 +71,9 @@ def _called(target: Any) -> str:
     op = registry.find(private.qualified_name(target))
     if op is None:
         return _target(target)
-    from opkit.compiler import foreign  # it leads to all of lowering, which other graphs need not have
+    from opkit.compiler import elementwise_kernels  # it leads to all of lowering, which other graphs need not have
 
-    return f"{target} {op._operator.contract_hash()} {foreign.identity(op)}"
+    return f"{target} {op._operator.contract_hash()} {elementwise_kernels.identity(op)}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -88,7 +88,7 @@ def _target(target: Any) -> str:
         for name in names if module.split(".")[0] in _TORCHS else ():
             if _found(module, name) == target:
                 return f"{module}.{name}"
-    raise Unnamed(
+    raise NotCacheable(
         f"it calls {getattr(target, '__qualname__', target)}, which is no function of torch's or operator of opkit's"
     )
 
@@ -111,7 +111,7 @@ def _text(value: Any, numbers: dict[fx.Node, int]) -> str:
         return f"dict({', '.join(f'{key!r}: {_text(each, numbers)}' for key, each in value.items())})"
     if isinstance(value, slice):
         return f"slice{_text((value.start, value.stop, value.step), numbers)}"
-    raise Unnamed(f"an argument is a {type(value).__name__}")
+    raise NotCacheable(f"an argument is a {type(value).__name__}")
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
@@ -119,12 +119,12 @@ def _text(value: Any, numbers: dict[fx.Node, int]) -> str:
 
 def _input(node: fx.Node, value: Any) -> str:
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        raise Unnamed(f"the input {node.name} is a {type(value).__name__}")
+        raise NotCacheable(f"the input {node.name} is a {type(value).__name__}")
     sizes = tuple(node.meta.get("example_value", value).shape)
     if value.layout is not torch.strided or value.device.type != "cpu":
-        raise Unnamed(f"the input {node.name} is {value.layout} on {value.device}")
+        raise NotCacheable(f"the input {node.name} is {value.layout} on {value.device}")
     if not all(type(size) is int for size in sizes):
-        raise Unnamed(f"the input {node.name} has sizes that may change")
+        raise NotCacheable(f"the input {node.name} has sizes that may change")
     flags = (
         value.requires_grad,
         value.is_leaf,
@@ -151,7 +151,7 @@ def shared(inputs: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 def _state() -> list[str]:
     if private.modes() or private.compiles_backwards():
-        raise Unnamed("a mode is entered, or backward passes are traced")
+        raise NotCacheable("a mode is entered, or backward passes are traced")
     flags = [
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled(),
         torch.get_default_dtype(), torch.get_default_device(),
@@ -170,7 +170,7 @@ def _settings() -> str:
     found = sorted(private.functorch_settings().items())
     strange = [name for name, value in found if not _is_text(value)]
     if strange:
-        raise Unnamed(f"the setting {strange[0]} of functorch's is no plain value")
+        raise NotCacheable(f"the setting {strange[0]} of functorch's is no plain value")
     return repr(found)
 
 

@@ -23,7 +23,7 @@ _MUCH = 4  # of an arena: a quarter
 
 
 @dataclasses.dataclass(frozen=True)
-class Life:
+class Lifetime:
     """The steps from which to which, both included, a buffer is needed."""
 
     buffer: str
@@ -31,7 +31,9 @@ class Life:
     last: int
 
 
-def places(lives: Sequence[Life], buffers: Mapping[str, Buffer], spare: bool) -> tuple[dict[str, Index], Index]:
+def places(
+    lives: Sequence[Lifetime], buffers: Mapping[str, Buffer], save_memory: bool
+) -> tuple[dict[str, Index], Index]:
     """The byte at which each buffer that is inside begins, and how many bytes there are in all.
 
     Args:
@@ -41,7 +43,7 @@ def places(lives: Sequence[Life], buffers: Mapping[str, Buffer], spare: bool) ->
     """
     fixed = {life: int(size) for life in lives if (size := nbytes(buffers[life.buffer]).constant) is not None}
     found, end = _fixed(fixed)
-    if spare:
+    if save_memory:
         found, end = _fixed({life: size for life, size in fixed.items() if size < max(_LARGE, end // _MUCH)})
     symbolic = [life for life in lives if life not in fixed]
     more, total = _symbolic(symbolic, buffers, index(end))
@@ -54,9 +56,9 @@ def nbytes(buffer: Buffer) -> Index:
     return exact if exact.constant == 0 else (exact + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
 
 
-def _fixed(sizes: Mapping[Life, int]) -> tuple[dict[str, Index], int]:
+def _fixed(sizes: Mapping[Lifetime, int]) -> tuple[dict[str, Index], int]:
     """Largest first: each at the lowest place where no buffer that lives at the same time lies."""
-    placed: list[tuple[Life, int, int]] = []
+    placed: list[tuple[Lifetime, int, int]] = []
     found: dict[str, Index] = {}
     for life in sorted(sizes, key=lambda life: (-sizes[life], life.first)):
         at = _lowest(sizes[life], [(b, e) for other, b, e in placed if _meet(life, other)])
@@ -65,7 +67,7 @@ def _fixed(sizes: Mapping[Life, int]) -> tuple[dict[str, Index], int]:
     return found, max((end for _, _, end in placed), default=0)
 
 
-def _meet(a: Life, b: Life) -> bool:
+def _meet(a: Lifetime, b: Lifetime) -> bool:
     return a.first <= b.last and b.first <= a.last
 
 
@@ -78,7 +80,7 @@ def _lowest(length: int, taken: list[tuple[int, int]]) -> int:
     return at
 
 
-def _symbolic(lives: Sequence[Life], buffers: Mapping[str, Buffer], end: Index) -> tuple[dict[str, Index], Index]:
+def _symbolic(lives: Sequence[Lifetime], buffers: Mapping[str, Buffer], end: Index) -> tuple[dict[str, Index], Index]:
     found: dict[str, Index] = {}
     free: dict[Index, list[tuple[int, Index]]] = {}  # by size: pieces, each with the step after which it is free
     for life in sorted(lives, key=lambda life: life.first):

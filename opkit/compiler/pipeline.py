@@ -7,16 +7,15 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from opkit.compiler import given, logs
+from opkit.compiler import logs, user_lowerings
 from opkit.compiler.capture.conversion import Captured
-from opkit.compiler.compiled import Compiled, Stages
+from opkit.compiler.compiled_graph import CompiledGraph, Stages
 from opkit.compiler.emit.source import source
-from opkit.compiler.explained import batch_texts
-from opkit.compiler.ir.schedule import Launch, Schedule
-from opkit.compiler.lower.lowering import lower
-from opkit.compiler.lower.plan import schedule
-from opkit.compiler.lower.streams import streamed
-from opkit.compiler.lower.target import Target
+from opkit.compiler.explained_graph import batch_texts
+from opkit.compiler.ir.schedule import KernelLaunch, Schedule
+from opkit.compiler.lower.graph_to_program import lower
+from opkit.compiler.lower.scheduling import schedule, streamed
+from opkit.compiler.lower.target import LoweringTarget
 from opkit.compiler.run.plan import plan
 from opkit.errors import OpkitError
 from opkit.op.operator import CustomOp
@@ -24,14 +23,14 @@ from opkit.op.operator import CustomOp
 _UNITS = 2  # of C for a large graph: as many compilers run at once
 
 
-def made(
+def compile_graph(
     captured: Captured,
-    target: Target,
+    target: LoweringTarget,
     stages: Stages,
     lowered: Mapping[str, CustomOp[Any, Any]],
     strict: bool,
-    spare: bool,
-) -> Compiled:
+    save_memory: bool,
+) -> CompiledGraph:
     """The plan of a graph, the C of its segments, and the forms between.
 
     Args:
@@ -42,14 +41,14 @@ def made(
         strict: whether a rule that goes wrong is an error.
         spare: whether memory is to be spared.
     """
-    rules = given.rules(lowered, functools.partial(_failed_rule, captured.graph.name, strict))
+    rules = user_lowerings.rules(lowered, functools.partial(_failed_rule, captured.graph.name, strict))
     program = stages.run("lower", lower, captured.graph, target, True, rules)
-    scheduled = streamed(stages.run("fuse", schedule, program, spare), target.cache)
+    scheduled = streamed(stages.run("fuse", schedule, program, save_memory), target.cache)
     planned, launches = stages.run("plan", plan, scheduled)
     name = captured.graph.name
     _log_fusion(name, scheduled)
     texts = stages.run("emit", source, launches, planned.table, planned.sizes, _UNITS)
-    return Compiled(name, "", captured, program, scheduled, planned, texts)
+    return CompiledGraph(name, "", captured, program, scheduled, planned, texts)
 
 
 def _failed_rule(graph: str, strict: bool, error: OpkitError) -> None:
@@ -62,7 +61,7 @@ def _failed_rule(graph: str, strict: bool, error: OpkitError) -> None:
 def _log_fusion(name: str, scheduled: Schedule) -> None:
     if logs.fusion.isEnabledFor(logging.DEBUG):
         kernels = [
-            f"  {s.kernel.name}: {'; '.join(s.kernel.origins)}" for s in scheduled.steps if isinstance(s, Launch)
+            f"  {s.kernel.name}: {'; '.join(s.kernel.origins)}" for s in scheduled.steps if isinstance(s, KernelLaunch)
         ]
         refusals = [f"  not fused: {refusal}" for refusal in scheduled.refusals]
         beside = [f"  side by side: {batch}" for batch in batch_texts(scheduled)]

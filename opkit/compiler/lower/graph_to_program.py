@@ -7,19 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from opkit.compiler.ir.dtypes import is_complex
-from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeName
+from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import Index, index
 from opkit.compiler.ir.program import Buffer, Program, Strided
 from opkit.compiler.lower.context import Builder, reads_buffer
-from opkit.compiler.lower.parts import viewed
+from opkit.compiler.lower.interleaved import viewed
 from opkit.compiler.lower.passes import tidied
 from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
 from opkit.compiler.lower.rules import ALIASING, COMPLEX, EXTERNS, RULES
-from opkit.compiler.lower.target import PLAIN, Target
+from opkit.compiler.lower.target import PLAIN, LoweringTarget
 from opkit.compiler.lower.tensors import Stored, Tensor, formal, is_dense, memories, whole
 
 
-def lower(graph: Graph, target: Target = PLAIN, tidy: bool = True, rules: Mapping[str, Rule] | None = None) -> Program:
+def lower(
+    graph: Graph, target: LoweringTarget = PLAIN, tidy: bool = True, rules: Mapping[str, Rule] | None = None
+) -> Program:
     """The program that computes a graph.
 
     Args:
@@ -30,7 +32,7 @@ def lower(graph: Graph, target: Target = PLAIN, tidy: bool = True, rules: Mappin
     """
     known = {**RULES, **rules} if rules else RULES
     builder = Builder(graph, graph.nodes[0] if graph.nodes else Node("nothing", "", (), {}, None), target)
-    inputs: list[str | Index | Opaque] = []
+    inputs: list[str | Index | OpaqueValue] = []
     for node in graph.nodes:
         builder.node = node
         value = _input(builder, node) if node.target in ("input", "constant") else _lowered(builder, node, known)
@@ -134,7 +136,7 @@ def _resolved(b: Builder, argument: Any) -> Any:
         return argument.name
     if isinstance(argument, dict):
         return {key: _resolved(b, a) for key, a in argument.items()}
-    if isinstance(argument, list | tuple) and not isinstance(argument, Opaque):
+    if isinstance(argument, list | tuple) and not isinstance(argument, OpaqueValue):
         return type(argument)(_resolved(b, a) for a in argument)
     return argument
 
@@ -238,6 +240,6 @@ def _refs(argument: Any) -> Iterable[Ref]:
         yield argument
     elif isinstance(argument, dict):
         yield from _refs(list(argument.values()))
-    elif isinstance(argument, list | tuple) and not isinstance(argument, TypeName | Opaque):
+    elif isinstance(argument, list | tuple) and not isinstance(argument, TypeName | OpaqueValue):
         for a in argument:
             yield from _refs(a)

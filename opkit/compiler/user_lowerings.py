@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from opkit.compiler import foreign
+from opkit.compiler import elementwise_kernels
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.program import Buffer, Program, Step, reads, writes
 from opkit.compiler.ir.verifier import verify_program
 from opkit.compiler.lower.context import Builder
-from opkit.compiler.lower.lowering import checked
+from opkit.compiler.lower.graph_to_program import checked
 from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
 from opkit.errors import CompilerError, OpkitError, RuleError
 from opkit.op import registry
@@ -38,12 +38,12 @@ def rules(found: Mapping[str, CustomOp[Any, Any]], failed: Failed) -> dict[str, 
 
 def identity(found: Mapping[str, CustomOp[Any, Any]]) -> str:
     """What decides the rules, for the key of a stored plan."""
-    decided = [op for op in found.values() if op.lowering is not None or foreign.serves(op)]
-    return " ".join(f"{op._operator.contract_hash()} {foreign.identity(op)}" for op in decided)
+    decided = [op for op in found.values() if op.lowering is not None or elementwise_kernels.serves(op)]
+    return " ".join(f"{op._operator.contract_hash()} {elementwise_kernels.identity(op)}" for op in decided)
 
 
 def _guarded(op: CustomOp[Any, Any], overload: Any, failed: Failed) -> Rule:
-    rule, parameters = op.lowering or foreign.rule(op), private.schema(overload).arguments
+    rule, parameters = op.lowering or elementwise_kernels.rule(op), private.schema(overload).arguments
 
     def lowered(b: Builder, *args: Any, **kwargs: Any) -> Any:
         node, steps, buffers = b.node, len(b.steps), set(b.buffers)

@@ -25,7 +25,7 @@ _BUFFER = 1 << 22  # bytes: a smaller buffer is likely to be in a cache already
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class PrefetchedRow:
     """A row to ask for.
 
     Attributes:
@@ -53,7 +53,7 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ahead:
+class Prefetches:
     """What a kernel asks for.
 
     Attributes:
@@ -63,25 +63,25 @@ class Ahead:
     """
 
     within: Loop | None = None
-    before: tuple[Asked, ...] = ()
-    spread: tuple[Asked, ...] = ()
+    before: tuple[PrefetchedRow, ...] = ()
+    spread: tuple[PrefetchedRow, ...] = ()
 
 
-def of(loops: Sequence[Loop], body: Sequence[Statement]) -> Ahead:
+def of(loops: Sequence[Loop], body: Sequence[Statement]) -> Prefetches:
     """What a kernel asks for; ``loops`` are the parallel ones around ``body``."""
     passes = [s for s in body if isinstance(s, Loop)]
     if not loops or len(passes) < 2 or not all(each.how == "vector" for each in passes[:2]):
-        return Ahead()
+        return Prefetches()
     if any(isinstance(s, Loop) for s in passes[0].body):
-        return Ahead()
+        return Prefetches()
     rows = product(loop.axis.extent for loop in loops).constant
     reads = {(n.data[0], n.data[1], n.dtype) for n in _nodes(passes[0]) if n.op == "load" and not n.args}
     found = [_asked(*read, passes[0].axis, loops[-1].axis, rows) for read in sorted(reads, key=str)]
     asked = [each for each in found if each is not None]
     if not any(map(is_called, _nodes(passes[1]))):
         before = tuple(each for each in asked if each.bytes <= _FIRST)
-        return Ahead(passes[1], before, tuple(each for each in asked if each not in before))
-    return Ahead(passes[1], spread=tuple(each for each in asked if each.line <= _LINE // _WIDE))
+        return Prefetches(passes[1], before, tuple(each for each in asked if each not in before))
+    return Prefetches(passes[1], spread=tuple(each for each in asked if each.line <= _LINE // _WIDE))
 
 
 def _nodes(loop: Loop) -> Iterator[Expr]:
@@ -92,7 +92,7 @@ def _nodes(loop: Loop) -> Iterator[Expr]:
 
 def _asked(
     buffer: str, coordinates: tuple[Index, ...], dtype: str, within: Axis, row: Axis, rows: int | None
-) -> Asked | None:
+) -> PrefetchedRow | None:
     """The next row of a buffer whose rows lie one after the other."""
     (at,), length, size = coordinates, within.extent.constant, DTYPES[dtype].bytes
     apart = at.coefficient(row)
@@ -102,4 +102,4 @@ def _asked(
         return None
     if any(isinstance(leaf, Value) for leaf in at.leaves()):
         return None
-    return Asked(buffer, at.substitute({within: index(0)}) + apart, length, max(1, _LINE // size))
+    return PrefetchedRow(buffer, at.substitute({within: index(0)}) + apart, length, max(1, _LINE // size))

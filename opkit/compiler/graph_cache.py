@@ -17,15 +17,15 @@ import torch
 from torch import fx
 
 from opkit.compiler import logs
-from opkit.compiler.capture import identity, wiring
+from opkit.compiler.capture import cache_key, wiring
 from opkit.compiler.capture import torch_private as private
-from opkit.compiler.capture.identity import Unnamed
-from opkit.compiler.emit.flags import flags
-from opkit.compiler.run import autograd, library, stored
-from opkit.compiler.run.assemble import Runner, Surroundings, assemble
+from opkit.compiler.capture.cache_key import NotCacheable
+from opkit.compiler.run import autograd, library, plan_cache
 from opkit.compiler.run.autograd import Wiring
-from opkit.compiler.run.plan import Plan
-from opkit.compiler.run.surroundings import described, restored
+from opkit.compiler.run.graph_constants import described, restored
+from opkit.compiler.run.library import flags
+from opkit.compiler.run.plan import ExecutionPlan
+from opkit.compiler.run.runner import GraphConstants, Runner, assemble
 
 _GRAPHS = {1: ("inference",), 2: ("forward", "backward")}
 _numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference", "body")}
@@ -46,10 +46,10 @@ def key(module: fx.GraphModule, inputs: Sequence[Any], about: str) -> str | None
     """
     try:
         if private.caches_disabled():
-            raise Unnamed("caches are disabled")
+            raise NotCacheable("caches are disabled")
         versions = f"{torch.version.git_version} {private.cache_tag()!r}"
-        return stored.key(f"dynamo {about} {versions} {identity.identity(module, inputs)}")
-    except Unnamed as why:
+        return plan_cache.key(f"dynamo {about} {versions} {cache_key.identity(module, inputs)}")
+    except NotCacheable as why:
         logs.compiler.debug("Dynamo's graph is not kept: %s.", why)
         return None
 
@@ -59,7 +59,7 @@ def key(module: fx.GraphModule, inputs: Sequence[Any], about: str) -> str | None
 
 def find(entry: str) -> Callable[..., Any] | None:
     """What runs Dynamo's graph; None where there is no entry that can be used."""
-    content = stored.read(entry)
+    content = plan_cache.read(entry)
     if content is None:
         return None
     try:
@@ -89,14 +89,14 @@ def function(content: Mapping[str, Any]) -> Callable[..., Any]:
     Raises:
         LookupError: one of its plans is not there.
     """
-    graphs, found = content["graphs"], stored.decoded(content["wiring"])
+    graphs, found = content["graphs"], plan_cache.decoded(content["wiring"])
     runners = [_runner(each, kind) for each, kind in zip(graphs, _GRAPHS[len(graphs)], strict=True)]
     made = autograd.inference(found, *runners) if len(runners) == 1 else autograd.training(found, *runners)
     return torch.compiler.disable(made)
 
 
 def _runner(content: Mapping[str, Any], kind: str) -> Callable[[list[Any]], list[Any]]:
-    planned, texts = stored.opened(content.get("content")) or stored.find(content["plan"]) or (None, ())
+    planned, texts = plan_cache.opened(content.get("content")) or plan_cache.find(content["plan"]) or (None, ())
     if planned is None:
         raise LookupError(f"there is no plan {content['plan']}")
     runner = build(planned, texts, numbered(kind)).loaded(restored(content["surroundings"]))
@@ -117,30 +117,30 @@ def _without_negatives(runner: Runner) -> Callable[[list[Any]], list[Any]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Build:
+class PlanBuild:
     """A plan whose C is being compiled."""
 
-    planned: Plan
+    planned: ExecutionPlan
     texts: Sequence[str]
-    segments: library.Build
+    segments: library.SegmentsBuild
 
-    def loaded(self, surroundings: Surroundings) -> Runner:
+    def loaded(self, constants: GraphConstants) -> Runner:
         """The function that runs the plan, once there is its C.
 
         Raises:
             ToolchainError, CompileError: the C cannot be compiled.
         """
-        runner = assemble(self.planned, surroundings, self.segments.wait())
+        runner = assemble(self.planned, constants, self.segments.wait())
         logs.output_code.debug(
             "%s\n%s\n%s", self.planned.name, "\n".join(self.texts), f"{runner.code.python}\n{runner.code.text}"
         )
         return runner
 
 
-def build(planned: Plan, texts: Sequence[str], name: str) -> Build:
+def build(planned: ExecutionPlan, texts: Sequence[str], name: str) -> PlanBuild:
     """Have a plan's C compiled; the plan is called ``name``, for another graph of the same content may have been first."""
-    segments = library.Build(texts, planned.segments, f"torch.compile: {name}", flags())
-    return Build(dataclasses.replace(planned, name=name), texts, segments)
+    segments = library.SegmentsBuild(texts, planned.segments, f"torch.compile: {name}", flags())
+    return PlanBuild(dataclasses.replace(planned, name=name), texts, segments)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Recording:
         self.saved: dict[str, Any] | None = None
         self.refusal = ""
         self._inputs = len(inputs)
-        self._shared = (entry is not None or is_saving) and bool(identity.shared(inputs))
+        self._shared = (entry is not None or is_saving) and bool(cache_key.shared(inputs))
         self._autocast = private.autocasts()
         self._wiring: Wiring | None = None
         self._graphs: dict[str, dict[str, Any]] = {}
@@ -192,22 +192,26 @@ class Recording:
         assert self._wiring is not None
         return autograd.training(self._wiring, self._made["forward"], self._made["backward"])
 
-    def note(self, kind: str, plan_key: str, planned: Plan, texts: Sequence[str], surroundings: Surroundings) -> None:
+    def note(
+        self, kind: str, plan_key: str, planned: ExecutionPlan, texts: Sequence[str], constants: GraphConstants
+    ) -> None:
         """A graph of AOTAutograd's was compiled. The entry appears with the last of them, which may be long after."""
         if self.refusal or (self.entry is None and not self.is_saving):
             return
         try:
-            self._note(kind, plan_key, planned, texts, surroundings)
+            self._note(kind, plan_key, planned, texts, constants)
         except Exception as why:
             logs.compiler.debug("Dynamo's graph of %s is not kept: %s.", planned.name, why)
             self.entry, self.refusal = None, str(why)
 
-    def _note(self, kind: str, plan_key: str, planned: Plan, texts: Sequence[str], surroundings: Surroundings) -> None:
+    def _note(
+        self, kind: str, plan_key: str, planned: ExecutionPlan, texts: Sequence[str], constants: GraphConstants
+    ) -> None:
         if (planned.sizes and not self.is_saving) or kind in self._graphs:
-            raise Unnamed("its sizes may change")
-        self._graphs[kind] = {"plan": plan_key, "surroundings": described(surroundings)}
+            raise NotCacheable("its sizes may change")
+        self._graphs[kind] = {"plan": plan_key, "surroundings": described(constants)}
         if self.is_saving:
-            self._graphs[kind]["content"] = stored.described(planned, texts)
+            self._graphs[kind]["content"] = plan_cache.described(planned, texts)
         if kind != "backward":
             metadata = private.forward_metadata()
             self._wiring = wiring.wiring(metadata, self._inputs, self._shared, self._autocast, self.is_saving)
@@ -217,8 +221,8 @@ class Recording:
             self._write(self._wiring)
 
     def _write(self, found: Wiring) -> None:
-        content = {"wiring": stored.encoded(found), "graphs": [*self._graphs.values()]}
+        content = {"wiring": plan_cache.encoded(found), "graphs": [*self._graphs.values()]}
         if self.is_saving:
             self.saved = content
         elif self.entry is not None:
-            stored.write(self.entry, content)
+            plan_cache.write(self.entry, content)

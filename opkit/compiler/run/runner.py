@@ -18,10 +18,11 @@ from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.program import Strided
-from opkit.compiler.run import arena, callees, calling, code, driver, library, openmp
+from opkit.compiler.run import arena, driver, driver_program, library, openmp, torch_operators
 from opkit.compiler.run.arena import Arena
-from opkit.compiler.run.library import Segments
-from opkit.compiler.run.plan import Plan, Segment
+from opkit.compiler.run.driver_program import DriverProgram
+from opkit.compiler.run.library import LoadedSegments
+from opkit.compiler.run.plan import ExecutionPlan, Segment
 from opkit.compiler.run.sizing import binding, spelled
 from opkit.errors import CompileError
 
@@ -29,10 +30,10 @@ _MOST_FRAMES = 16  # for one arena; sizes that are seen for the first time push 
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
+class GraphConstants:
     """What a plan uses of torch: as the fields of ``opkit.compiler.capture.conversion.Captured``."""
 
-    constants: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     targets: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     opaques: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     computed: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -40,31 +41,31 @@ class Surroundings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Frame:
+class CallFrame:
     """The function for one arena and one set of sizes, and the state of segments and of the driver, which live as long."""
 
     run: driver.Boxed
     prepare: Callable[[list[Any]], None] | None
-    state: driver.State
+    state: driver.DriverFrame
     runtime: library.Runtime
 
 
 class Runner:
     """A compiled graph: takes a list of its inputs, empties it, and returns the list of its outputs."""
 
-    def __init__(self, plan: Plan, surroundings: Surroundings, segments: Segments) -> None:
+    def __init__(self, plan: ExecutionPlan, constants: GraphConstants, segments: LoadedSegments) -> None:
         self._boxed_call = (
             True  # torch hands over the only references to the inputs; of the object, for torch copies that
         )
-        self.plan, self.surroundings, self.segments = plan, surroundings, segments
-        single = functools.partial(calling.single, targets=surroundings.targets)
-        self.code = code.write(plan, single, surroundings.resolved)
+        self.plan, self.constants, self.segments = plan, constants, segments
+        single = functools.partial(torch_operators.single, targets=constants.targets)
+        self.code = driver_program.write(plan, single, constants.resolved)
         self._python = compile(self.code.python, f"<opkit {plan.name}>", "exec")
-        self._bind, self._bytes, self._values = _sizing(plan, surroundings.computed, self.code)
-        self._callees = callees.table(plan.functions)
+        self._bind, self._bytes, self._values = _sizing(plan, constants.computed, self.code)
+        self._callees = library.function_table(plan.functions)
         self._names = self._fixed_names()
         self._words = self._fixed_words()
-        self._frames: weakref.WeakKeyDictionary[Arena, dict[tuple[int, ...], Frame]] = weakref.WeakKeyDictionary()
+        self._frames: weakref.WeakKeyDictionary[Arena, dict[tuple[int, ...], CallFrame]] = weakref.WeakKeyDictionary()
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         sizes = self._bind(inputs)
@@ -85,7 +86,7 @@ class Runner:
 
     # ---- frames ------------------------------------------------------------------------------------------------------
 
-    def _frame(self, block: Arena, sizes: tuple[int, ...]) -> Frame:
+    def _frame(self, block: Arena, sizes: tuple[int, ...]) -> CallFrame:
         frames = self._frames.get(block)
         if frames is None:
             frames = self._frames.setdefault(block, {})
@@ -96,7 +97,7 @@ class Runner:
             found = frames[sizes] = self._made(block, sizes)
         return found
 
-    def _made(self, block: Arena, sizes: tuple[int, ...]) -> Frame:
+    def _made(self, block: Arena, sizes: tuple[int, ...]) -> CallFrame:
         values = dict(zip(self.plan.sizes, sizes, strict=True))
         with torch.inference_mode(False), torch.no_grad():
             views = [self._view(tensor, block, values) for tensor in self.code.names.views]
@@ -109,7 +110,7 @@ class Runner:
             words, self.code.slots, self.code.taken, views, self._tables(block, values, runtime),
             self._calls(python, words, runtime),
         )  # fmt: skip
-        return Frame(run, python.get("prepare"), state, runtime)
+        return CallFrame(run, python.get("prepare"), state, runtime)
 
     def _tables(self, block: Arena, values: Mapping[str, int], runtime: library.Runtime) -> dict[str, Any]:
         pointers = (ctypes.c_void_p * max(1, len(self.plan.table)))(*self._addresses(block, values))
@@ -121,11 +122,11 @@ class Runner:
         functions = tuple(
             python[each] if isinstance(each, str) else self._product(*each) for each in self.code.functions
         )
-        failed = functools.partial(calling.failed, words, runtime, self._origins(), self.plan.name)
+        failed = functools.partial(torch_operators.failed, words, runtime, self._origins(), self.plan.name)
         return {"functions": functions, "finished": python.get("finish"), "failed": failed}
 
     def _product(self, target: str) -> Callable[[list[Any]], None]:
-        return functools.partial(calling.into, calling.function(target, self.surroundings.targets, True))
+        return functools.partial(torch_operators.into, torch_operators.function(target, self.constants.targets, True))
 
     def _fixed_words(self) -> dict[str, int]:
         """The numbers of programs that are the same for all frames."""
@@ -135,16 +136,16 @@ class Runner:
 
     def _fixed_names(self) -> dict[str, Any]:
         """The names of Python's functions that are the same for all frames."""
-        given, names = self.surroundings, self.code.names
+        given, names = self.constants, self.code.names
         functions = {
-            name: calling.function(target, given.targets, out) for name, (target, out) in names.targets.items()
+            name: torch_operators.function(target, given.targets, out) for name, (target, out) in names.targets.items()
         }
         return {
             **{row.torch: getattr(torch, row.torch) for row in DTYPES.values()},
             **functions,
             **{name: given.opaques[text] for name, text in names.opaques.items() if text in given.opaques},
-            "fit": calling.fit,
-            "spread": calling.spread,
+            "fit": torch_operators.fit,
+            "spread": torch_operators.spread,
         }
 
     def _origins(self) -> tuple[tuple[str, ...], ...]:
@@ -153,7 +154,7 @@ class Runner:
     def _view(self, tensor: Strided, block: Arena, values: Mapping[str, int]) -> torch.Tensor:
         shape, strides = (tuple(_value(each, values) for each in of) for of in (tensor.shape, tensor.strides))
         offset = _value(tensor.offset, values)
-        constant = self.surroundings.constants.get(tensor.buffer)
+        constant = self.constants.tensors.get(tensor.buffer)
         if tensor.buffer not in self.plan.places and constant is not None:
             return constant.as_strided(shape, strides, constant.storage_offset() + offset)
         row = DTYPES[self.plan.buffers[tensor.buffer].dtype]
@@ -169,7 +170,7 @@ class Runner:
     def _address(self, name: str, begin: int, values: Mapping[str, int]) -> int:
         if name in self.plan.places:
             return begin + _value(self.plan.places[name], values)
-        constant = self.surroundings.constants.get(name)
+        constant = self.constants.tensors.get(name)
         return 0 if constant is None else constant.data_ptr()
 
 
@@ -178,7 +179,7 @@ def _value(at: Index, values: Mapping[str, int]) -> int:
     return eval(spelled(at), {}, dict(values)) if constant is None else constant
 
 
-def _sizing(plan: Plan, computed: Mapping[str, str], written: code.Code) -> tuple[Callable[..., Any], ...]:
+def _sizing(plan: ExecutionPlan, computed: Mapping[str, str], written: DriverProgram) -> tuple[Callable[..., Any], ...]:
     """Functions for the sizes of a call, the bytes of its arena, and the numbers that the program has names for."""
     names: dict[str, Any] = {"math": __import__("math")}
     try:
@@ -191,7 +192,7 @@ def _sizing(plan: Plan, computed: Mapping[str, str], written: code.Code) -> tupl
     return names["bind"], size, values
 
 
-def assemble(plan: Plan, surroundings: Surroundings, segments: Segments) -> Runner:
+def assemble(plan: ExecutionPlan, constants: GraphConstants, segments: LoadedSegments) -> Runner:
     """The function that runs a plan.
 
     Raises:
@@ -200,4 +201,4 @@ def assemble(plan: Plan, surroundings: Surroundings, segments: Segments) -> Runn
         AttributeError: the plan calls an operator that does not exist.
     """
     driver.library()
-    return Runner(plan, surroundings, segments)
+    return Runner(plan, constants, segments)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from opkit.compiler.ir.dtypes import DTYPES
-from opkit.compiler.ir.graph import Opaque, TypeName
+from opkit.compiler.ir.graph import OpaqueValue, TypeName
 from opkit.compiler.ir.index import Index
-from opkit.compiler.ir.program import Item, Strided
+from opkit.compiler.ir.program import ScalarItem, Strided
 from opkit.compiler.run.sizing import spelled
 
 
-class Names:
+class PythonNames:
     """The names of one program.
 
     Attributes:
@@ -86,13 +86,13 @@ class Names:
         """
         if isinstance(argument, Strided):
             return tensor(argument)
-        if isinstance(argument, Item):
+        if isinstance(argument, ScalarItem):
             return f"{tensor(whole(argument.buffer))}.item()"
         if isinstance(argument, Index):
             return self.numbers_text(argument)
         if isinstance(argument, TypeName):
             return DTYPES[argument.name].torch
-        if isinstance(argument, Opaque):
+        if isinstance(argument, OpaqueValue):
             return self._named("opaque", argument.text, self.opaques, argument.text)
         if isinstance(argument, list | tuple):
             parts = [self.argument(each, tensor, whole) for each in argument]

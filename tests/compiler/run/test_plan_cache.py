@@ -2,15 +2,15 @@
 
 import pytest
 
-from opkit.compiler.ir.graph import Opaque, TypeName
+from opkit.compiler.ir.graph import OpaqueValue, TypeName
 from opkit.compiler.ir.index import size, value
 from opkit.compiler.ir.program import Buffer, Extern, Strided
-from opkit.compiler.run import stored
-from opkit.compiler.run.plan import Plan, Segment
+from opkit.compiler.run import plan_cache
+from opkit.compiler.run.plan import ExecutionPlan, Segment
 
 pytestmark = pytest.mark.usefixtures("cache")
 n = size("s0", 2)
-PLAN = Plan(
+PLAN = ExecutionPlan(
     "forward 0",
     ("x", n),
     {"x": Buffer("x", "f32", (n * 4, n // 3), (n % 5 + 1, n * 0 + 1), "input")},
@@ -18,7 +18,7 @@ PLAN = Plan(
         Segment(0, ("x",), ("aten.add.Tensor model.py:1: x + 1",)),
         Extern("aten.mm.default", (Strided("x", (n,), (n,), n), 1.5, float("inf"), 2j, None), {"dtype": TypeName("f32")},
                ("x", None, n), frozenset({"x"}), out=True),
-        Extern("opaque", ([Opaque("cpu"), True], {"a": (1,)}), {}, ()),
+        Extern("opaque", ([OpaqueValue("cpu"), True], {"a": (1,)}), {}, ()),
     ),
     (n, None, 3),
     {"x": n * 64},
@@ -29,33 +29,33 @@ PLAN = Plan(
 
 
 def test_a_plan_comes_back_as_it_was():
-    identity = stored.key("graph")
-    assert stored.find(identity) is None
-    stored.store(identity, PLAN, ("int x;",))
-    assert stored.find(identity) == (PLAN, ("int x;",))
-    assert stored.find(stored.key("another graph")) is None
+    identity = plan_cache.key("graph")
+    assert plan_cache.find(identity) is None
+    plan_cache.store(identity, PLAN, ("int x;",))
+    assert plan_cache.find(identity) == (PLAN, ("int x;",))
+    assert plan_cache.find(plan_cache.key("another graph")) is None
 
 
 @pytest.mark.parametrize(
     "damage", [lambda b: b[:-9], lambda b: b.replace(b"s0", b"s1"), lambda b: b"", lambda b: b"\xff\n"]
 )
 def test_what_is_damaged_is_not_trusted(cache, damage):
-    identity = stored.key("graph")
-    stored.store(identity, PLAN, ("int x;",))
+    identity = plan_cache.key("graph")
+    plan_cache.store(identity, PLAN, ("int x;",))
     (path,) = cache.rglob("*.json")
     path.write_bytes(damage(path.read_bytes()))
-    assert stored.find(identity) is None
-    stored.store(identity, PLAN, ("int x;",))
-    assert stored.find(identity) == (PLAN, ("int x;",))
+    assert plan_cache.find(identity) is None
+    plan_cache.store(identity, PLAN, ("int x;",))
+    assert plan_cache.find(identity) == (PLAN, ("int x;",))
 
 
 def test_what_others_can_write_to_is_not_trusted(cache):
-    stored.store(stored.key("graph"), PLAN, ("int x;",))
+    plan_cache.store(plan_cache.key("graph"), PLAN, ("int x;",))
     (path,) = cache.rglob("*.json")
     path.chmod(0o666)
-    assert stored.find(stored.key("graph")) is None
+    assert plan_cache.find(plan_cache.key("graph")) is None
 
 
 def test_what_has_no_form_is_left_out(cache):
-    stored.store(stored.key("graph"), Plan("", (), {}, (), (value(object()),), {}, n, (), ()), "")
+    plan_cache.store(plan_cache.key("graph"), ExecutionPlan("", (), {}, (), (value(object()),), {}, n, (), ()), "")
     assert not list(cache.rglob("*.json"))

@@ -12,9 +12,8 @@ from typing import Any
 
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir import expr
-from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.dtypes import DTYPES, OF_TORCH, is_complex
-from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.expr import Callee, Expr
 from opkit.compiler.ir.index import Index
 from opkit.compiler.lower import scalar
 from opkit.compiler.lower.context import Builder, element

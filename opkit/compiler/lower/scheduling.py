@@ -5,27 +5,28 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from opkit.compiler.ir.index import Index
+from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.ir.index import Index, product
 from opkit.compiler.ir.kernel import Kernel
-from opkit.compiler.ir.program import Buffer, Extern, Item, Program, Strided, reads, writes
-from opkit.compiler.ir.schedule import Launch, Schedule, moments
-from opkit.compiler.lower import arena
-from opkit.compiler.lower.batch import Sizes, batched
+from opkit.compiler.ir.program import Buffer, Extern, Program, ScalarItem, Strided, reads, writes
+from opkit.compiler.ir.schedule import KernelLaunch, Schedule, moments
+from opkit.compiler.lower import memory_planning
+from opkit.compiler.lower.batch import BatchSizes, batched
 from opkit.compiler.lower.fuse import Fused, fuse
 from opkit.compiler.lower.nest import nests
 from opkit.compiler.lower.rules.externs import FROM_STORAGE
 
 
-def schedule(program: Program, spare: bool = False) -> Schedule:
+def schedule(program: Program, save_memory: bool = False) -> Schedule:
     """What runs for a program; ``spare``: with large buffers outside of the arena, so that it stays small between calls."""
-    return planned(program, fuse(program), spare)
+    return planned(program, fuse(program), save_memory)
 
 
-def planned(program: Program, fused: Fused, spare: bool = False) -> Schedule:
+def planned(program: Program, fused: Fused, save_memory: bool = False) -> Schedule:
     """What runs for groups of steps."""
     needed = _needed(program, fused)
     buffers = dict(program.buffers)
-    steps: list[Launch | Extern] = []
+    steps: list[KernelLaunch | Extern] = []
     shared: dict[Kernel, Kernel] = {}
     for entry in fused.entries:
         if isinstance(entry, Extern):
@@ -38,8 +39,8 @@ def planned(program: Program, fused: Fused, spare: bool = False) -> Schedule:
         buffers |= {buffer.name: buffer for buffer in made.buffers}
         steps += [_shared(launch, shared) for launch in made.launches]
     inside = _inside(program, buffers, steps)
-    steps, apart = batched(steps, Sizes.of(program.sizes, inside))
-    places, size = _places(inside, steps, spare)
+    steps, apart = batched(steps, BatchSizes.of(program.sizes, inside))
+    places, size = _places(inside, steps, save_memory)
     used = {name for step in steps for name in _touched(step)} | set(program.buffers) & _outputs(program)
     needed = used | {name for name, buffer in buffers.items() if buffer.role != "made"}
     kept = {name: buffer for name, buffer in buffers.items() if name in needed and buffer.whole is None}
@@ -58,10 +59,10 @@ def _needed(program: Program, fused: Fused) -> set[str]:
 
 
 def _outputs(program: Program) -> set[str]:
-    return {output.buffer for output in program.outputs if isinstance(output, Strided | Item)}
+    return {output.buffer for output in program.outputs if isinstance(output, Strided | ScalarItem)}
 
 
-def _shared(launch: Launch, shared: dict[Kernel, Kernel]) -> Launch:
+def _shared(launch: KernelLaunch, shared: dict[Kernel, Kernel]) -> KernelLaunch:
     """The launch of a kernel that was made before, if it is the same one."""
     plain = dataclasses.replace(launch.kernel, name="", origins=())
     if plain not in shared:
@@ -69,11 +70,11 @@ def _shared(launch: Launch, shared: dict[Kernel, Kernel]) -> Launch:
     return dataclasses.replace(launch, kernel=shared[plain])
 
 
-def _touched(step: Launch | Extern) -> list[str]:
-    return list(step.buffers) if isinstance(step, Launch) else [*reads(step), *writes(step)]
+def _touched(step: KernelLaunch | Extern) -> list[str]:
+    return list(step.buffers) if isinstance(step, KernelLaunch) else [*reads(step), *writes(step)]
 
 
-def _inside(program: Program, buffers: dict[str, Buffer], steps: Sequence[Launch | Extern]) -> dict[str, Buffer]:
+def _inside(program: Program, buffers: dict[str, Buffer], steps: Sequence[KernelLaunch | Extern]) -> dict[str, Buffer]:
     """What lies in the arena: what kernels and calls with ``out`` make and nobody outside sees."""
     allocated = {name for step in steps if isinstance(step, Extern) and not step.out for name in writes(step)}
     aside = _outputs(program) | allocated | _owned(steps)
@@ -81,7 +82,9 @@ def _inside(program: Program, buffers: dict[str, Buffer], steps: Sequence[Launch
     return {name: buffers[name] for name in made if buffers[name].role == "made" and name not in aside}
 
 
-def _places(inside: dict[str, Buffer], steps: Sequence[Launch | Extern], spare: bool) -> tuple[dict[str, Index], Index]:
+def _places(
+    inside: dict[str, Buffer], steps: Sequence[KernelLaunch | Extern], save_memory: bool
+) -> tuple[dict[str, Index], Index]:
     """Their places."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -89,10 +92,40 @@ def _places(inside: dict[str, Buffer], steps: Sequence[Launch | Extern], spare: 
         for name in _touched(step):
             first.setdefault(name, at)
             last[name] = at
-    return arena.places([arena.Life(name, first[name], last[name]) for name in inside], inside, spare)
+    return memory_planning.places(
+        [memory_planning.Lifetime(name, first[name], last[name]) for name in inside], inside, save_memory
+    )
 
 
-def _owned(steps: Sequence[Launch | Extern]) -> set[str]:
+def _owned(steps: Sequence[KernelLaunch | Extern]) -> set[str]:
     """What needs a storage of its own: an operator's result lies in it, or the operator counts from its beginning."""
     calls = [step for step in steps if isinstance(step, Extern)]
     return {name for step in calls if step.aliases or step.target in FROM_STORAGE for name in reads(step)}
+
+
+# ---- streaming stores -------------------------------------------------------------------------------------------------
+
+
+def streamed(schedule: Schedule, cache: int | None) -> Schedule:
+    """The schedule with what its kernels write marked where it takes more than half of ``cache`` bytes."""
+    if cache is None:
+        return schedule
+    buffers = {**schedule.program.buffers, **schedule.buffers}
+    large = {name for name, buffer in buffers.items() if _bytes(buffer) > cache // 2}
+    steps = [_marked(step, large) if isinstance(step, KernelLaunch) else step for step in schedule.steps]
+    return dataclasses.replace(schedule, steps=tuple(steps))
+
+
+def _bytes(buffer: Buffer) -> int:
+    """How many bytes the elements of a buffer take; 0 where that depends on sizes."""
+    return (product(buffer.shape).constant or 0) * DTYPES[buffer.dtype].bytes
+
+
+def _marked(launch: KernelLaunch, large: set[str]) -> KernelLaunch:
+    pairs = list(zip(launch.kernel.arguments, launch.buffers, strict=True))
+    if not any(argument.written and buffer in large for argument, buffer in pairs):
+        return launch
+    arguments = [
+        dataclasses.replace(argument, streamed=argument.written and buffer in large) for argument, buffer in pairs
+    ]
+    return dataclasses.replace(launch, kernel=dataclasses.replace(launch.kernel, arguments=tuple(arguments)))

@@ -9,11 +9,11 @@ from typing import Any
 from opkit.compiler.capture.conversion import Captured
 from opkit.compiler.ir.program import Program
 from opkit.compiler.ir.schedule import Schedule
-from opkit.compiler.run.plan import Plan
+from opkit.compiler.run.plan import ExecutionPlan
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class CompiledGraph:
     """What became of a graph, form by form; or None, and the reason for which it runs in eager mode."""
 
     name: str
@@ -21,7 +21,7 @@ class Compiled:
     captured: Captured | None = None
     program: Program | None = None
     schedule: Schedule | None = None
-    plan: Plan | None = None
+    plan: ExecutionPlan | None = None
     texts: tuple[str, ...] = ()
 
 

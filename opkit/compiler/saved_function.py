@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from opkit.compiler import warm
+from opkit.compiler import graph_cache
 from opkit.compiler.capture import torch_private as private
-from opkit.compiler.run import stored
+from opkit.compiler.run import plan_cache
 from opkit.errors import CompileError
 
 
@@ -26,7 +26,7 @@ class SavedFunction(private.SerializableCallable):
         recording: what is known of it, of which the function that was loaded has nothing.
     """
 
-    def __init__(self, call: Callable[..., Any], recording: warm.Recording | None = None) -> None:
+    def __init__(self, call: Callable[..., Any], recording: graph_cache.Recording | None = None) -> None:
         self.call, self.recording = call, recording
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ class SavedFunction(private.SerializableCallable):
                 f"torch.compile(backend='opkit') cannot save this function: {why}. The limits are in docs/compiler.md, "
                 "'Saved functions'; what was compiled runs in this process."
             )
-        return json.dumps({"versions": stored.versions(), "torch": torch.__version__, **recording.saved}).encode()
+        return json.dumps({"versions": plan_cache.versions(), "torch": torch.__version__, **recording.saved}).encode()
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> SavedFunction:
@@ -56,9 +56,9 @@ class SavedFunction(private.SerializableCallable):
             CompileError: another version of torch or of opkit saved it.
         """
         content = json.loads(data)
-        if content["versions"] != stored.versions():
+        if content["versions"] != plan_cache.versions():
             raise CompileError(
                 f"This function was saved by torch {content['torch']} and another version of opkit than this one, or by "
                 f"another torch than {torch.__version__}. Compile and save it again."
             )
-        return cls(warm.function(content))
+        return cls(graph_cache.function(content))

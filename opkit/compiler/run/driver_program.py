@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from opkit.compiler.ir.dtypes import DTYPES, is_float
-from opkit.compiler.ir.graph import Opaque
+from opkit.compiler.ir.graph import OpaqueValue
 from opkit.compiler.ir.index import index
 from opkit.compiler.ir.program import Buffer, Extern, Strided
-from opkit.compiler.run.expressions import Names
-from opkit.compiler.run.plan import Plan, Segment, mentioned, tensors
+from opkit.compiler.run.plan import ExecutionPlan, Segment, mentioned, tensors
+from opkit.compiler.run.python_text import PythonNames
 
 STEPS = ("point", "view", "allocate", "segment", "python", "product", "forget", "end")
 
@@ -40,7 +40,7 @@ Word = int | str
 
 
 @dataclasses.dataclass
-class Code:
+class DriverProgram:
     """A program and what it uses.
 
     Attributes:
@@ -57,13 +57,13 @@ class Code:
     words: list[Word] = dataclasses.field(default_factory=list[Word])
     slots: int = 0
     taken: list[int] = dataclasses.field(default_factory=list[int])
-    names: Names = dataclasses.field(default_factory=Names)
+    names: PythonNames = dataclasses.field(default_factory=PythonNames)
     functions: list[Any] = dataclasses.field(default_factory=list[Any])
     python: str = ""
     text: str = ""
 
 
-def write(plan: Plan, single: Callable[[str], bool], resolved: frozenset[int] = frozenset()) -> Code:
+def write(plan: ExecutionPlan, single: Callable[[str], bool], resolved: frozenset[int] = frozenset()) -> DriverProgram:
     """The program of a plan.
 
     Args:
@@ -71,13 +71,13 @@ def write(plan: Plan, single: Callable[[str], bool], resolved: frozenset[int] = 
         single: whether a target returns one tensor, and not several.
         resolved: the inputs that may hold values which are conjugated or negated when they are read.
     """
-    return _Writer(plan, single, resolved).write()
+    return _ProgramWriter(plan, single, resolved).write()
 
 
-class _Writer:
-    def __init__(self, plan: Plan, single: Callable[[str], bool], resolved: frozenset[int]) -> None:
+class _ProgramWriter:
+    def __init__(self, plan: ExecutionPlan, single: Callable[[str], bool], resolved: frozenset[int]) -> None:
         self.plan, self.single, self.resolved = plan, single, resolved
-        self.code = Code()
+        self.code = DriverProgram()
         self.names = self.code.names
         self.lines: list[str] = []
         self.position = {name: number for number, name in enumerate(plan.table)}
@@ -95,7 +95,7 @@ class _Writer:
                 steps.setdefault(number, []).append(name)
         return steps
 
-    def write(self) -> Code:
+    def write(self) -> DriverProgram:
         self._take_inputs()
         for number, step in enumerate(self.plan.steps):
             if isinstance(step, Segment):
@@ -186,7 +186,10 @@ class _Writer:
         needed = [isinstance(each, str) and each in held for each in plan.inputs]
         self.code.taken = [self._buffer(str(e)) if needed[n] else -1 for n, e in enumerate(plan.inputs)]
         fitted = [
-            line for n, each in enumerate(plan.inputs) if isinstance(each, Opaque) for line in self._object(n, each)
+            line
+            for n, each in enumerate(plan.inputs)
+            if isinstance(each, OpaqueValue)
+            for line in self._object(n, each)
         ]
         fitted += [self._fitted(n) for n in sorted(self.resolved) if needed[n]]
         if fitted:
@@ -195,7 +198,7 @@ class _Writer:
         for name in self.slots:
             self._point(name)
 
-    def _object(self, number: int, given: Opaque) -> list[str]:
+    def _object(self, number: int, given: OpaqueValue) -> list[str]:
         """The lines that make an input which is no tensor known to the functions of the frame."""
         name = self._argument(given, {})
         return [f"global {name}", f"{name} = inputs[{number}]"]
@@ -307,7 +310,7 @@ class _Writer:
         return [f"[{', '.join(map(self.names.tensor, given))}] = given"] if given else []
 
 
-def _is_product(step: Extern, plan: Plan) -> bool:
+def _is_product(step: Extern, plan: ExecutionPlan) -> bool:
     """Whether the driver computes it: a product of tensors of one floating type, not scaled, into a buffer."""
     found = PRODUCTS.get(step.target)
     if found is None or not step.out or step.kwargs or len(step.args) != found[1]:

@@ -6,13 +6,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
-from opkit.compiler.compiled import Compiled
+from opkit.compiler.compiled_graph import CompiledGraph
 from opkit.compiler.ir.index import Index, Size
 from opkit.compiler.ir.kernel import Kernel
 from opkit.compiler.ir.printer import kernel_text, program_text
 from opkit.compiler.ir.program import Extern, reads, writes
-from opkit.compiler.ir.schedule import Launch, Schedule, batches, moments
-from opkit.compiler.lower.arena import nbytes
+from opkit.compiler.ir.schedule import KernelLaunch, Schedule, batches, moments
+from opkit.compiler.lower.memory_planning import nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class KernelText:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class BufferPlace:
     """A buffer in the arena.
 
     Attributes:
@@ -54,7 +54,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explained:
+class GraphExplanation:
     """A compiled graph.
 
     Attributes:
@@ -84,7 +84,7 @@ class Explained:
     calls: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
     arena: int = 0
-    places: tuple[Place, ...] = ()
+    places: tuple[BufferPlace, ...] = ()
     source: str = ""
 
     @property
@@ -93,13 +93,13 @@ class Explained:
         return sum(kernel.launches for kernel in self.kernels)
 
 
-def explained(compiled: Compiled) -> Explained:
+def explained(compiled: CompiledGraph) -> GraphExplanation:
     """The forms of a graph as text."""
     captured, program, schedule = compiled.captured, compiled.program, compiled.schedule
     if captured is None or program is None or schedule is None:
-        return Explained(compiled.name, compiled.reason)
+        return GraphExplanation(compiled.name, compiled.reason)
     nodes = captured.graph.nodes
-    return Explained(
+    return GraphExplanation(
         compiled.name,
         compiled.reason,
         sum(node.target not in ("input", "constant", "getitem") for node in nodes),
@@ -117,7 +117,7 @@ def explained(compiled: Compiled) -> Explained:
 
 
 def _kernels(schedule: Schedule) -> tuple[KernelText, ...]:
-    launches = Counter(step.kernel for step in schedule.steps if isinstance(step, Launch))
+    launches = Counter(step.kernel for step in schedule.steps if isinstance(step, KernelLaunch))
     return tuple(_kernel(kernel, count) for kernel, count in launches.items())
 
 
@@ -147,11 +147,11 @@ def _number(size: Index, sizes: Mapping[str, int]) -> int:
     return size.substitute(known).constant or 0
 
 
-def _places(schedule: Schedule) -> tuple[Place, ...]:
+def _places(schedule: Schedule) -> tuple[BufferPlace, ...]:
     sizes = schedule.program.sizes
     lives = _lives(schedule)
     found = [
-        Place(name, _number(at, sizes), _number(nbytes(schedule.buffers[name]), sizes), *lives[name])
+        BufferPlace(name, _number(at, sizes), _number(nbytes(schedule.buffers[name]), sizes), *lives[name])
         for name, at in schedule.places.items()
     ]
     found.sort(key=lambda place: place.first)
@@ -161,13 +161,13 @@ def _places(schedule: Schedule) -> tuple[Place, ...]:
 def _lives(schedule: Schedule) -> dict[str, tuple[int, int]]:
     lives: dict[str, tuple[int, int]] = {}
     for number, step in moments(schedule.steps):
-        names = step.buffers if isinstance(step, Launch) else (*reads(step), *writes(step))
+        names = step.buffers if isinstance(step, KernelLaunch) else (*reads(step), *writes(step))
         lives |= {name: (lives.get(name, (number, 0))[0], number) for name in names}
     return lives
 
 
-def _reused(place: Place, others: list[Place]) -> tuple[str, ...]:
-    def shares(other: Place) -> bool:
+def _reused(place: BufferPlace, others: list[BufferPlace]) -> tuple[str, ...]:
+    def shares(other: BufferPlace) -> bool:
         return other.begin < place.begin + place.nbytes and place.begin < other.begin + other.nbytes
 
     return tuple(other.buffer for other in others if other.last < place.first and shares(other))

@@ -9,7 +9,7 @@ import torch
 
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.run import driver
-from opkit.compiler.run.code import STEPS
+from opkit.compiler.run.driver_program import STEPS
 from opkit.compiler.run.library import Runtime, raise_error
 
 # The same functions by a shorter way than the dispatcher's generic one.

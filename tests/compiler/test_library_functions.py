@@ -201,9 +201,9 @@ def test_a_library_that_was_removed_is_not_called(name, library, tmp_path):
 
 PROGRAM = """
 import sys, torch, opkit
-from opkit.compiler import backend, making
+from opkit.compiler import backend, pipeline
 if sys.argv[2] == "warm":
-    making.made = None
+    pipeline.compile_graph = None
 op = opkit.from_library("process::cubed", sys.argv[1], "double cubed(double x)")
 fast = torch.compile(lambda x: op(x * 2) + 1, backend=backend.opkit_backend, options={"strict": True})
 print(fast(torch.arange(5.0, dtype=torch.float64)).tolist())

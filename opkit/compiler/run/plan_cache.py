@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from opkit import config
-from opkit.compiler.ir.callee import Callee
-from opkit.compiler.ir.graph import Opaque, TypeName
+from opkit.compiler.ir.expr import Callee
+from opkit.compiler.ir.graph import OpaqueValue, TypeName
 from opkit.compiler.ir.index import Axis, Div, Index, Mod, Size, index
-from opkit.compiler.ir.program import Buffer, Extern, Item, Strided
-from opkit.compiler.run.autograd import Result, Wiring
-from opkit.compiler.run.plan import Plan, Segment
+from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided
+from opkit.compiler.run.autograd import GraphResult, Wiring
+from opkit.compiler.run.plan import ExecutionPlan, Segment
 from opkit.kernels.store import storing
 
 # ---- values as JSON: each that JSON has not is a list of its class's name and its fields ------------------------------
@@ -40,10 +40,10 @@ _CLASSES: dict[str, Any] = {
         Buffer,
         Callee,
         Extern,
-        Item,
-        Opaque,
-        Plan,
-        Result,
+        ScalarItem,
+        OpaqueValue,
+        ExecutionPlan,
+        GraphResult,
         Segment,
         Strided,
         TypeName,
@@ -153,27 +153,27 @@ def write(identity: str, content: Any) -> None:
         storing.write_whole(path, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
 
 
-def find(identity: str) -> tuple[Plan, tuple[str, ...]] | None:
+def find(identity: str) -> tuple[ExecutionPlan, tuple[str, ...]] | None:
     """The plan of a graph and its C; None where there is none that can be trusted."""
     return opened(read(identity))
 
 
-def opened(entry: Any) -> tuple[Plan, tuple[str, ...]] | None:
+def opened(entry: Any) -> tuple[ExecutionPlan, tuple[str, ...]] | None:
     """Return the plan and the C that :func:`described` was given; None where it is nothing of the kind."""
     try:
         plan, texts = decoded(entry["plan"]), tuple(entry["texts"])
     except (ValueError, KeyError, TypeError):
         return None
-    return (plan, texts) if isinstance(plan, Plan) and all(isinstance(text, str) for text in texts) else None
+    return (plan, texts) if isinstance(plan, ExecutionPlan) and all(isinstance(text, str) for text in texts) else None
 
 
-def store(identity: str, plan: Plan, texts: Sequence[str]) -> None:
+def store(identity: str, plan: ExecutionPlan, texts: Sequence[str]) -> None:
     """Keep a plan; one that has no form is left out."""
     with contextlib.suppress(TypeError):
         write(identity, described(plan, texts))
 
 
-def described(plan: Plan, texts: Sequence[str]) -> dict[str, Any]:
+def described(plan: ExecutionPlan, texts: Sequence[str]) -> dict[str, Any]:
     """Return a plan and its C in terms of JSON.
 
     Raises:

@@ -1,5 +1,5 @@
 """Operators with complex operands or results. Views are those of real tensors, for they are maps of indices only; what moves
-or adds up elements is the real operator on each part; the rest are formulas of ``complex_numbers``.
+or adds up elements is the real operator on each part; the rest are formulas of ``complex_arithmetic``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from opkit.compiler.ir.index import Index, index
 from opkit.compiler.ir.program import Compute
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.context import Builder, element, reads_buffer
-from opkit.compiler.lower.parts import alternating, complex_of, paired
+from opkit.compiler.lower.interleaved import alternating, complex_of, paired
 from opkit.compiler.lower.promotion import promoted
 from opkit.compiler.lower.registry import NoRule, Rule, Table, overloads
 from opkit.compiler.lower.rules import assembly, creation, indexing, reductions, views
-from opkit.compiler.lower.rules import complex_numbers as c
-from opkit.compiler.lower.rules.complex_numbers import Complex
+from opkit.compiler.lower.rules import complex_arithmetic as c
+from opkit.compiler.lower.rules.complex_arithmetic import Complex
 from opkit.compiler.lower.rules.pointwise import TENSOR_OR_NUMBER
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Stored, Tensor, lazy

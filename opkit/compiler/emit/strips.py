@@ -15,22 +15,23 @@ for (int64_t c0 = begin; c0 < end; c0 += 512) {
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from opkit.compiler.emit import calls, draws, streams
-from opkit.compiler.emit.ahead import Asked
-from opkit.compiler.emit.blocks import Scope, Writer
+from opkit.compiler.emit import calls, streaming_stores
+from opkit.compiler.emit.blocks import CScope, CWriter
+from opkit.compiler.emit.prefetch import PrefetchedRow
 from opkit.compiler.emit.types import C_TYPES
+from opkit.compiler.ir import expr
 from opkit.compiler.ir.expr import Expr
-from opkit.compiler.ir.index import Axis
+from opkit.compiler.ir.index import Axis, Value
 from opkit.compiler.ir.kernel import Loop, Store
 
 _LENGTH = 512  # elements: a few KiB of the stack, and what a stretch costs is little beside them
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class StripRows:
     """What a loop has rows for.
 
     Attributes:
@@ -43,22 +44,22 @@ class Rows:
     drawn: Sequence[Expr] = ()
     called: Mapping[Expr, Expr] = dataclasses.field(default_factory=dict[Expr, Expr])
     moved: Sequence[Store] = ()
-    asked: Sequence[Asked] = ()
+    asked: Sequence[PrefetchedRow] = ()
 
     def __bool__(self) -> bool:
         return bool(self.drawn or self.called or self.moved or self.asked)
 
 
-def of(loop: Loop, roots: Sequence[Expr], writer: Writer) -> Rows:
+def of(loop: Loop, roots: Sequence[Expr], writer: CWriter) -> StripRows:
     """What an innermost loop with these expressions of its own has rows for."""
     if loop.stop is not None or any(isinstance(statement, Loop) for statement in loop.body):
-        return Rows()
+        return StripRows()
     called = {} if loop.how == "plain" else calls.first_of_all(loop.body, roots)
     asked = writer.ahead.spread if loop is writer.ahead.within else ()
-    return Rows(draws.of(loop.axis, roots), called, streams.of(loop, roots, writer.streamed), asked)
+    return StripRows(_drawn(loop.axis, roots), called, streaming_stores.of(loop, roots, writer.streamed), asked)
 
 
-def begin(scope: Scope, axis: Axis, rows: Rows, first: str, last: str) -> tuple[Scope, str, str]:
+def begin(scope: CScope, axis: Axis, rows: StripRows, first: str, last: str) -> tuple[CScope, str, str]:
     """Open the loop over stretches: the scope of a stretch, and where its part of the axis begins and ends."""
     writer, (a, c, u) = scope.writer, _names(axis)
     writer.line(f"for (int64_t {c} = {first}; {c} < {last}; {c} += {_LENGTH}) {{")
@@ -69,7 +70,7 @@ def begin(scope: Scope, axis: Axis, rows: Rows, first: str, last: str) -> tuple[
         writer.line(asked.text(scope.index(asked.at), c, u))
     for node in rows.drawn:
         row = _row(scope, "float")
-        _at_begin(scope, axis, draws.fill, node, row)
+        _at_begin(scope, axis, _fill_drawn, node, row)
         inner.spelled[node] = f"{row}[{a} - {c}]"
         inner.reads[node] = frozenset()
     stretch = calls.Stretch(f"for (int64_t {a} = {c}; {a} < {u}; ++{a})", f"[{a} - {c}]", f"{u} - {c}", _LENGTH)
@@ -79,10 +80,10 @@ def begin(scope: Scope, axis: Axis, rows: Rows, first: str, last: str) -> tuple[
     return inner, c, u
 
 
-def end(scope: Scope, axis: Axis, rows: Rows) -> None:
+def end(scope: CScope, axis: Axis, rows: StripRows) -> None:
     """Close the loop over stretches; ``scope`` is that of a stretch."""
     for store in rows.moved:
-        _at_begin(scope, axis, streams.move, store, scope.rows[store.buffer][0])
+        _at_begin(scope, axis, streaming_stores.move, store, scope.rows[store.buffer][0])
     scope.writer.depth -= 1
     scope.writer.line("}")
 
@@ -92,14 +93,14 @@ def _names(axis: Axis) -> tuple[str, str, str]:
     return f"a{axis.number}", f"c{axis.number}", f"u{axis.number}"
 
 
-def _row(scope: Scope, ctype: str) -> str:
+def _row(scope: CScope, ctype: str) -> str:
     scope.writer.names += 1
     name = f"r{scope.writer.names}"
     scope.writer.line(f"{ctype} {name}[{_LENGTH}] __attribute__((aligned(64)));")
     return name
 
 
-def _at_begin(scope: Scope, axis: Axis, write: Callable[[Scope, Any, str, str], None], what: Any, row: str) -> None:
+def _at_begin(scope: CScope, axis: Axis, write: Callable[[CScope, Any, str, str], None], what: Any, row: str) -> None:
     """A block in which the axis stands at the beginning of the stretch."""
     a, c, u = _names(axis)
     scope.writer.line("{")
@@ -108,3 +109,28 @@ def _at_begin(scope: Scope, axis: Axis, write: Callable[[Scope, Any, str, str], 
     write(scope.within(()), what, row, f"{u} - {c}")
     scope.writer.depth -= 1
     scope.writer.line("}")
+
+
+# ---- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def _drawn(axis: Axis, roots: Iterable[Expr]) -> list[Expr]:
+    """The random numbers among a loop's expressions whose counts follow one another along its axis."""
+    nodes = dict.fromkeys(node for root in roots for node in root.walk() if node.op == "random" and node.dtype == "f32")
+    return [node for node in nodes if _follow(node, axis)]
+
+
+def _follow(node: Expr, axis: Axis) -> bool:
+    computed = any(isinstance(leaf, Value) for leaf in node.data.leaves())
+    return not computed and node.data.coefficient(axis) == 1 and all(_stays(part, axis) for part in node.args[0].walk())
+
+
+def _stays(part: Expr, axis: Axis) -> bool:
+    """Whether a part of a seed is the same for the whole loop."""
+    return part.op != "var" and all(axis not in at.axes() for at in expr.indices(part))
+
+
+def _fill_drawn(scope: CScope, node: Expr, row: str, elements: str) -> None:
+    """The call that fills a row; the axis stands at the beginning of the stretch."""
+    seed, count = scope.value(node.args[0]), scope.index(node.data)
+    scope.writer.line(f"opk_random_row({seed}, {count}, {elements}, {row});")

@@ -14,7 +14,7 @@ import opkit
 from opkit import lowering as low
 from opkit.compiler.backend import opkit_backend
 from opkit.compiler.ir.program import Extern
-from opkit.compiler.ir.schedule import Launch
+from opkit.compiler.ir.schedule import KernelLaunch
 from opkit.errors import RuleError
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -42,7 +42,7 @@ def compiled(function, strict=True, **options):
 def counts(graph):
     """Kernels, and calls of operators."""
     steps = graph.schedule.steps
-    return sum(isinstance(s, Launch) for s in steps), [s.target for s in steps if isinstance(s, Extern)]
+    return sum(isinstance(s, KernelLaunch) for s in steps), [s.target for s in steps if isinstance(s, Extern)]
 
 
 def among(op):

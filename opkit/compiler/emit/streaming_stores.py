@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from opkit.compiler.emit.blocks import Scope
+from opkit.compiler.emit.blocks import CScope
 from opkit.compiler.emit.functions import is_called
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Value
@@ -44,7 +44,7 @@ def _is_row(store: Store, loop: Loop) -> bool:
     return store.update is None and not computed and store.at.coefficient(loop.axis) == 1
 
 
-def move(scope: Scope, store: Store, row: str, elements: str) -> None:
+def move(scope: CScope, store: Store, row: str, elements: str) -> None:
     """The call that moves a row to where its first element belongs; the axis stands at the beginning of the stretch."""
     at = scope.index(store.at)
     scope.writer.line(f"opk_stream(p_{store.buffer} + ({at}), {row}, ({elements}) * (int64_t)sizeof *{row});")

@@ -14,7 +14,7 @@ from opkit.compiler.ir.graph import Ref
 from opkit.compiler.ir.index import ZERO, Index, index
 from opkit.compiler.ir.program import Buffer, Extern, Strided, writes
 from opkit.compiler.lower.rewrites import simplify
-from opkit.compiler.lower.tensors import Pair, Shape, Stored, Tensor, formal, substitution, whole
+from opkit.compiler.lower.tensors import Shape, Stored, Tensor, TensorPair, formal, substitution, whole
 
 if TYPE_CHECKING:
     from opkit.compiler.lower.context import Builder
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def complex_of(first: Tensor, second: Tensor) -> Tensor:
     """The complex tensor of two real ones of one type and shape."""
     dtype = next(name for name, part in PARTS.items() if part == first.dtype)
-    return Tensor(dtype, first.shape, Pair(first, second))
+    return Tensor(dtype, first.shape, TensorPair(first, second))
 
 
 def paired(b: Builder, first: Tensor, second: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def alternating(even: Tensor, odd: Tensor, shape: Shape) -> Tensor:
     """The real tensor of ``shape`` whose elements are those of two, in turn along its last dimension."""
     *rest, last = formal(shape)
     first, second = (each.mapped(shape, [*rest, last // 2]) for each in (even, odd))
-    return Tensor(even.dtype, shape, Pair(first, second, last % 2))
+    return Tensor(even.dtype, shape, TensorPair(first, second, last % 2))
 
 
 # ---- the same memory, seen as numbers of the other kind --------------------------------------------------------------
@@ -95,13 +95,13 @@ def alternating(even: Tensor, odd: Tensor, shape: Shape) -> Tensor:
 def viewed(b: Builder, tensor: Tensor, kept: Container[str] = ()) -> Tensor | None:
     """A tensor that lies in memory of the other kind (a part of complex numbers, or complex numbers made of real ones), as
     calls and results can have it: by a view of that memory, if it is there already and stays, or is among ``kept``."""
-    if isinstance(tensor.source, Pair) and tensor.source.which is None:
+    if isinstance(tensor.source, TensorPair) and tensor.source.which is None:
         return _as_complex(b, tensor, tensor.source, kept)
-    first = tensor.source.first.source if isinstance(tensor.source, Pair) else tensor.source
+    first = tensor.source.first.source if isinstance(tensor.source, TensorPair) else tensor.source
     if not isinstance(first, Stored) or first.buffer.whole is None or not is_complex(first.buffer.whole.dtype):
         return None
     which: Index | None = first.buffer.offset
-    if isinstance(tensor.source, Pair):
+    if isinstance(tensor.source, TensorPair):
         which = tensor.source.which if _are_parts(tensor.source) else None
     if which is None or not (first.buffer.memory in kept or _is_there(b, first.buffer.whole)):
         return None
@@ -109,7 +109,7 @@ def viewed(b: Builder, tensor: Tensor, kept: Container[str] = ()) -> Tensor | No
     return Tensor(tensor.dtype, tensor.shape, Stored(real, (*first.coordinates, which), first.copied))
 
 
-def _are_parts(pair: Pair) -> bool:
+def _are_parts(pair: TensorPair) -> bool:
     """Whether the two are the real and the imaginary part of the same numbers."""
     first, second = pair.first.source, pair.second.source
     if not isinstance(first, Stored) or not isinstance(second, Stored):
@@ -137,7 +137,7 @@ def _view(b: Builder, target: str, of: Strided, buffer: Buffer) -> Buffer:
     return buffer
 
 
-def _as_complex(b: Builder, tensor: Tensor, pair: Pair, kept: Container[str]) -> Tensor | None:
+def _as_complex(b: Builder, tensor: Tensor, pair: TensorPair, kept: Container[str]) -> Tensor | None:
     first, second = pair.first.strided(), pair.second.strided()
     if first is None or second is None or first.buffer != second.buffer or first.strides != second.strides:
         return None

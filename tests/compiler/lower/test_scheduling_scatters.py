@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.compiler.lower.test_plan import check
+from tests.compiler.lower.test_scheduling import check
 
 INDEX = torch.tensor([[0, 3, 3], [3, 1, 0]])
 

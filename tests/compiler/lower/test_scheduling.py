@@ -5,9 +5,9 @@ import torch
 
 from opkit.compiler.ir.kernel import Scratch, walk
 from opkit.compiler.ir.program import Extern, Strided
-from opkit.compiler.ir.schedule import Launch
-from opkit.compiler.lower.lowering import lower
-from opkit.compiler.lower.plan import schedule
+from opkit.compiler.ir.schedule import KernelLaunch
+from opkit.compiler.lower.graph_to_program import lower
+from opkit.compiler.lower.scheduling import schedule
 from tests.compiler import graphs, native
 
 _TORCH = {"<u2": torch.bfloat16}
@@ -255,7 +255,7 @@ def test_reshapes_that_undo_each_other_copy_nothing():
 def test_sums_of_columns_in_blocks_and_what_is_left_over(columns):
     x = r(33, columns)
     made = check(lambda x: ((x * 2).sum(0) + 1, x.amax(0)), x, rtol=1e-5, atol=1e-4)
-    blocks = [s.kernel for s in made.steps if isinstance(s, Launch)]
+    blocks = [s.kernel for s in made.steps if isinstance(s, KernelLaunch)]
     assert len(blocks) <= 2
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from opkit.compiler.capture import torch_private as private
-from opkit.compiler.run.assemble import Surroundings
+from opkit.compiler.run.runner import GraphConstants
 from opkit.op import registry
 
 _MOST_NUMBERS = 256  # of a constant tensor
 
 
-def described(found: Surroundings) -> dict[str, Any]:
+def described(found: GraphConstants) -> dict[str, Any]:
     """Surroundings in terms of JSON.
 
     Raises:
@@ -31,16 +31,16 @@ def described(found: Surroundings) -> dict[str, Any]:
         if named(text) != value:
             raise TypeError(f"an argument is {text}")
     return {
-        "constants": {name: _constant(tensor) for name, tensor in found.constants.items()},
+        "constants": {name: _constant(tensor) for name, tensor in found.tensors.items()},
         "opaques": list(found.opaques),
         "computed": dict(found.computed),
         "resolved": sorted(found.resolved),
     }
 
 
-def restored(content: Mapping[str, Any]) -> Surroundings:
+def restored(content: Mapping[str, Any]) -> GraphConstants:
     """What :func:`described` was given, but for targets, which are found by their names."""
-    return Surroundings(
+    return GraphConstants(
         {name: _tensor(*parts) for name, parts in content["constants"].items()},
         {},
         {text: named(text) for text in content["opaques"]},
