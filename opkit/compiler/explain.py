@@ -61,7 +61,9 @@ class Explanation:
     result: Any = None
 
     def __post_init__(self) -> None:
-        self._compiled = private.watched(self.model, opkit_backend, self.guards.append, self.recompiles.append)
+        self._compiled = private.watch_compilation(
+            self.model, opkit_backend, self.guards.append, self.recompiles.append
+        )
 
     @property
     def kernels(self) -> int:

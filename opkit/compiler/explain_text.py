@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from opkit.compiler.explained_graph import BufferPlace, GraphExplanation, KernelText
 
 HEADINGS = ("graph", "operators", "kernels", "calls", "not fused", "arena")
-_MOST = 12  # lines of a kind, after which the report says how many more there are
+_MAX_LINES = 12  # lines of a kind, after which the report says how many more there are
 
 
 def title(graphs: Sequence[GraphExplanation]) -> str:
@@ -68,8 +68,8 @@ def place_text(place: BufferPlace) -> str:
 
 
 def _shortened(lines: Sequence[str], kind: str) -> list[str]:
-    more = len(lines) - _MOST
-    return [*lines[:_MOST], *([f"... and {more} more {kind}"] if more > 0 else [])]
+    more = len(lines) - _MAX_LINES
+    return [*lines[:_MAX_LINES], *([f"... and {more} more {kind}"] if more > 0 else [])]
 
 
 def _listed(heading: str, lines: Sequence[str]) -> list[str]:

@@ -22,16 +22,16 @@ from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.cache_key import NotCacheable
 from opkit.compiler.run import autograd, library, plan_cache
 from opkit.compiler.run.autograd import Wiring
-from opkit.compiler.run.graph_constants import described, restored
+from opkit.compiler.run.graph_constants import GraphConstants, from_json, to_json
 from opkit.compiler.run.library import flags
 from opkit.compiler.run.plan import ExecutionPlan
-from opkit.compiler.run.runner import GraphConstants, Runner, assemble
+from opkit.compiler.run.runner import Runner, assemble
 
 _GRAPHS = {1: ("inference",), 2: ("forward", "backward")}
 _numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference", "body")}
 
 
-def numbered(kind: str) -> str:
+def next_name(kind: str) -> str:
     """The name of the next graph of a kind."""
     return f"{kind} {next(_numbers[kind])}"
 
@@ -89,17 +89,17 @@ def function(content: Mapping[str, Any]) -> Callable[..., Any]:
     Raises:
         LookupError: one of its plans is not there.
     """
-    graphs, found = content["graphs"], plan_cache.decoded(content["wiring"])
+    graphs, found = content["graphs"], plan_cache.decode(content["wiring"])
     runners = [_runner(each, kind) for each, kind in zip(graphs, _GRAPHS[len(graphs)], strict=True)]
     made = autograd.inference(found, *runners) if len(runners) == 1 else autograd.training(found, *runners)
     return torch.compiler.disable(made)
 
 
 def _runner(content: Mapping[str, Any], kind: str) -> Callable[[list[Any]], list[Any]]:
-    planned, texts = plan_cache.opened(content.get("content")) or plan_cache.find(content["plan"]) or (None, ())
+    planned, texts = plan_cache.from_json(content.get("content")) or plan_cache.find(content["plan"]) or (None, ())
     if planned is None:
         raise LookupError(f"there is no plan {content['plan']}")
-    runner = build(planned, texts, numbered(kind)).loaded(restored(content["surroundings"]))
+    runner = build(planned, texts, next_name(kind)).load(from_json(content["surroundings"]))
     return _without_negatives(runner) if planned.sizes else runner
 
 
@@ -124,7 +124,7 @@ class PlanBuild:
     texts: Sequence[str]
     segments: library.SegmentsBuild
 
-    def loaded(self, constants: GraphConstants) -> Runner:
+    def load(self, constants: GraphConstants) -> Runner:
         """The function that runs the plan, once there is its C.
 
         Raises:
@@ -170,7 +170,7 @@ class Recording:
         """The function of a graph of AOTAutograd's."""
         self._made[kind] = made
 
-    def shortened(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def without_aot_autograd(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, which AOTAutograd made; a training goes without AOTAutograd once its backward was compiled."""
         if self.entry is None or tuple(self._graphs) != ("forward",):
             return function
@@ -192,26 +192,26 @@ class Recording:
         assert self._wiring is not None
         return autograd.training(self._wiring, self._made["forward"], self._made["backward"])
 
-    def note(
+    def add_graph(
         self, kind: str, plan_key: str, planned: ExecutionPlan, texts: Sequence[str], constants: GraphConstants
     ) -> None:
         """A graph of AOTAutograd's was compiled. The entry appears with the last of them, which may be long after."""
         if self.refusal or (self.entry is None and not self.is_saving):
             return
         try:
-            self._note(kind, plan_key, planned, texts, constants)
+            self._add_graph(kind, plan_key, planned, texts, constants)
         except Exception as why:
             logs.compiler.debug("Dynamo's graph of %s is not kept: %s.", planned.name, why)
             self.entry, self.refusal = None, str(why)
 
-    def _note(
+    def _add_graph(
         self, kind: str, plan_key: str, planned: ExecutionPlan, texts: Sequence[str], constants: GraphConstants
     ) -> None:
         if (planned.sizes and not self.is_saving) or kind in self._graphs:
             raise NotCacheable("its sizes may change")
-        self._graphs[kind] = {"plan": plan_key, "surroundings": described(constants)}
+        self._graphs[kind] = {"plan": plan_key, "surroundings": to_json(constants)}
         if self.is_saving:
-            self._graphs[kind]["content"] = plan_cache.described(planned, texts)
+            self._graphs[kind]["content"] = plan_cache.to_json(planned, texts)
         if kind != "backward":
             metadata = private.forward_metadata()
             self._wiring = wiring.wiring(metadata, self._inputs, self._shared, self._autocast, self.is_saving)
@@ -221,7 +221,7 @@ class Recording:
             self._write(self._wiring)
 
     def _write(self, found: Wiring) -> None:
-        content = {"wiring": plan_cache.encoded(found), "graphs": [*self._graphs.values()]}
+        content = {"wiring": plan_cache.encode(found), "graphs": [*self._graphs.values()]}
         if self.is_saving:
             self.saved = content
         elif self.entry is not None:

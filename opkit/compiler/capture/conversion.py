@@ -56,7 +56,7 @@ class Captured:
     computed: dict[str, str]
     resolved: frozenset[int]
     bodies: dict[str, fx.GraphModule] = dataclasses.field(default_factory=dict[str, fx.GraphModule])
-    left: tuple[str, ...] = ()
+    uncompiled: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -100,7 +100,7 @@ class _Conversion:
         self.replaced: dict[fx.Node, Any] = {}  # nodes that are no nodes of the graph: what stands for each
         self.resolved: set[int] = set()
         self.bodies: dict[str, fx.GraphModule] = {}
-        self.left: list[str] = []
+        self.uncompiled: list[str] = []
         self._types: dict[Any, TensorType] = {}
 
     def run(self, name: str, fixed: int | None) -> Captured:
@@ -114,7 +114,7 @@ class _Conversion:
         computed = dict(self.sizes.computed)
         return Captured(
             graph, self.constants, self.targets, self.opaques, computed, frozenset(self.resolved), self.bodies,
-            tuple(self.left),
+            tuple(self.uncompiled),
         )  # fmt: skip
 
     def _refuse_others(self, nodes: Iterable[fx.Node]) -> None:
@@ -160,7 +160,7 @@ class _Conversion:
     def _note_body(self, node: fx.Node, text: str, value: fx.GraphModule) -> None:
         """A graph that others call: the compiler's, where all that call it are control flow operators."""
         callers = [user for user in node.users if not _is_control_flow(user)]
-        self.left += [f"{user.name} calls the graph {node.target}, and is not compiled" for user in callers]
+        self.uncompiled += [f"{user.name} calls the graph {node.target}, and is not compiled" for user in callers]
         if not callers:
             self.bodies[text] = value
 

@@ -49,7 +49,7 @@ def log_recompiles() -> None:
     _log_state.enable_artifact("recompiles")
 
 
-def results_of_the_user() -> int | None:
+def user_result_count() -> int | None:
     """Of a forward graph that is being compiled: how many of its results, the first ones, leave AOTAutograd's hands.
 
     The others are saved for the backward graph, which can be told how they are laid out; see ``report_strides``.
@@ -232,7 +232,7 @@ def qualified_name(target: Any) -> str:
     return target._schema.name if is_overload(target) else ""
 
 
-def watched(
+def watch_compilation(
     model: Callable[..., Any],
     backend: Callable[..., Any],
     guarded: Callable[[list[str]], None],
@@ -355,7 +355,7 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
-def let_go(context: Any) -> None:
+def release_saved_tensors(context: Any) -> None:
     """Have a backward's context drop the tensors that were saved, unless the graph is kept."""
     context.maybe_clear_saved_tensors()
 
@@ -374,7 +374,7 @@ tensors_of: Callable[[list[Any]], list[torch.Tensor]] = torch._C._aoti.alloc_ten
 """Tensors for handles in capsules, which it takes over."""
 
 
-def is_watched() -> bool:
+def is_observed() -> bool:
     """Whether a profiler or a mode wants to see the operators that are called."""
     profiled = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
     return profiled or torch._C._len_torch_dispatch_stack() > 0

@@ -46,7 +46,7 @@ class CWriter:
     near: frozenset[str] = frozenset()
     dtypes: dict[str, str] = dataclasses.field(default_factory=dict)
     streamed: frozenset[str] = frozenset()
-    ahead: Prefetches = dataclasses.field(default_factory=Prefetches)
+    prefetches: Prefetches = dataclasses.field(default_factory=Prefetches)
     callees: Mapping[Callee, int] = dataclasses.field(default_factory=dict[Callee, int])
 
     def line(self, text: str) -> None:
@@ -108,15 +108,15 @@ class CScope:
         self.reads[node] = frozenset(_own(node)).union(*(self.reads[child] for child in _children(node)))
         if node.op == "where":
             for arm in node.args[1:]:  # both arms are computed: a choice that need not jump can be vectorised
-                self._keep(arm, once)
+                self._name_value(arm, once)
         args = [self.spelled.get(arg) or once[arg] for arg in node.args]
         text = once[node] = _TEXTS.get(node.op, _scalar)(
             self, node, args, [self._index(at, once) for at in expr.indices(node)]
         )
         if node.op in expr.CHECKS or named or self.uses.get(node, 0) > 1 or len(text) > _LONG:
-            self._keep(node, once)
+            self._name_value(node, once)
 
-    def _keep(self, node: Expr, once: dict[Key, str]) -> None:
+    def _name_value(self, node: Expr, once: dict[Key, str]) -> None:
         """Give a name to what has none."""
         if node not in self.spelled and node.op not in _TRIVIAL:
             text = once[node]

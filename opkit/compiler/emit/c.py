@@ -52,7 +52,7 @@ def function(
         near=types,
         dtypes={a.buffer: a.dtype for a in kernel.arguments},
         streamed=streaming_stores.buffers(kernel),
-        ahead=prefetch.of(loops, body),
+        prefetches=prefetch.of(loops, body),
         callees=order or {},
     )
     calls.declare(writer, list(dict.fromkeys(callees(kernel.body))))
@@ -118,8 +118,8 @@ def _odometer(scope: CScope, axes: list[str], extents: list[str], innermost: Loo
 def _loop(scope: CScope, loop: Loop, large: frozenset[str]) -> None:
     changed = _changed(loop.body)
     scope.forget(changed)
-    for asked in scope.writer.ahead.before if loop is scope.writer.ahead.within else ():
-        scope.writer.line(asked.text(scope.index(asked.at), "0", str(asked.length)))
+    for row in scope.writer.prefetches.before if loop is scope.writer.prefetches.within else ():
+        scope.writer.line(row.text(scope.index(row.at), "0", str(row.length)))
     _over(scope, loop, "0", scope.index(loop.axis.extent), large)
     scope.forget(changed)
 

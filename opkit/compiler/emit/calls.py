@@ -84,10 +84,10 @@ def _write(scope: CScope, call: Expr, stretch: Stretch) -> None:
     rows = {arg: _array(scope.writer, arg.dtype, stretch.most) for arg in dict.fromkeys(needed)}
     _fill(scope, rows, stretch)
     result = _array(scope.writer, call.dtype, stretch.most)
-    if call.data.given:
+    if call.data.run_parameters:
         number = scope.writer.callees[call.data]
-        given = [rows[a] if k == "elements" else scope.value(a) for a, k in zip(call.args, kinds, strict=True)]
-        scope.writer.line(callees.run(call.data, number, given, result, stretch.count))
+        arguments = [rows[a] if k == "elements" else scope.value(a) for a, k in zip(call.args, kinds, strict=True)]
+        scope.writer.line(callees.run(call.data, number, arguments, result, stretch.count))
     else:
         spelled = scope.spelled | {arg: row + stretch.at for arg, row in rows.items()}
         known = CScope(scope.writer, spelled, scope.reads | dict.fromkeys(rows, frozenset[str]()), {})

@@ -64,7 +64,7 @@ class Prefetches:
 
     within: Loop | None = None
     before: tuple[PrefetchedRow, ...] = ()
-    spread: tuple[PrefetchedRow, ...] = ()
+    by_strip: tuple[PrefetchedRow, ...] = ()
 
 
 def of(loops: Sequence[Loop], body: Sequence[Statement]) -> Prefetches:
@@ -76,12 +76,12 @@ def of(loops: Sequence[Loop], body: Sequence[Statement]) -> Prefetches:
         return Prefetches()
     rows = product(loop.axis.extent for loop in loops).constant
     reads = {(n.data[0], n.data[1], n.dtype) for n in _nodes(passes[0]) if n.op == "load" and not n.args}
-    found = [_asked(*read, passes[0].axis, loops[-1].axis, rows) for read in sorted(reads, key=str)]
-    asked = [each for each in found if each is not None]
+    found = [_prefetched_row(*read, passes[0].axis, loops[-1].axis, rows) for read in sorted(reads, key=str)]
+    prefetched = [each for each in found if each is not None]
     if not any(map(is_called, _nodes(passes[1]))):
-        before = tuple(each for each in asked if each.bytes <= _FIRST)
-        return Prefetches(passes[1], before, tuple(each for each in asked if each not in before))
-    return Prefetches(passes[1], spread=tuple(each for each in asked if each.line <= _LINE // _WIDE))
+        before = tuple(each for each in prefetched if each.bytes <= _FIRST)
+        return Prefetches(passes[1], before, tuple(each for each in prefetched if each not in before))
+    return Prefetches(passes[1], by_strip=tuple(each for each in prefetched if each.line <= _LINE // _WIDE))
 
 
 def _nodes(loop: Loop) -> Iterator[Expr]:
@@ -90,7 +90,7 @@ def _nodes(loop: Loop) -> Iterator[Expr]:
             yield from s.value.walk()
 
 
-def _asked(
+def _prefetched_row(
     buffer: str, coordinates: tuple[Index, ...], dtype: str, within: Axis, row: Axis, rows: int | None
 ) -> PrefetchedRow | None:
     """The next row of a buffer whose rows lie one after the other."""

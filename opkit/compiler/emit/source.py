@@ -91,9 +91,9 @@ def _names(kernels: Iterable[Kernel]) -> dict[Kernel, str]:
 
 def _kernel(kernel: Kernel, name: str, exclusive: bool, order: Mapping[Callee, int]) -> str:
     """The function, and one that takes its arguments from a call."""
-    given = [f"call->buffers[{i}]" for i in range(len(kernel.arguments))]
-    given += [f"call->sizes[{i}]" for i in range(len(kernel.sizes))]
-    arguments = f"({', '.join([*given, 'call->runtime', 'begin', 'end'])})"
+    parameters = [f"call->buffers[{i}]" for i in range(len(kernel.arguments))]
+    parameters += [f"call->sizes[{i}]" for i in range(len(kernel.sizes))]
+    arguments = f"({', '.join([*parameters, 'call->runtime', 'begin', 'end'])})"
     types = near.types(kernel, exclusive)
     first = [function(kernel, f"{name}_near", exclusive, types, order)] if types else []
     call = f"if ({name}_near{arguments}) {name}{arguments};" if types else f"{name}{arguments};"

@@ -20,13 +20,13 @@ _SHORTEST = 128  # iterations of a loop
 
 def buffers(kernel: Kernel) -> frozenset[str]:
     """The arguments that are written past the caches: those that the kernel is told of, writes once, and does not read."""
-    told = frozenset(a.buffer for a in kernel.arguments if a.streamed)
-    if not told:
-        return told
+    marked = frozenset(a.buffer for a in kernel.arguments if a.streamed)
+    if not marked:
+        return marked
     every = list(walk(kernel.body))
     stores = Counter(s.buffer for s in every if isinstance(s, Store))
     nodes = (node for s in every if isinstance(s, Let | Store | Update) for node in s.value.walk())
-    return frozenset(name for name in told if stores[name] == 1) - {n.data[0] for n in nodes if n.op == "load"}
+    return frozenset(name for name in marked if stores[name] == 1) - {n.data[0] for n in nodes if n.op == "load"}
 
 
 def of(loop: Loop, roots: Iterable[Expr], streamed: frozenset[str]) -> list[Store]:

@@ -44,10 +44,10 @@ class StripRows:
     drawn: Sequence[Expr] = ()
     called: Mapping[Expr, Expr] = dataclasses.field(default_factory=dict[Expr, Expr])
     moved: Sequence[Store] = ()
-    asked: Sequence[PrefetchedRow] = ()
+    prefetched: Sequence[PrefetchedRow] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.drawn or self.called or self.moved or self.asked)
+        return bool(self.drawn or self.called or self.moved or self.prefetched)
 
 
 def of(loop: Loop, roots: Sequence[Expr], writer: CWriter) -> StripRows:
@@ -55,8 +55,8 @@ def of(loop: Loop, roots: Sequence[Expr], writer: CWriter) -> StripRows:
     if loop.stop is not None or any(isinstance(statement, Loop) for statement in loop.body):
         return StripRows()
     called = {} if loop.how == "plain" else calls.first_of_all(loop.body, roots)
-    asked = writer.ahead.spread if loop is writer.ahead.within else ()
-    return StripRows(_drawn(loop.axis, roots), called, streaming_stores.of(loop, roots, writer.streamed), asked)
+    prefetched = writer.prefetches.by_strip if loop is writer.prefetches.within else ()
+    return StripRows(_drawn(loop.axis, roots), called, streaming_stores.of(loop, roots, writer.streamed), prefetched)
 
 
 def begin(scope: CScope, axis: Axis, rows: StripRows, first: str, last: str) -> tuple[CScope, str, str]:
@@ -66,8 +66,8 @@ def begin(scope: CScope, axis: Axis, rows: StripRows, first: str, last: str) -> 
     writer.depth += 1
     writer.line(f"const int64_t {u} = {last} - {c} < {_LENGTH} ? {last} : {c} + {_LENGTH};")
     inner = scope.within(())
-    for asked in rows.asked:
-        writer.line(asked.text(scope.index(asked.at), c, u))
+    for prefetched in rows.prefetched:
+        writer.line(prefetched.text(scope.index(prefetched.at), c, u))
     for node in rows.drawn:
         row = _row(scope, "float")
         _at_begin(scope, axis, _fill_drawn, node, row)

@@ -45,7 +45,7 @@ class Callee:
     library: str
     arguments: tuple[str, ...]
     result: str
-    given: tuple[str, ...] = ()
+    run_parameters: tuple[str, ...] = ()
     instance: int = 0
 
 
@@ -156,13 +156,13 @@ def call(callee: Callee, *args: Expr) -> Expr:
     return make("call", callee.result, args, callee)
 
 
-def cast(value: Expr, dtype: str, asked: bool = False) -> Expr:
+def cast(value: Expr, dtype: str, explicit: bool = False) -> Expr:
     """The value as another type. ``asked``: the user wrote the conversion, so its rounding is kept."""
     if value.dtype == dtype:
         return value
     if value.op == "const" and _safe(value, dtype):
         return const(_converted(value.data, dtype), dtype)
-    return make("cast", dtype, (value,), asked)
+    return make("cast", dtype, (value,), explicit)
 
 
 def where(condition: Expr, yes: Expr, no: Expr) -> Expr:
@@ -173,7 +173,7 @@ def op(name: str, *args: Expr) -> Expr:
     """An op whose type follows from its arguments'."""
     row = OPS[name]
     assert row.kind == "scalar", name
-    assert row.result != "given", name
+    assert row.result != "explicit", name
     return make(name, "b1" if row.result == "b1" else args[0].dtype, args)
 
 

@@ -60,10 +60,10 @@ def schedule_text(schedule: Schedule) -> str:
 
 def kernel_text(kernel: Kernel) -> str:
     """The loop nest, a statement a line."""
-    given = ", ".join([*map(_argument, kernel.arguments), *kernel.sizes])
+    parameters = ", ".join([*map(_argument, kernel.arguments), *kernel.sizes])
     grain = f" grain {kernel.grain}" if kernel.grain != 1 else ""
     origins = [f"  # {origin}" for origin in kernel.origins]
-    return "\n".join([f"kernel {kernel.name}({given}){grain}", *origins, *statements_text(kernel.body, "  ")])
+    return "\n".join([f"kernel {kernel.name}({parameters}){grain}", *origins, *statements_text(kernel.body, "  ")])
 
 
 def statements_text(body: Iterable[Statement], indent: str = "") -> list[str]:
@@ -112,11 +112,11 @@ def _compute(step: Compute) -> str:
 def _extern(step: Extern) -> str:
     results = ", ".join("_" if name is None else str(name) for name in step.outputs)
     named = [f"{name}={_argument_text(value)}" for name, value in step.kwargs.items()]
-    given = ", ".join([*map(_argument_text, step.args), *named])
+    parameters = ", ".join([*map(_argument_text, step.args), *named])
     marks = [f"writes {', '.join(sorted(step.mutated))}"] if step.mutated else []
     marks += (["may alias"] if step.aliases else []) + (["into"] if step.out else [])
     marks += [step.reason] if step.reason else []
-    return f"{results or '_'} = call {step.target}({given})" + (f"  ({'; '.join(marks)})" if marks else "")
+    return f"{results or '_'} = call {step.target}({parameters})" + (f"  ({'; '.join(marks)})" if marks else "")
 
 
 def _launch(launch: KernelLaunch) -> str:

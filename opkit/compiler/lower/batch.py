@@ -38,7 +38,7 @@ class BatchSizes:
     def work(self, launch: KernelLaunch) -> float:
         """Pieces that are worth a thread."""
         names = zip(launch.kernel.sizes, launch.sizes, strict=True)
-        known = {name: self.expected.get(given, 0) for name, given in names}
+        known = {name: self.expected.get(size, 0) for name, size in names}
         return number(product(loop.axis.extent for loop in parallel(launch.kernel)[0]), known) / launch.kernel.grain
 
     def memory(self, launch: KernelLaunch) -> float:
@@ -119,14 +119,14 @@ class _Run:
         first = after + 1 if self.sizes.work(launch) <= SMALL else max(after + 1, last)
         memory = self.sizes.memory(launch)
         for at in dict.fromkeys((first, last)):
-            if after < at <= last and self._has_room(self.batches[at], memory):
+            if after < at <= last and self._fits_memory(self.batches[at], memory):
                 return at
         if self.batches:
-            self.reasons[refusal if after == last else f"{launch.kernel.name}: {_ROOM}"] = None
+            self.reasons[refusal if after == last else f"{launch.kernel.name}: {_MEMORY_REASON}"] = None
         self.batches.append(_Batch([], 0.0))
         return last + 1
 
-    def _has_room(self, batch: _Batch, memory: float) -> bool:
+    def _fits_memory(self, batch: _Batch, memory: float) -> bool:
         return batch.memory + memory <= MEMORY or memory == 0
 
     def _after(self, launch: KernelLaunch) -> tuple[int, str]:
@@ -137,4 +137,4 @@ class _Run:
         return found[0], f"{launch.kernel.name} comes after {found[1]}, for both use {found[2]}"
 
 
-_ROOM = "with what is before it, it would need more memory at once"
+_MEMORY_REASON = "with what is before it, it would need more memory at once"

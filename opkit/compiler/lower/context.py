@@ -60,8 +60,8 @@ class Builder:
         """New memory: with these strides if they leave no gap, else row-major."""
         shape = tuple(shape)
         dense = strides is not None and is_dense(shape, tuple(strides))
-        kept = tuple(strides) if strides is not None and dense else contiguous(shape)
-        return self.added(Buffer(self.name(self.node.name), dtype, shape, kept))
+        layout = tuple(strides) if strides is not None and dense else contiguous(shape)
+        return self.added(Buffer(self.name(self.node.name), dtype, shape, layout))
 
     def like(self, number: int = 0) -> Buffer:
         """New memory for one of the node's results, laid out as eager does."""
@@ -146,9 +146,9 @@ class Builder:
         """The reduction over ``dims`` of ``body`` (over the formal axes of ``shape``) as a new tensor of ``dtype``."""
         gone = frozenset(dims)
         axes = formal(shape)
-        kept = [k for k in range(len(shape)) if keep or k not in gone]
-        extents = [index(1) if k in gone else shape[k] for k in kept]
-        target = [index(0) if k in gone else axes[k] for k in kept]
+        remaining = [k for k in range(len(shape)) if keep or k not in gone]
+        extents = [index(1) if k in gone else shape[k] for k in remaining]
+        target = [index(0) if k in gone else axes[k] for k in remaining]
         buffer = self.made(dtype, extents, strides)
         if not gone:
             return self.compute(buffer, shape, _of_one(reduction, body, dtype).expr, target)
@@ -175,10 +175,10 @@ class Builder:
         out: bool = False,
     ) -> list[Any]:
         """Calls an operator of torch on these arguments, tensors among them, with its results in these buffers."""
-        given = tuple(self.argument(a) for a in args)
+        arguments = tuple(self.argument(a) for a in args)
         named = {key: self.argument(a) for key, a in (kwargs or {}).items()}
         names = tuple(None if b is None else b.name for b in outputs)
-        self.steps.append(Extern(target, given, named, names, out=out, origin=self.origin, effect=self.node.effect))
+        self.steps.append(Extern(target, arguments, named, names, out=out, origin=self.origin, effect=self.node.effect))
         return [None if b is None else whole(b) for b in outputs]
 
     def argument(self, value: Any) -> Any:

@@ -60,8 +60,8 @@ class _Fuser:
         returned = [output.buffer for output in program.outputs if isinstance(output, Strided | ScalarItem)]
         returned = program.with_parts(returned)
         self.uses.update(returned)
-        given = [name for step in program.steps if isinstance(step, Extern) for name in program.reads(step)]
-        self.stored = {*returned, *given}  # what is in memory, whatever is fused
+        call_inputs = [name for step in program.steps if isinstance(step, Extern) for name in program.reads(step)]
+        self.stored = {*returned, *call_inputs}  # what is in memory, whatever is fused
         self.sizes = program.sizes
 
     def add(self, step: Compute | Extern) -> None:

@@ -16,9 +16,9 @@ from opkit.compiler.ir.index import Axis, Index, Value, product
 from opkit.compiler.ir.program import Compute, roots
 from opkit.compiler.lower.iteration_space import Extents, refined, runs, substitution
 
-MOST_MEMBERS = 96
-MOST_BUFFERS = 48
-FEW_ROWS = 4
+MAX_MEMBERS = 96
+MAX_BUFFERS = 48
+MAX_SERIAL_ROWS = 4
 LONG_ROW = 1 << 14
 
 
@@ -72,11 +72,11 @@ class Group:
         """The buffers of which every point is read and then written."""
         return {name for name in self.loads.keys() & self.members.keys() if not _per_row(self.members[name])}
 
-    def few_rows(self) -> bool:
+    def has_few_rows(self) -> bool:
         """Whether the rows are too few to be shared out among threads, and long enough for that to matter."""
         rows = product(self.space[k] for k in self.kept).constant
         length = product(self.space[k] for k in self.reduced).constant
-        return rows is not None and rows <= FEW_ROWS and (length is None or length >= LONG_ROW)
+        return rows is not None and rows <= MAX_SERIAL_ROWS and (length is None or length >= LONG_ROW)
 
 
 def start(step: Compute) -> Group:
@@ -134,9 +134,9 @@ def _alone(step: Compute) -> str | None:
 
 
 def _limits(group: Group, step: Compute) -> str | None:
-    if len(group.members) >= MOST_MEMBERS:
-        return f"the kernel has {MOST_MEMBERS} steps"
-    if len(group.loads) + len(group.members) >= MOST_BUFFERS * 2:
+    if len(group.members) >= MAX_MEMBERS:
+        return f"the kernel has {MAX_MEMBERS} steps"
+    if len(group.loads) + len(group.members) >= MAX_BUFFERS * 2:
         return "the kernel has too many buffers"
     return "both write to it" if step.buffer in group.members else None
 
@@ -169,7 +169,7 @@ def _enter(group: Group, step: Compute, rows: bool, space: Extents) -> str | Non
     reason = _misaligned(group, new, members)
     if reason is not None:
         return reason
-    if new.phase and Group(space, reduced).few_rows() and not rows:
+    if new.phase and Group(space, reduced).has_few_rows() and not rows:
         return "the rows before it are too few to be shared out among threads"
     _settle(group, space, reduced, members, new)
     return None

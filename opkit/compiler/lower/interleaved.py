@@ -92,18 +92,18 @@ def alternating(even: Tensor, odd: Tensor, shape: Shape) -> Tensor:
 # ---- the same memory, seen as numbers of the other kind --------------------------------------------------------------
 
 
-def viewed(b: Builder, tensor: Tensor, kept: Container[str] = ()) -> Tensor | None:
+def viewed(b: Builder, tensor: Tensor, lasting: Container[str] = ()) -> Tensor | None:
     """A tensor that lies in memory of the other kind (a part of complex numbers, or complex numbers made of real ones), as
     calls and results can have it: by a view of that memory, if it is there already and stays, or is among ``kept``."""
     if isinstance(tensor.source, TensorPair) and tensor.source.which is None:
-        return _as_complex(b, tensor, tensor.source, kept)
+        return _as_complex(b, tensor, tensor.source, lasting)
     first = tensor.source.first.source if isinstance(tensor.source, TensorPair) else tensor.source
     if not isinstance(first, Stored) or first.buffer.whole is None or not is_complex(first.buffer.whole.dtype):
         return None
     which: Index | None = first.buffer.offset
     if isinstance(tensor.source, TensorPair):
         which = tensor.source.which if _are_parts(tensor.source) else None
-    if which is None or not (first.buffer.memory in kept or _is_there(b, first.buffer.whole)):
+    if which is None or not (first.buffer.memory in lasting or _is_there(b, first.buffer.whole)):
         return None
     real = _real_view(b, first.buffer.whole)
     return Tensor(tensor.dtype, tensor.shape, Stored(real, (*first.coordinates, which), first.copied))
@@ -120,9 +120,9 @@ def _are_parts(pair: TensorPair) -> bool:
 
 def _is_there(b: Builder, memory: Buffer) -> bool:
     """Whether memory is the caller's or a call's, and no step writes to it."""
-    given = memory.role != "made" or any(memory.name in writes(s) for s in b.steps if isinstance(s, Extern))
+    is_external = memory.role != "made" or any(memory.name in writes(s) for s in b.steps if isinstance(s, Extern))
     written = {node.args[0] for node in b.graph.nodes if node.target == "aten.copy_.default"}
-    return given and Ref(memory.name) not in written
+    return is_external and Ref(memory.name) not in written
 
 
 def _real_view(b: Builder, memory: Buffer) -> Buffer:
@@ -137,14 +137,14 @@ def _view(b: Builder, target: str, of: Strided, buffer: Buffer) -> Buffer:
     return buffer
 
 
-def _as_complex(b: Builder, tensor: Tensor, pair: TensorPair, kept: Container[str]) -> Tensor | None:
+def _as_complex(b: Builder, tensor: Tensor, pair: TensorPair, lasting: Container[str]) -> Tensor | None:
     first, second = pair.first.strided(), pair.second.strided()
     if first is None or second is None or first.buffer != second.buffer or first.strides != second.strides:
         return None
     numbers = (*first.strides, first.offset)
     if second.offset - first.offset != 1 or any(n % 2 != 0 for n in numbers):
         return None
-    if first.buffer not in kept and not _is_there(b, b.buffers[first.buffer]):
+    if first.buffer not in lasting and not _is_there(b, b.buffers[first.buffer]):
         return None
     real = Strided(first.buffer, (*first.shape, index(2)), (*first.strides, index(1)), first.offset)
     memory = Buffer(b.name(f"{first.buffer}_complex"), tensor.dtype, first.shape, tuple(s // 2 for s in first.strides))

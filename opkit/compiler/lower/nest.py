@@ -151,7 +151,7 @@ class _Kernels:
     def _cut(self, kept: list[LoopDim], reduced: list[LoopDim]) -> int | None:
         """Into how many parts the outermost reduced loop is cut."""
         phases = self.written.phases
-        if not self.group.few_rows() or len(phases) > 1 or self.written.scratch or not reduced:
+        if not self.group.has_few_rows() or len(phases) > 1 or self.written.scratch or not reduced:
             return None
         if any(a.reduction.startswith("arg") for a in phases[0].accumulators):
             return None

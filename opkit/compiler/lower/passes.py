@@ -131,16 +131,16 @@ def _renamed_argument(argument: Any, names: dict[str, str]) -> Any:
 def without_dead(program: Program) -> Program:
     """Without steps and buffers that neither a result nor a write to an input needs."""
     needed = set(program.with_parts(_buffers(program.outputs)))
-    kept: list[Step] = []
+    live: list[Step] = []
     for step in reversed(program.steps):
         if _is_needed(program, step, needed):
             needed |= set(program.reads(step))
-            kept.append(_without_unused(program, step, needed))
-    kept.reverse()
-    used = needed | {name for step in kept for name in writes(step)} | {n for n in program.inputs if isinstance(n, str)}
+            live.append(_without_unused(program, step, needed))
+    live.reverse()
+    used = needed | {name for step in live for name in writes(step)} | {n for n in program.inputs if isinstance(n, str)}
     used |= {program.buffers[name].memory for name in used}
     buffers = {name: buffer for name, buffer in program.buffers.items() if name in used}
-    return dataclasses.replace(program, steps=tuple(kept), buffers=buffers)
+    return dataclasses.replace(program, steps=tuple(live), buffers=buffers)
 
 
 def _is_needed(program: Program, step: Step, needed: set[str]) -> bool:
@@ -177,14 +177,16 @@ def with_copies_early(program: Program) -> Program:
     written: dict[str, int] = {}  # the last place in the order that writes to a buffer
     touched: dict[str, int] = {}  # or reads it
     for step in program.steps:
-        given, made = program.reads(step), program.writes(step)
-        after = max([-1, *(written.get(name, -1) for name in given), *(touched.get(name, -1) for name in made)])
-        if after < 0 or early.isdisjoint(made):
+        reads_here, writes_here = program.reads(step), program.writes(step)
+        after = max(
+            [-1, *(written.get(name, -1) for name in reads_here), *(touched.get(name, -1) for name in writes_here)]
+        )
+        if after < 0 or early.isdisjoint(writes_here):
             after = len(order)
             order.append([])
         order[after].append(step)
-        written |= dict.fromkeys(made, after)
-        touched |= dict.fromkeys([*made, *given], after)
+        written |= dict.fromkeys(writes_here, after)
+        touched |= dict.fromkeys([*writes_here, *reads_here], after)
     return dataclasses.replace(program, steps=tuple(step for steps in order for step in steps))
 
 

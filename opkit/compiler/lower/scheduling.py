@@ -43,8 +43,8 @@ def planned(program: Program, fused: Fused, save_memory: bool = False) -> Schedu
     places, size = _places(inside, steps, save_memory)
     used = {name for step in steps for name in _touched(step)} | set(program.buffers) & _outputs(program)
     needed = used | {name for name, buffer in buffers.items() if buffer.role != "made"}
-    kept = {name: buffer for name, buffer in buffers.items() if name in needed and buffer.whole is None}
-    return Schedule(program, kept, tuple(steps), places, size, tuple(fused.refusals), tuple(apart))
+    remaining = {name: buffer for name, buffer in buffers.items() if name in needed and buffer.whole is None}
+    return Schedule(program, remaining, tuple(steps), places, size, tuple(fused.refusals), tuple(apart))
 
 
 def _needed(program: Program, fused: Fused) -> set[str]:

@@ -19,7 +19,7 @@ from opkit.compiler.lower.group import Group, Member
 from opkit.compiler.lower.inline import cost, lossless, with_values
 
 AGAIN = 4  # a value that costs more than this, or reads more than two elements, is kept for a later phase
-MOST_KEPT = 1 << 16  # elements of a row that are kept; a longer row would leave the processor's cache
+MAX_ROW_ELEMENTS = 1 << 16  # elements of a row that are kept; a longer row would leave the processor's cache
 
 
 @dataclasses.dataclass
@@ -68,7 +68,7 @@ class _StatementWriter:
         self.pointers: dict[str, str] = {}
         self.written: set[str] = set()
         self.names = {buffer: f"v{k}" for k, buffer in enumerate(group.members)}
-        self.kept: dict[str, Scratch] = {}
+        self.row_buffers: dict[str, Scratch] = {}
         self.done: dict[tuple[str, int], Expr] = {}
         self.overwritten = group.overwritten & stored
 
@@ -76,7 +76,7 @@ class _StatementWriter:
         phases = [Phase() for _ in range(self.group.phases)]
         for number in reversed(range(len(phases))):  # a later phase decides what an earlier one keeps
             self._phase(phases[number], number)
-        return Statements(phases, list(self.kept.values()), self.pointers, self.written)
+        return Statements(phases, list(self.row_buffers.values()), self.pointers, self.written)
 
     def _phase(self, phase: Phase, number: int) -> None:
         for name, member in self.group.members.items():
@@ -94,9 +94,9 @@ class _StatementWriter:
     def _point(self, phase: Phase, name: str, member: Member) -> None:
         if name in self.stored - self.overwritten:
             phase.points.append(self._store(name, member, self.value(name, member.phase)))
-        if name in self.kept:
-            kept = self.kept[name]
-            phase.points.append(Store(kept.name, self._in_row(), _wide(self.value(name, member.phase))))
+        if name in self.row_buffers:
+            row_buffer = self.row_buffers[name]
+            phase.points.append(Store(row_buffer.name, self._in_row(), _wide(self.value(name, member.phase))))
 
     def _reduction(self, phase: Phase, name: str, member: Member) -> None:
         step, held = member.step, self.names[name]
@@ -168,11 +168,11 @@ class _StatementWriter:
         length = product(self.group.space[k] for k in self.group.reduced)
         if name in self.stored - self.overwritten and body.dtype == _wide(body).dtype:
             return load(self._pointer(name), body.dtype, self.buffers[name].place(member.target))
-        if (length.constant or MOST_KEPT + 1) > MOST_KEPT or self.by_columns:
+        if (length.constant or MAX_ROW_ELEMENTS + 1) > MAX_ROW_ELEMENTS or self.by_columns:
             return body
         wide = _wide(body).dtype
-        kept = self.kept.setdefault(name, Scratch(f"s{self.names[name]}", wide, length))
-        return cast(load(kept.name, wide, self._in_row()), body.dtype)
+        row_buffer = self.row_buffers.setdefault(name, Scratch(f"s{self.names[name]}", wide, length))
+        return cast(load(row_buffer.name, wide, self._in_row()), body.dtype)
 
     def _dear(self, body: Expr) -> bool:
         return cost(body) > AGAIN or sum(node.op == "load" for node in body.walk()) > 2

@@ -146,7 +146,7 @@ def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> An
             given.clear()
             if torch.is_grad_enabled():
                 return _once(ctx, backward, arguments)
-            private.let_go(ctx)
+            private.release_saved_tensors(ctx)
             return tuple(backward(arguments))
 
     return CompiledTraining
@@ -194,7 +194,7 @@ def _once(ctx: Any, graph: Boxed, arguments: list[Any]) -> Any:
     class Once(torch.autograd.Function):
         @staticmethod
         def forward(_: Any, *given: Any) -> tuple[Any, ...]:
-            private.let_go(ctx)
+            private.release_saved_tensors(ctx)
             return tuple(graph(arguments))
 
         @staticmethod

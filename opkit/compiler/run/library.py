@@ -148,7 +148,7 @@ def function_table(functions: Sequence[Callee]) -> ctypes.Array[Any]:
 def _callee_address(callee: Callee) -> int:
     try:
         library = _loaded(callee.library)
-        if callee.given:
+        if callee.run_parameters:
             _init_kernel(callee.library)
             entry = library.opk_entry
             entry.restype = ctypes.c_void_p

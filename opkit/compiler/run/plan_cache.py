@@ -53,7 +53,7 @@ _CLASSES: dict[str, Any] = {
 _PLAIN = (str, int, float, bool, type(None))
 
 
-def encoded(value: Any) -> Any:
+def encode(value: Any) -> Any:
     """A value in terms of JSON.
 
     Raises:
@@ -66,18 +66,18 @@ def encoded(value: Any) -> Any:
         return ["number", value.constant] if value.constant is not None else _terms(value)
     if name in _CLASSES:
         fields = value if isinstance(value, tuple) else vars(value).values()
-        return [name, *map(encoded, fields)]
+        return [name, *map(encode, fields)]
     if isinstance(value, dict):
-        return {key: encoded(each) for key, each in value.items()}
+        return {key: encode(each) for key, each in value.items()}
     if isinstance(value, complex):
         return ["complex", value.real, value.imag]
     if isinstance(value, list | tuple | frozenset):
-        return [name, *map(encoded, value)]
+        return [name, *map(encode, value)]
     raise TypeError(f"a {name} cannot be stored")
 
 
 def _terms(value: Index) -> list[Any]:
-    return ["Index", [[encoded(list(monomial)), c] for monomial, c in value.terms.items()]]
+    return ["Index", [[encode(list(monomial)), c] for monomial, c in value.terms.items()]]
 
 
 _MAKERS: dict[str, Callable[..., Any]] = {
@@ -87,18 +87,18 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "list": lambda *of: list(of),
     "tuple": lambda *of: of,
     "frozenset": lambda *of: frozenset(of),
-    "Index": lambda terms: Index({tuple(decoded(monomial)): c for monomial, c in terms}),
+    "Index": lambda terms: Index({tuple(decode(monomial)): c for monomial, c in terms}),
 }
 
 
-def decoded(value: Any) -> Any:
-    """What :func:`encoded` was given."""
+def decode(value: Any) -> Any:
+    """What :func:`encode` was given."""
     if isinstance(value, dict):
-        return {key: decoded(each) for key, each in value.items()}
+        return {key: decode(each) for key, each in value.items()}
     if not isinstance(value, list):
         return value
     name, *fields = value
-    return _MAKERS[name](*(fields if name == "Index" else map(decoded, fields)))
+    return _MAKERS[name](*(fields if name == "Index" else map(decode, fields)))
 
 
 # ---- entries ---------------------------------------------------------------------------------------------------------
@@ -155,13 +155,13 @@ def write(identity: str, content: Any) -> None:
 
 def find(identity: str) -> tuple[ExecutionPlan, tuple[str, ...]] | None:
     """The plan of a graph and its C; None where there is none that can be trusted."""
-    return opened(read(identity))
+    return from_json(read(identity))
 
 
-def opened(entry: Any) -> tuple[ExecutionPlan, tuple[str, ...]] | None:
-    """Return the plan and the C that :func:`described` was given; None where it is nothing of the kind."""
+def from_json(entry: Any) -> tuple[ExecutionPlan, tuple[str, ...]] | None:
+    """Return the plan and the C that :func:`to_json` was given; None where it is nothing of the kind."""
     try:
-        plan, texts = decoded(entry["plan"]), tuple(entry["texts"])
+        plan, texts = decode(entry["plan"]), tuple(entry["texts"])
     except (ValueError, KeyError, TypeError):
         return None
     return (plan, texts) if isinstance(plan, ExecutionPlan) and all(isinstance(text, str) for text in texts) else None
@@ -170,13 +170,13 @@ def opened(entry: Any) -> tuple[ExecutionPlan, tuple[str, ...]] | None:
 def store(identity: str, plan: ExecutionPlan, texts: Sequence[str]) -> None:
     """Keep a plan; one that has no form is left out."""
     with contextlib.suppress(TypeError):
-        write(identity, described(plan, texts))
+        write(identity, to_json(plan, texts))
 
 
-def described(plan: ExecutionPlan, texts: Sequence[str]) -> dict[str, Any]:
+def to_json(plan: ExecutionPlan, texts: Sequence[str]) -> dict[str, Any]:
     """Return a plan and its C in terms of JSON.
 
     Raises:
         TypeError: the plan has no form.
     """
-    return {"plan": encoded(plan), "texts": list(texts)}
+    return {"plan": encode(plan), "texts": list(texts)}

@@ -21,23 +21,13 @@ from opkit.compiler.ir.program import Strided
 from opkit.compiler.run import arena, driver, driver_program, library, openmp, torch_operators
 from opkit.compiler.run.arena import Arena
 from opkit.compiler.run.driver_program import DriverProgram
+from opkit.compiler.run.graph_constants import GraphConstants
 from opkit.compiler.run.library import LoadedSegments
 from opkit.compiler.run.plan import ExecutionPlan, Segment
 from opkit.compiler.run.sizing import binding, spelled
 from opkit.errors import CompileError
 
-_MOST_FRAMES = 16  # for one arena; sizes that are seen for the first time push out those seen first
-
-
-@dataclasses.dataclass(frozen=True)
-class GraphConstants:
-    """What a plan uses of torch: as the fields of ``opkit.compiler.capture.conversion.Captured``."""
-
-    tensors: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    targets: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    opaques: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    computed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    resolved: frozenset[int] = frozenset()
+_MAX_FRAMES = 16  # for one arena; sizes that are seen for the first time push out those seen first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +63,7 @@ class Runner:
         try:
             frame = self._frame(block, sizes)
             frame.runtime.threads = openmp.threads()
-            frame.state.by_python = private.is_watched()
+            frame.state.by_python = private.is_observed()
             if frame.prepare is not None:
                 frame.prepare(inputs)
             return frame.run(inputs)
@@ -92,7 +82,7 @@ class Runner:
             frames = self._frames.setdefault(block, {})
         found = frames.get(sizes)
         if found is None:
-            if len(frames) >= _MOST_FRAMES:
+            if len(frames) >= _MAX_FRAMES:
                 del frames[next(iter(frames))]
             found = frames[sizes] = self._made(block, sizes)
         return found

@@ -125,12 +125,12 @@ def lerp(b: Builder, start: Tensor, end: Tensor, weight: Operand) -> Tensor:
 
 @TABLE.rule(*overloads("pow", "Tensor_Scalar"))
 def power(b: Builder, x: Tensor, exponent: Any) -> Tensor:
-    if not isinstance(exponent, int | float) or exponent % 0.5 or abs(exponent) > _MOST:
+    if not isinstance(exponent, int | float) or exponent % 0.5 or abs(exponent) > _MAX_EXPONENT:
         raise NoRule("a power that is no small multiple of a half")
     return computed(b, lambda x: c.power(x, exponent), x)
 
 
-_MOST = 16  # beyond, a logarithm is faster
+_MAX_EXPONENT = 16  # beyond, a logarithm is faster
 
 _FORMULAS: dict[str, Formula] = {
     **{name: getattr(c, name) for name in ("exp", "log", "reciprocal", "sigmoid", "square")},
@@ -187,7 +187,7 @@ def masked_fill(b: Builder, x: Tensor, mask: Tensor, value: Operand) -> Tensor:
 
 
 @TABLE.rule("prims.convert_element_type.default", *overloads("_to_copy"), *overloads("to", "dtype"))
-def convert(b: Builder, x: Tensor, *rest: Any, **kept: Any) -> Tensor:
+def convert(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
     """To a complex type each part, to a real one the real part, to bool whether it is not 0."""
     kind = b.result()
     if is_complex(kind.dtype):
@@ -243,14 +243,14 @@ def view_as_real(b: Builder, x: Tensor) -> Tensor:
 def by_parts(rule: Rule, values: int = 1) -> Rule:
     """The rule of a real operator for both parts; so many of its first arguments are elements, others are not."""
 
-    def rule_of_parts(b: Builder, *args: Any, **kept: Any) -> Tensor:
+    def rule_of_parts(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
         node, kind = b.node, b.result()
         found: list[Tensor] = []
         for k, name in enumerate(("re", "im")):
             real = dataclasses.replace(kind, dtype=part_type(kind.dtype))
             b.node = dataclasses.replace(node, name=f"{node.name}.{name}", result=real)
             own = [_part(each, k, real.dtype) if n < values else each for n, each in enumerate(args)]
-            found.append(rule(b, *own, **kept))
+            found.append(rule(b, *own, **kwargs))
         b.node = node
         return paired(b, *found)
 
@@ -299,9 +299,9 @@ def mean(b: Builder, x: Tensor, dims: Any = None, keepdim: bool = False, *, dtyp
 def _of_truths(rule: Rule) -> Rule:
     """A rule of real numbers on whether elements are zero."""
 
-    def found(b: Builder, x: Tensor, *rest: Any, **kept: Any) -> Tensor:
+    def found(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
         truth = c.truth(Complex(*(element(each, x.shape) for each in x.parts)))
-        return rule(b, b.temporary(truth.expr, x.shape), *rest, **kept)
+        return rule(b, b.temporary(truth.expr, x.shape), *rest, **kwargs)
 
     return found
 
@@ -311,11 +311,11 @@ TABLE.rule(*overloads("all", "default", "dim", "dims"))(_of_truths(reductions.al
 
 
 @TABLE.rule(*overloads("linalg_vector_norm"))
-def vector_norm(b: Builder, x: Tensor, *rest: Any, **kept: Any) -> Tensor:
+def vector_norm(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
     """Of the absolute values."""
     kind = dataclasses.replace(b.result(), shape=x.shape)
     size = c.absolute(operand(x, kind, part_type(x.dtype)))
-    return reductions.vector_norm(b, b.temporary(size.expr, x.shape), *rest, **kept)
+    return reductions.vector_norm(b, b.temporary(size.expr, x.shape), *rest, **kwargs)
 
 
 # ---- constants and writes --------------------------------------------------------------------------------------------
@@ -328,8 +328,8 @@ def _filled(b: Builder, value: Operand) -> Tensor:
 
 
 @TABLE.rule(*overloads("full"), *overloads("full_like"), *overloads("new_full"))
-def full(b: Builder, like: Any, *rest: Any, **kept: Any) -> Tensor:
-    return _filled(b, rest[-1] if rest else kept["fill_value"])
+def full(b: Builder, like: Any, *rest: Any, **kwargs: Any) -> Tensor:
+    return _filled(b, rest[-1] if rest else kwargs["fill_value"])
 
 
 @TABLE.rule(*overloads("fill", "Scalar", "Tensor"))
@@ -338,12 +338,12 @@ def fill(b: Builder, x: Tensor, value: Operand) -> Tensor:
 
 
 @TABLE.rule(*overloads("scalar_tensor"))
-def scalar_tensor(b: Builder, value: Operand, **kept: Any) -> Tensor:
+def scalar_tensor(b: Builder, value: Operand, **kwargs: Any) -> Tensor:
     return _filled(b, value)
 
 
 def _constant(value: float) -> Rule:
-    return lambda b, *rest, **kept: _filled(b, value)
+    return lambda b, *rest, **kwargs: _filled(b, value)
 
 
 for _name in ("ones", "ones_like", "new_ones"):

@@ -62,24 +62,24 @@ def selection(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Shape, list[
 
     The dimensions that the index tensors broadcast to stand where the indices do, or in front if others are in between.
     """
-    given = {k: t for k, t in enumerate(indices) if t is not None}
-    if any(not is_int(t.dtype) or t.dtype == "u8" for t in given.values()):
+    indexed = {k: t for k, t in enumerate(indices) if t is not None}
+    if any(not is_int(t.dtype) or t.dtype == "u8" for t in indexed.values()):
         raise NoRule("a mask as an index")
-    common = broadcast(*(t.shape for t in given.values()))
-    rest = [n for k, n in enumerate(x.shape) if k not in given]
-    begin = min(given) if max(given) - min(given) < len(given) else 0
+    common = broadcast(*(t.shape for t in indexed.values()))
+    rest = [n for k, n in enumerate(x.shape) if k not in indexed]
+    begin = min(indexed) if max(indexed) - min(indexed) < len(indexed) else 0
     shape = (*rest[:begin], *common, *rest[begin:])
     axes = formal(shape)
     inner, outer = axes[begin : begin + len(common)], iter(axes[:begin] + axes[begin + len(common) :])
-    read_at = {k: Scalar(t.expanded(common).at(inner)) for k, t in given.items()}
-    return shape, [place(read_at[k], n, True) if k in given else next(outer) for k, n in enumerate(x.shape)]
+    read_at = {k: Scalar(t.expanded(common).at(inner)) for k, t in indexed.items()}
+    return shape, [place(read_at[k], n, True) if k in indexed else next(outer) for k, n in enumerate(x.shape)]
 
 
 # ---- reads -----------------------------------------------------------------------------------------------------------
 
 
 @TABLE.rule(*overloads("embedding"))
-def embedding(b: Builder, weight: Tensor, indices: Tensor, *rest: Any, **kept: Any) -> Tensor:
+def embedding(b: Builder, weight: Tensor, indices: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
     axes = formal(b.result().shape)
     rank = len(indices.shape)
     return b.elementwise(read(weight, [place(Scalar(indices.at(axes[:rank])), weight.shape[0]), *axes[rank:]]))
@@ -94,7 +94,7 @@ def index_select(b: Builder, x: Tensor, dim: int, indices: Tensor) -> Tensor:
 
 
 @TABLE.rule(*overloads("gather"))
-def gather(b: Builder, x: Tensor, dim: int, indices: Tensor, **kept: Any) -> Tensor:
+def gather(b: Builder, x: Tensor, dim: int, indices: Tensor, **kwargs: Any) -> Tensor:
     source, at = with_dimension(x), with_dimension(indices)
     if len(source.shape) != len(at.shape):
         raise NoRule("an empty index of another rank")

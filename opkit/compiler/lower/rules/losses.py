@@ -85,8 +85,8 @@ def cross_entropy(x: Scalar, y: Scalar, weight: Scalar | None = None) -> Scalar:
 
 def cross_entropy_of_logits(x: Scalar, y: Scalar, weight: Scalar | None, positive: Scalar | None) -> Scalar:
     log_sigmoid = f.minimum(x, 0) - f.log1p(f.exp(-f.absolute(x)))
-    kept = log_sigmoid if positive is None else ((positive - 1) * y + 1) * log_sigmoid
-    loss = (1 - y) * x - kept
+    weighted = log_sigmoid if positive is None else ((positive - 1) * y + 1) * log_sigmoid
+    loss = (1 - y) * x - weighted
     return loss if weight is None else loss * weight
 
 
@@ -144,22 +144,22 @@ def _elements(tensors: Sequence[Tensor | None], shape: Shape, dtype: str) -> lis
 
 
 def _loss(formula: Formula, count: int) -> Any:
-    def rule(b: Builder, *args: Any, **kept: Any) -> Tensor:
+    def rule(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
         tensors, reduction, rest = _operands(args, count)
-        reduction = kept.pop("reduction", reduction)
+        reduction = kwargs.pop("reduction", reduction)
         shape = broadcast(*(t.shape for t in tensors if t is not None))
-        body = formula(*_elements(tensors, shape, b.result().dtype), *rest, **kept)
+        body = formula(*_elements(tensors, shape, b.result().dtype), *rest, **kwargs)
         return reduced(b, body, shape, reduction)
 
     return rule
 
 
 def _slope(formula: Formula, count: int) -> Any:
-    def rule(b: Builder, *args: Any, **kept: Any) -> Tensor:
+    def rule(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
         tensors, reduction, rest = _operands(args, count)
         kind = b.result()
-        share = _share(kind.shape, kept.pop("reduction", reduction))
-        body = formula(*_elements(tensors, kind.shape, kind.dtype), *rest, **kept)
+        share = _share(kind.shape, kwargs.pop("reduction", reduction))
+        body = formula(*_elements(tensors, kind.shape, kind.dtype), *rest, **kwargs)
         return _rounded(b, share(body), kind)
 
     return rule

@@ -67,9 +67,9 @@ class Windows:
         return axes, [*at[: len(shape) - self.rank], *moved]
 
 
-def _each(given: Any, rank: int) -> tuple[Index, ...]:
+def _each(sizes: Any, rank: int) -> tuple[Index, ...]:
     """One number for each dimension."""
-    numbers = list(given) if isinstance(given, list | tuple) else [given]
+    numbers = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
     return tuple(map(index, numbers * rank if len(numbers) == 1 else numbers))
 
 
@@ -131,8 +131,13 @@ def _position_type(sizes: Shape) -> str:
 
 def _laid_out(b: Builder, x: Tensor, kind: TensorType) -> Shape:
     """The strides of a result: with the channels innermost where the tensor has them so."""
-    given = x.strided()
-    if given is None or len(kind.shape) != 4 or not b.target.channels_last or given.strides != channels_last(x.shape):
+    strided = x.strided()
+    if (
+        strided is None
+        or len(kind.shape) != 4
+        or not b.target.channels_last
+        or strided.strides != channels_last(x.shape)
+    ):
         return kind.strides
     return channels_last(kind.shape)
 
@@ -199,15 +204,15 @@ class Means:
 
 
 def _means(
-    x: Tensor, rank: int, size: Any, step: Any = (), padding: Any = 0, ceil: bool = False, *rest: Any, **kept: Any
+    x: Tensor, rank: int, size: Any, step: Any = (), padding: Any = 0, ceil: bool = False, *rest: Any, **kwargs: Any
 ) -> Means:
     """The windows of an operator that takes means, whose last two arguments, if given, are as in ``Means``."""
     if not is_float(x.dtype):
         raise NoRule("means of integers")
     with_padding, divisor = [*rest, *(True, None)[len(rest) :]]
     windows = Windows(rank, size, step, padding)
-    with_padding = kept.get("count_include_pad", with_padding)
-    return Means(windows, x.shape[-rank:], ceil, with_padding, kept.get("divisor_override", divisor))
+    with_padding = kwargs.get("count_include_pad", with_padding)
+    return Means(windows, x.shape[-rank:], ceil, with_padding, kwargs.get("divisor_override", divisor))
 
 
 def _averaged(b: Builder, x: Tensor, means: Means) -> Tensor:
@@ -221,12 +226,12 @@ def _averaged(b: Builder, x: Tensor, means: Means) -> Tensor:
 
 
 def _avg_pool(rank: int) -> Any:
-    return lambda b, x, *rest, **kept: _averaged(b, x, _means(x, rank, *rest, **kept))
+    return lambda b, x, *rest, **kwargs: _averaged(b, x, _means(x, rank, *rest, **kwargs))
 
 
 def _avg_pool_backward(rank: int) -> Any:
-    def rule(b: Builder, grad: Tensor, x: Tensor, *rest: Any, **kept: Any) -> Tensor:
-        return _spread(b, grad, _means(x, rank, *rest, **kept))
+    def rule(b: Builder, grad: Tensor, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+        return _spread(b, grad, _means(x, rank, *rest, **kwargs))
 
     return rule
 

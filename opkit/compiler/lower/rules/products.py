@@ -133,10 +133,20 @@ def _convolution_backward(
         b.allocated(_in_type(b, kind, strides)) if isinstance(kind, TensorType) else None
         for kind, strides in zip(kinds[:2], (channels_last(x.shape), channels_last(weight.shape)), strict=True)
     ]
-    asked = [bool(m) and out is not None for m, out in zip(mask, outs, strict=False)]
+    output_mask = [bool(m) and out is not None for m, out in zip(mask, outs, strict=False)]
     image = _image(b, grad)
-    given = (image, _image(b, x), _operand(b, weight), None, *rest, transposed, output_padding, groups, [*asked, False])
-    found = b.call(b.node.target, given, [*outs, None])
+    arguments = (
+        image,
+        _image(b, x),
+        _operand(b, weight),
+        None,
+        *rest,
+        transposed,
+        output_padding,
+        groups,
+        [*output_mask, False],
+    )
+    found = b.call(b.node.target, arguments, [*outs, None])
     results = [
         _rounded(b, x, dataclasses.replace(k, strides=channels_last(k.shape)))
         if isinstance(k, TensorType) and x

@@ -119,15 +119,15 @@ def scatter_reduce(
 # ---- an index for each slice -----------------------------------------------------------------------------------------
 
 
-def _slices(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Operand, *how: Any, **kept: Any) -> Tensor:
-    """``how`` is as in ``scattered``, ``kept`` as in ``place``."""
+def _slices(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Operand, *how: Any, **placement: Any) -> Tensor:
+    """``how`` is as in ``scattered``, ``placement`` as in ``place``."""
     at = with_dimension(indices)
     if not x.shape:
         raise NoRule("slices of a tensor of no dimensions")
     dim %= len(x.shape)
     shape = tuple(replaced(x.shape, dim, at.shape[0]))
     axes = formal(shape)
-    target = replaced(axes, dim, place(Scalar(at.at([axes[dim]])), x.shape[dim], **kept))
+    target = replaced(axes, dim, place(Scalar(at.at([axes[dim]])), x.shape[dim], **placement))
     whole = source.reshaped(shape) if isinstance(source, Tensor) and not source.shape and shape == (1,) else source
     body = element(whole, shape) if isinstance(whole, Tensor) else f.number(whole, x.dtype)
     return scattered(b, x, shape, target, body, *how)
