@@ -150,7 +150,7 @@ def compile_fx_graph(
     """
     graph, recording = _GraphCompilation(module, kind, options), recording or graph_cache.Recording(None, ())
     if kind == "forward":
-        private.donate_nothing()
+        private.disable_donated_buffers()
     function = graph.attempt(lambda: graph.start(example_inputs, functools.partial(recording.add_graph, kind)))
     recording.set_function(kind, function)
     return function

@@ -1,4 +1,4 @@
-"""What is known of a graph that was compiled, or is being compiled."""
+"""This module holds the record of a compiled graph, with every form that it went through."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opkit.compiler.run.plan import ExecutionPlan
 
 @dataclasses.dataclass(frozen=True)
 class CompiledGraph:
-    """What became of a graph, form by form; or None, and the reason for which it runs in eager mode."""
+    """A graph in each form of the compiler; if it runs in eager mode, the forms are None and ``reason`` says why."""
 
     name: str
     reason: str = ""
@@ -26,7 +26,7 @@ class CompiledGraph:
 
 
 class Stages:
-    """Which stage a graph is in, for what is said if it fails there."""
+    """The stage that a graph is in, for the error message if it fails there."""
 
     def __init__(self) -> None:
         self.now = ""

@@ -1,4 +1,4 @@
-"""An explanation as the body of a page: the table, and for each graph its kernels and every form in full."""
+"""This module writes an explanation as HTML: the table of graphs, and for each its kernels and every form in full."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def body(
     recompiles: Sequence[str],
     breaks: Sequence[str],
 ) -> list[str]:
-    """HTML."""
+    """Return the lines of the page's body."""
     lines = [f"<h1>{escape(explain_text.title(graphs))}</h1>", *_table(graphs)]
     lines += [line for number, graph in enumerate(graphs) for line in _graph(number, graph)]
     for number, each in enumerate(guards):

@@ -1,4 +1,4 @@
-"""An explanation as a report: a table of the graphs, then for each its kernels, calls, refusals and memory."""
+"""This module writes an explanation as a report: a table of the graphs, then the kernels, calls, refusals and memory of each."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 from opkit.compiler.explained_graph import BufferPlace, GraphExplanation, KernelText
 
 HEADINGS = ("graph", "operators", "kernels", "calls", "not fused", "arena")
-_MAX_LINES = 12  # lines of a kind, after which the report says how many more there are
+_MAX_LINES = 12  # lines of a kind; after them the report says how many more there are
 
 
 def title(graphs: Sequence[GraphExplanation]) -> str:
-    """How much there is of what."""
+    """Return the numbers of graphs, kernels and calls."""
     kernels = sum(graph.launches for graph in graphs)
     calls = sum(len(graph.calls) for graph in graphs)
     return f"{_count(len(graphs), 'graph')}, {_count(kernels, 'kernel')}, {_count(calls, 'call')} of torch's operators"
 
 
 def row(graph: GraphExplanation) -> tuple[str, ...]:
-    """A graph's line of the table."""
+    """Return a graph's row of the table."""
     numbers = (graph.nodes, graph.launches, len(graph.calls), len(graph.refusals))
     return (graph.name, *map(str, numbers), f"{graph.arena:,} B")
 
@@ -29,7 +29,7 @@ def report(
     recompiles: Sequence[str],
     breaks: Sequence[str],
 ) -> str:
-    """All of it."""
+    """Return the whole report."""
     lines = [title(graphs), "", *_table(graphs)]
     for graph in graphs:
         lines += ["", graph.name, *(f"  {line}" for line in _graph(graph))]
@@ -61,7 +61,7 @@ def _kernel(kernel: KernelText) -> str:
 
 
 def place_text(place: BufferPlace) -> str:
-    """Where a buffer lies."""
+    """Return a line that says where a buffer lies."""
     reuses = f", where {', '.join(place.reuses)} was" if place.reuses else ""
     end = place.begin + place.nbytes
     return f"memory {place.begin:,} to {end:,}: {place.buffer}, steps {place.first} to {place.last}{reuses}"

@@ -1,4 +1,4 @@
-"""What is told of one compiled graph: its forms as text, its kernels, what was refused, and where its buffers lie."""
+"""This module describes one compiled graph as text: its forms, its kernels, why steps were not fused, and its memory plan."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class KernelText:
     """A kernel.
 
     Attributes:
-        name: in the C source.
-        operators: those that it computes, in order.
+        name: its name in the C source.
+        operators: the operators that it computes, in order.
         origins: the same with the user's lines.
         text: its loop nest.
-        launches: how many times a call of the graph runs it.
+        launches: the number of its launches in a call of the graph.
     """
 
     name: str
@@ -41,8 +41,8 @@ class BufferPlace:
     Attributes:
         buffer: its name in the program.
         begin, nbytes: its bytes, for the sizes with which the graph was compiled.
-        first, last: the steps from which to which it is needed.
-        reuses: the buffers before it whose memory it lies in.
+        first, last: the first and the last step that need it.
+        reuses: the earlier buffers whose memory it reuses.
     """
 
     buffer: str
@@ -59,17 +59,17 @@ class GraphExplanation:
 
     Attributes:
         name: "inference 0", "forward 0", "backward 0".
-        reason: why it runs in eager mode; "" where it is compiled.
-        nodes: how many operators were captured.
+        reason: why it runs in eager mode; "" if it is compiled.
+        nodes: the number of captured operators.
         captured: the graph, as text.
-        program: what it was lowered to: a step for each operation, none fused.
-        kernels: each once.
-        batches: the kernels of each batch: those that share a parallel region.
-        apart: kernels that are in no batch with those before them, and why.
-        calls: the operators that torch computes, with the reason where there is one.
-        refusals: steps that were not fused, and why.
-        arena: the bytes of memory for what lies between kernels.
-        places: who lies where in it.
+        program: the lowered program: a step for each operation, none fused.
+        kernels: each kernel once.
+        batches: the kernels of each batch, which share a parallel region.
+        apart: the kernels that are not in a batch with those before them, and why.
+        calls: the operators that torch computes, with the reason if there is one.
+        refusals: the steps that were not fused, and why.
+        arena: the bytes of memory for buffers between kernels.
+        places: the place of each buffer in the arena.
         source: the C.
     """
 
@@ -89,12 +89,12 @@ class GraphExplanation:
 
     @property
     def launches(self) -> int:
-        """How many times a call of the graph runs a kernel."""
+        """The number of kernel launches in a call of the graph."""
         return sum(kernel.launches for kernel in self.kernels)
 
 
-def explained(compiled: CompiledGraph) -> GraphExplanation:
-    """The forms of a graph as text."""
+def explain_graph(compiled: CompiledGraph) -> GraphExplanation:
+    """Return the forms of a graph as text."""
     captured, program, schedule = compiled.captured, compiled.program, compiled.schedule
     if captured is None or program is None or schedule is None:
         return GraphExplanation(compiled.name, compiled.reason)
@@ -127,14 +127,14 @@ def _kernel(kernel: Kernel, launches: int) -> KernelText:
 
 
 def batch_texts(schedule: Schedule) -> tuple[str, ...]:
-    """The batches of several launches: their kernels by name, each with how often it runs."""
+    """Return the batches of several launches: their kernels by name, each with its number of launches."""
     names = [Counter(launch.kernel.name for launch in batch) for batch in batches(schedule.steps) if len(batch) > 1]
     return tuple(", ".join(name if n == 1 else f"{name} ({n} times)" for name, n in each.items()) for each in names)
 
 
 def _call(step: Extern) -> str:
-    asked = step.origin or step.target
-    name = asked if asked.startswith(step.target) else f"{step.target}, of {asked}"
+    operator = step.origin or step.target
+    name = operator if operator.startswith(step.target) else f"{step.target}, of {operator}"
     return f"{name} ({step.reason})" if step.reason else name
 
 
@@ -142,28 +142,28 @@ def _call(step: Extern) -> str:
 
 
 def _number(size: Index, sizes: Mapping[str, int]) -> int:
-    """A size for the values that symbols had when the graph was captured."""
+    """Return a size for the values that symbols had when the graph was captured."""
     known = {leaf: sizes[leaf.name] for leaf in size.leaves() if isinstance(leaf, Size) and leaf.name in sizes}
     return size.substitute(known).constant or 0
 
 
 def _places(schedule: Schedule) -> tuple[BufferPlace, ...]:
     sizes = schedule.program.sizes
-    lives = _lives(schedule)
-    found = [
-        BufferPlace(name, _number(at, sizes), _number(nbytes(schedule.buffers[name]), sizes), *lives[name])
+    lifetimes = _lifetimes(schedule)
+    places = [
+        BufferPlace(name, _number(at, sizes), _number(nbytes(schedule.buffers[name]), sizes), *lifetimes[name])
         for name, at in schedule.places.items()
     ]
-    found.sort(key=lambda place: place.first)
-    return tuple(dataclasses.replace(place, reuses=_reused(place, found)) for place in found)
+    places.sort(key=lambda place: place.first)
+    return tuple(dataclasses.replace(place, reuses=_reused(place, places)) for place in places)
 
 
-def _lives(schedule: Schedule) -> dict[str, tuple[int, int]]:
-    lives: dict[str, tuple[int, int]] = {}
+def _lifetimes(schedule: Schedule) -> dict[str, tuple[int, int]]:
+    lifetimes: dict[str, tuple[int, int]] = {}
     for number, step in moments(schedule.steps):
         names = step.buffers if isinstance(step, KernelLaunch) else (*reads(step), *writes(step))
-        lives |= {name: (lives.get(name, (number, 0))[0], number) for name in names}
-    return lives
+        lifetimes |= {name: (lifetimes.get(name, (number, 0))[0], number) for name in names}
+    return lifetimes
 
 
 def _reused(place: BufferPlace, others: list[BufferPlace]) -> tuple[str, ...]:

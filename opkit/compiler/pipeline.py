@@ -1,4 +1,7 @@
-"""From a captured graph to its plan and its C: all that a process leaves out which finds them on the disk."""
+"""This module takes a captured graph through lowering, fusion, planning and C.
+
+A process that finds the plan and the C on the disk skips all of it, and does not import this module.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from opkit.compiler.run.plan import plan
 from opkit.errors import OpkitError
 from opkit.op.operator import CustomOp
 
-_UNITS = 2  # of C for a large graph: as many compilers run at once
+_UNITS = 2  # translation units for a large graph, which as many compiler processes compile at once
 
 
 def compile_graph(
@@ -31,28 +34,28 @@ def compile_graph(
     strict: bool,
     save_memory: bool,
 ) -> CompiledGraph:
-    """The plan of a graph, the C of its segments, and the forms between.
+    """Return the plan of a graph, the C of its segments, and the forms between.
 
     Args:
         captured: the graph.
-        target: what its code is for.
-        stages: is told of each stage.
-        lowered: the operators that have rules of their authors', by their targets.
-        strict: whether a rule that goes wrong is an error.
-        spare: whether memory is to be spared.
+        target: the machine that the code is for.
+        stages: runs each stage, and knows the current one.
+        lowered: the opkit operators of the graph, by their targets.
+        strict: whether a user's rule that fails is an error.
+        save_memory: whether large buffers stay outside of the arena.
     """
     rules = user_lowerings.rules(lowered, functools.partial(_failed_rule, captured.graph.name, strict))
     program = stages.run("lower", lower, captured.graph, target, True, rules)
     scheduled = streamed(stages.run("fuse", schedule, program, save_memory), target.cache)
-    planned, launches = stages.run("plan", plan, scheduled)
+    execution_plan, launches = stages.run("plan", plan, scheduled)
     name = captured.graph.name
     _log_fusion(name, scheduled)
-    texts = stages.run("emit", source, launches, planned.table, planned.sizes, _UNITS)
-    return CompiledGraph(name, "", captured, program, scheduled, planned, texts)
+    texts = stages.run("emit", source, launches, execution_plan.table, execution_plan.sizes, _UNITS)
+    return CompiledGraph(name, "", captured, program, scheduled, execution_plan, texts)
 
 
 def _failed_rule(graph: str, strict: bool, error: OpkitError) -> None:
-    """An author's rule went wrong: a mistake of theirs, to be told, for which the operator is called instead."""
+    """Raise or log the failure of a user's rule; the operator is called instead."""
     if strict:
         raise error
     logs.compiler.warning("%s: %s. The operator is called.", graph, error)
@@ -64,6 +67,6 @@ def _log_fusion(name: str, scheduled: Schedule) -> None:
             f"  {s.kernel.name}: {'; '.join(s.kernel.origins)}" for s in scheduled.steps if isinstance(s, KernelLaunch)
         ]
         refusals = [f"  not fused: {refusal}" for refusal in scheduled.refusals]
-        beside = [f"  side by side: {batch}" for batch in batch_texts(scheduled)]
+        batched = [f"  side by side: {batch}" for batch in batch_texts(scheduled)]
         apart = [f"  apart: {reason}" for reason in scheduled.apart]
-        logs.fusion.debug("%s: %d kernels\n%s", name, len(kernels), "\n".join([*kernels, *refusals, *beside, *apart]))
+        logs.fusion.debug("%s: %d kernels\n%s", name, len(kernels), "\n".join([*kernels, *refusals, *batched, *apart]))

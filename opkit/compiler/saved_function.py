@@ -1,7 +1,7 @@
-"""Functions that ``torch.compile(..., backend="opkit").aot_compile(...)`` saves: JSON, from which another process calls them.
+"""This module saves and loads the functions of ``torch.compile(..., backend="opkit").aot_compile(...)``.
 
-torch's container is a pickle of Dynamo's part: guards and bytecode. opkit's part within it is the JSON of this module: how
-the graphs are called, their plans, and their C, whose binary comes from the build cache or from the C compiler.
+torch's container is a pickle of Dynamo's part: guards and bytecode. opkit's part in it is JSON: the calling convention of the
+graphs, their plans, and their C, whose binary comes from the build cache or from the C compiler.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class SavedFunction(private.SerializableCallable):
     """A compiled graph of Dynamo's that can be saved.
 
     Args:
-        call: what runs it.
-        recording: what is known of it, of which the function that was loaded has nothing.
+        call: the function that runs it.
+        recording: its compiled graphs; None for a function that was loaded.
     """
 
     def __init__(self, call: Callable[..., Any], recording: graph_cache.Recording | None = None) -> None:
@@ -37,11 +37,11 @@ class SavedFunction(private.SerializableCallable):
         """Return the function as JSON.
 
         Raises:
-            CompileError: it is none of the plain cases that can be saved; the message says why.
+            CompileError: the function cannot be saved; the message says why.
         """
         recording = fn.recording
         if recording is None or recording.saved is None:
-            why = "it was loaded itself" if recording is None else recording.refusal or "it is not compiled"
+            why = "it was loaded from a file itself" if recording is None else recording.refusal or "it is not compiled"
             raise CompileError(
                 f"torch.compile(backend='opkit') cannot save this function: {why}. The limits are in docs/compiler.md, "
                 "'Saved functions'; what was compiled runs in this process."

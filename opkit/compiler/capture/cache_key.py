@@ -1,7 +1,7 @@
-"""All that decides what AOTAutograd makes of a graph of Dynamo's, as text: the graph, its inputs, and torch's state.
+"""This module writes everything that decides what AOTAutograd makes of a graph of Dynamo's as text, for the key of the cache.
 
-The text is the same in every process. A graph of which something cannot be named (functions other than torch's and
-opkit's operators, graphs within graphs, symbolic sizes) has none.
+The text contains the graph, its inputs and torch's state, and is the same in every process. A graph with something that has no
+stable name (functions other than torch's and opkit's operators, graphs within graphs, symbolic sizes) has no key.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from opkit.op import registry
 _PLAIN = (type(None), bool, int, float, complex, str, type(Ellipsis))
 _BY_NAME = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _TORCHS = ("torch", "_operator", "math", "builtins")
-_TELLING = ("custom", "recompute", "ac_graph_id", "is_wrapped")  # keys of Node.meta that AOTAutograd goes by
+_UNCACHEABLE_META = ("custom", "recompute", "ac_graph_id", "is_wrapped")  # keys of Node.meta that AOTAutograd reads
 
 
 class NotCacheable(Exception):
-    """There is no such text, or nothing that could be kept under it. The message says why."""
+    """A graph has no key, or cannot be cached under one. The message says why."""
 
 
-def identity(module: fx.GraphModule, inputs: Sequence[Any]) -> str:
-    """The text.
+def key_text(module: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """Return the text of the key.
 
     Args:
         module: Dynamo's graph.
-        inputs: what it will be called with, or tensors like it.
+        inputs: the inputs it will be called with, or tensors like them.
 
     Raises:
-        Unnamed: something has no name.
+        NotCacheable: something has no stable name.
     """
     if any(True for _ in module.children()):
         raise NotCacheable("it holds other graphs")
     nodes = {node: number for number, node in enumerate(module.graph.nodes)}
     lines = [_node(node, nodes) for node in nodes]
-    given = [node for node in nodes if node.op == "placeholder"]
-    if len(given) != len(inputs):
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    if len(placeholders) != len(inputs):
         raise NotCacheable("it holds tensors of its own")
-    lines += [_input(node, value) for node, value in zip(given, inputs, strict=True)]
+    lines += [_input(node, value) for node, value in zip(placeholders, inputs, strict=True)]
     return "\n".join([*lines, repr(shared(inputs)), *_state()])
 
 
@@ -55,9 +55,9 @@ def identity(module: fx.GraphModule, inputs: Sequence[Any]) -> str:
 
 
 def _node(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
-    telling = [key for key in _TELLING if node.meta.get(key)]
-    if telling:
-        raise NotCacheable(f"{node.name} is marked: {', '.join(telling)}")
+    marks = [key for key in _UNCACHEABLE_META if node.meta.get(key)]
+    if marks:
+        raise NotCacheable(f"{node.name} is marked: {', '.join(marks)}")
     if node.op == "placeholder":
         return "input"
     if node.op not in ("call_function", "call_method", "output"):
@@ -67,18 +67,18 @@ def _node(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
 
 
 def _called(target: Any) -> str:
-    """What a node calls: a function of torch's by its name, an operator of opkit's by all that decides what it computes."""
+    """Return the text of a node's target: a torch function's name, or everything that decides what an opkit operator computes."""
     op = registry.find(private.qualified_name(target))
     if op is None:
         return _target(target)
-    from opkit.compiler import elementwise_kernels  # it leads to all of lowering, which other graphs need not have
+    from opkit.compiler import elementwise_kernels  # it imports all of lowering, which other graphs do not need
 
     return f"{target} {op._operator.contract_hash()} {elementwise_kernels.identity(op)}"
 
 
 @functools.lru_cache(maxsize=1024)
 def _target(target: Any) -> str:
-    """The name of a function, under which another process finds the same one."""
+    """Return the name of a function under which another process finds the same one."""
     if private.is_torchs_own(target):
         return str(target)
     if isinstance(target, types.FunctionType | types.BuiltinFunctionType):
@@ -86,14 +86,14 @@ def _target(target: Any) -> str:
         # most of torch's functions are methods of _VariableFunctionsClass; some of functional's are made by a function
         names = (target.__qualname__.removeprefix("_VariableFunctionsClass."), target.__name__)
         for name in names if module.split(".")[0] in _TORCHS else ():
-            if _found(module, name) == target:
+            if _lookup(module, name) == target:
                 return f"{module}.{name}"
     raise NotCacheable(
         f"it calls {getattr(target, '__qualname__', target)}, which is no function of torch's or operator of opkit's"
     )
 
 
-def _found(module: str, name: str) -> Any:
+def _lookup(module: str, name: str) -> Any:
     try:
         return operator.attrgetter(name)(sys.modules[module])
     except (AttributeError, KeyError):
@@ -137,13 +137,13 @@ def _input(node: fx.Node, value: Any) -> str:
 
 
 def shared(inputs: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """The numbers of tensors that lie in one storage, for each storage in which several do."""
-    found: dict[int, list[int]] = {}
+    """Return the numbers of the tensors in each storage that several tensors share."""
+    groups: dict[int, list[int]] = {}
     for number, value in enumerate(inputs):
         if isinstance(value, torch.Tensor):
-            found.setdefault(private.storage_address(value), []).append(number)
-    found.pop(0, None)  # tensors without elements
-    return tuple(tuple(numbers) for numbers in found.values() if len(numbers) > 1)
+            groups.setdefault(private.storage_address(value), []).append(number)
+    groups.pop(0, None)  # tensors without elements
+    return tuple(tuple(numbers) for numbers in groups.values() if len(numbers) > 1)
 
 
 # ---- torch's state ---------------------------------------------------------------------------------------------------
@@ -167,11 +167,11 @@ def _state() -> list[str]:
 
 
 def _settings() -> str:
-    found = sorted(private.functorch_settings().items())
-    strange = [name for name, value in found if not _is_text(value)]
-    if strange:
-        raise NotCacheable(f"the setting {strange[0]} of functorch's is no plain value")
-    return repr(found)
+    settings = sorted(private.functorch_settings().items())
+    unstorable = [name for name, value in settings if not _is_text(value)]
+    if unstorable:
+        raise NotCacheable(f"the setting {unstorable[0]} of functorch's is no plain value")
+    return repr(settings)
 
 
 def _is_text(value: Any) -> bool:

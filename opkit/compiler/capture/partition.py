@@ -1,7 +1,11 @@
-"""Random operators that a backward computes again: from the state that torch's generator had in the forward.
+"""This module splits a joint graph into forward and backward, with torch's partitioner, and changes what the forward saves.
 
-torch's partitioner has the forward save that state, and wraps both calls in higher-order operators; but not of operators that
-are untagged, nor of those that a memory budget has computed again. Here every graph calls the operators themselves::
+Conjugates. The derivatives of complex products are products with conjugates, which are views in eager mode. A graph's results
+have no such views, so a forward that returned them would have to compute them: it saves the tensors themselves.
+
+Random numbers. A backward that recomputes a random operator draws from the state that torch's generator had in the forward.
+torch's partitioner saves that state and wraps both calls in higher-order operators, but not for untagged operators, nor for
+those that a memory budget recomputes. Here every graph calls the operators themselves::
 
     state = random_state()                  before = random_state()
     mask = aten.rand_like(x)                random_set_state(state)
@@ -21,39 +25,39 @@ from torch import fx
 from opkit.compiler.capture import torch_private as private
 
 _CONJUGATE = torch.ops.aten._conj.default
-_UNTAGGED = ("aten.random", "aten._sample_dirichlet")  # random operators that torch's tags do not say so of
+_UNTAGGED = ("aten.random", "aten._sample_dirichlet")  # random operators without torch's tag for them
 
 
 def partition(joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's forward and backward of a joint graph, as its min-cut partitioner makes them but for these."""
+    """Return the forward and backward of a joint graph: those of AOTAutograd's min-cut partitioner with other saved tensors."""
     forward, backward = private.min_cut_partition(joint, inputs, **rest)
     share_random_states(forward, backward, rest["num_fwd_outputs"])
-    _keep_unconjugated(forward, backward, rest["num_fwd_outputs"])
+    _save_unconjugated(forward, backward, rest["num_fwd_outputs"])
     return forward, backward
 
 
-def _keep_unconjugated(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> None:
-    """Lets the backward compute the conjugates that are among what comes after the forward's results."""
+def _save_unconjugated(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> None:
+    """Make the forward save tensors instead of their conjugates, and the backward compute the conjugates."""
     (output,) = (node for node in forward.graph.nodes if node.op == "output")
-    given = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    saved_input = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
     returned = list(output.args[0])
     for k, node in enumerate(returned[results:], results):
-        if isinstance(node, fx.Node) and node.target is _CONJUGATE and node.name in given:
+        if isinstance(node, fx.Node) and node.target is _CONJUGATE and node.name in saved_input:
             returned[k] = node.args[0]
-            _conjugate(backward.graph, given[node.name], returned[k], [*given.values()][-1])
+            _conjugate(backward.graph, saved_input[node.name], returned[k], [*saved_input.values()][-1])
     output.args = (type(output.args[0])(returned), *output.args[1:])
     for module in (forward, backward):
         module.graph.eliminate_dead_code()
         module.recompile()
 
 
-def _conjugate(graph: fx.Graph, given: fx.Node, of: fx.Node, last: fx.Node) -> None:
-    """Has a graph take another tensor for an input, and compute its conjugate after the ``last`` of the inputs."""
+def _conjugate(graph: fx.Graph, saved_input: fx.Node, of: fx.Node, last: fx.Node) -> None:
+    """Make an input of a graph the tensor ``of``, and compute its conjugate after the ``last`` of the inputs."""
     with graph.inserting_after(last):
-        again = graph.call_function(_CONJUGATE, (given,))
-    again.meta = dict(given.meta)
-    given.meta = {**given.meta, "val": of.meta["val"]}
-    given.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+        recomputed = graph.call_function(_CONJUGATE, (saved_input,))
+    recomputed.meta = dict(saved_input.meta)
+    saved_input.meta = {**saved_input.meta, "val": of.meta["val"]}
+    saved_input.replace_all_uses_with(recomputed, delete_user_cb=lambda user: user is not recomputed)
 
 
 # ---- random numbers ---------------------------------------------------------------------------------------------------
@@ -71,18 +75,18 @@ def random_set_state(state: torch.Tensor) -> None:
 
 
 def share_random_states(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> None:
-    """Have a backward draw the numbers again that its forward drew.
+    """Make a backward draw the same random numbers as its forward.
 
     Args:
         forward, backward: the graphs, which are changed.
-        results: how many of the forward's results are not saved for the backward.
+        results: the number of the forward's results that are not saved for the backward.
     """
-    again = {node.name: node for node in backward.graph.nodes if _is_random(node)}
-    for node in [node for node in forward.graph.nodes if node.name in again and _is_random(node)]:
+    recomputed = {node.name: node for node in backward.graph.nodes if _is_random(node)}
+    for node in [node for node in forward.graph.nodes if node.name in recomputed and _is_random(node)]:
         state = _state(forward.graph, node)
-        given = _saved(forward.graph, backward.graph, state, results)
-        other = again[node.name]
-        _draw_again(backward.graph, other, given, other.target, other.args, other.kwargs)
+        saved_input = _saved(forward.graph, backward.graph, state, results)
+        other = recomputed[node.name]
+        _draw_again(backward.graph, other, saved_input, other.target, other.args, other.kwargs)
     for node in _calls_of(forward, private.run_and_save_rng_state):
         if _is_on_cpu(node):
             _unwrap_saving(forward.graph, node)
@@ -104,7 +108,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Return whether a call does something apart from its result: it draws from a generator, checks, or prints."""
+    """Return whether a call has a side effect: it draws from a generator, checks, or prints."""
     return node.is_impure() or _draws_untagged(node)
 
 
@@ -152,7 +156,7 @@ def _unwrap_saving(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _saved(forward: fx.Graph, backward: fx.Graph, state: fx.Node, results: int) -> fx.Node:
-    """Have a forward save one more tensor, after the others, and return the backward's new input for it."""
+    """Make a forward save one more tensor, after the others, and return the backward's new input for it."""
     output = forward.output_node()
     returned = list(private.output_of(forward))
     place = next((k for k, each in enumerate(returned[results:], results) if not _is_tensor(each)), len(returned))
@@ -161,9 +165,9 @@ def _saved(forward: fx.Graph, backward: fx.Graph, state: fx.Node, results: int) 
     first = next(k for k, each in enumerate(inputs) if _is_tensor(each) or each.name.startswith("tangents"))
     after = next(each for each in inputs[first:] if each.name.startswith("tangents") or not _is_tensor(each))
     with backward.inserting_before(after):
-        given = backward.placeholder(state.name)
-    given.meta["val"] = state.meta["val"]
-    return given
+        saved_input = backward.placeholder(state.name)
+    saved_input.meta["val"] = state.meta["val"]
+    return saved_input
 
 
 def _is_tensor(node: Any) -> bool:
@@ -171,8 +175,8 @@ def _is_tensor(node: Any) -> bool:
 
 
 def _draw_again(graph: fx.Graph, node: fx.Node, state: Any, target: Any, args: Any, kwargs: Any) -> None:
-    """Replace a node by a call of an operator from a state, after which the generator has the state before it again."""
-    state.meta["val"] = _fake_state()  # torch has given its size a symbol, which no input tells
+    """Replace a node by a call of an operator from a state; afterwards the generator gets its previous state back."""
+    state.meta["val"] = _fake_state()  # torch has made its size a symbol, which no input defines
     before = _state(graph, node)
     before.meta["val"] = state.meta["val"]
     with graph.inserting_before(node):

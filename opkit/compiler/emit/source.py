@@ -33,7 +33,7 @@ from opkit.compiler.emit.types import TYPEDEFS
 from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.index import Atom, Div, Mod, Size, product
 from opkit.compiler.ir.kernel import Kernel, parallel
-from opkit.compiler.ir.schedule import KernelLaunch, batches, called
+from opkit.compiler.ir.schedule import KernelLaunch, batches, called_functions
 
 # The pragma is written by a macro, so that it is only what "-fopenmp-simd" makes of it, and no OpenMP is linked.
 _WORTH_A_UNIT = 12_000  # characters of kernels: gcc takes some 0.2 s for them, and 0.05 s to start and to link
@@ -55,7 +55,9 @@ def source(
     shared = {
         launch.kernel for segment in launches for launch in segment if len(set(launch.buffers)) < len(launch.buffers)
     }
-    order = {callee: i for i, callee in enumerate(called(launch for segment in launches for launch in segment))}
+    order = {
+        callee: i for i, callee in enumerate(called_functions(launch for segment in launches for launch in segment))
+    }
     code = {name: _kernel(kernel, name, kernel not in shared, order) for kernel, name in names.items()}
     tables = ({name: i for i, name in enumerate(buffers)}, {name: i for i, name in enumerate(sizes)})
     segments = [_segment(number, segment, names, *tables) for number, segment in enumerate(launches)]

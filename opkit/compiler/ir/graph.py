@@ -61,7 +61,7 @@ class Node:
         name: of its result, unique in the graph.
         target: "aten.add.Tensor" and the like; "input"; "constant" (a tensor that the graph holds); "getitem".
         args, kwargs: as the operator takes them.
-        result: the type of its result; a tuple for several; for a size, its Index; for an object, its Opaque.
+        result: the type of its result; a tuple for several; for a size, its Index; for an object, its OpaqueValue.
         origin: the user's line it comes from, or "".
         effect: whether it does something apart from its result: it draws from torch's generator, checks, or prints.
     """

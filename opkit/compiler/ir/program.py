@@ -140,7 +140,7 @@ class Program:
 
     Attributes:
         name: the graph's.
-        inputs: the graph's inputs in order: the names of buffers, sizes (an Index), or objects (an Opaque).
+        inputs: the graph's inputs in order: the names of buffers, sizes (an Index), or objects (an OpaqueValue).
         buffers: all of them, by name.
         steps: in an order in which they can run.
         outputs: the graph's results in order: Strided, Index, or a constant (None among them).

@@ -75,7 +75,7 @@ def batches(steps: Iterable[KernelLaunch | Extern]) -> list[list[KernelLaunch]]:
     return found
 
 
-def called(launches: Iterable[KernelLaunch]) -> tuple[Callee, ...]:
+def called_functions(launches: Iterable[KernelLaunch]) -> tuple[Callee, ...]:
     """The functions of libraries that kernels call, each once: the order of the table that they are given."""
     kernels = dict.fromkeys(launch.kernel for launch in launches)
     return tuple(dict.fromkeys(callee for kernel in kernels for callee in callees(kernel.body)))

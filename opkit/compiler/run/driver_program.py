@@ -1,7 +1,7 @@
-"""A plan as a program of the driver's (``driver.c``), and as the Python that it calls for what the driver cannot do itself.
+"""This module writes a plan as a program of the driver (``driver.c``), with the Python functions that the driver calls.
 
-A program is a list of words, in which a step is its number in ``STEPS`` and what it takes: numbers, and names of numbers
-that a frame knows. ``text`` is the same for people::
+A program is a list of words. A step is its number in ``STEPS`` and its operands: numbers, and names of numbers that a frame
+fills in. ``text`` is the same program in readable form::
 
     def run(inputs):
         [b_x, b_w] = inputs
@@ -26,7 +26,7 @@ from opkit.compiler.ir.program import Buffer, Extern, Strided
 from opkit.compiler.run.plan import ExecutionPlan, Segment, mentioned, tensors
 from opkit.compiler.run.python_text import PythonNames
 
-STEPS = ("point", "view", "allocate", "segment", "python", "product", "forget", "end")
+STEPS = ("point", "view", "allocate", "segment", "python", "product", "drop", "end")
 
 PRODUCTS = {
     "aten.mm.default": ("aoti_torch_cpu_mm_out", 2),
@@ -34,22 +34,22 @@ PRODUCTS = {
     "aten.addmm.default": ("aoti_torch_cpu_addmm_out", 3),
     "aten.baddbmm.default": ("aoti_torch_cpu_baddbmm_out", 3),
 }
-"""What the driver calls in torch's C shim, and of how many tensors it is."""
+"""The matrix products that the driver calls in torch's C shim: the function's name, and its number of operands."""
 
 Word = int | str
 
 
 @dataclasses.dataclass
 class DriverProgram:
-    """A program and what it uses.
+    """A program of the driver, and the Python that belongs to it.
 
     Attributes:
         words: the program.
-        slots: how many slots it has.
-        taken: of each input, its slot; -1 for one that is no tensor, or that nothing needs.
-        names: what its Python knows by name: views, numbers, operators.
-        functions: of Python's: each is a name in ``python``, or the target of a product in a tuple.
-        python: the text of those functions; of ``prepare``, which is given the inputs first, if some must be fitted or are
+        slots: the number of slots.
+        taken: the slot of each input; -1 for one that is no tensor, or that nothing needs.
+        names: the names that its Python uses: views, numbers, operators.
+        functions: the Python functions that it calls: a name in ``python``, or the target of a product in a tuple.
+        python: the text of those functions; of ``prepare``, which gets the inputs first, if some must be fitted or are
             objects; and of ``finish``, which makes the results of those that are tensors, if some are not.
         text: for people.
     """
@@ -64,7 +64,7 @@ class DriverProgram:
 
 
 def write(plan: ExecutionPlan, single: Callable[[str], bool], resolved: frozenset[int] = frozenset()) -> DriverProgram:
-    """The program of a plan.
+    """Return the program of a plan.
 
     Args:
         plan: the plan.
@@ -86,12 +86,12 @@ class _ProgramWriter:
         self.last = self._last_uses()
 
     def _last_uses(self) -> dict[int, list[str]]:
-        """The buffers that are not needed after a step, by the step's number."""
+        """Return the buffers that are not needed after a step, by the step's number."""
         last = {name: number for number, step in enumerate(self.plan.steps) for name in mentioned(step)}
-        kept = {each.buffer for each in tensors(self.plan.outputs)}
+        returned = {each.buffer for each in tensors(self.plan.outputs)}
         steps: dict[int, list[str]] = {}
         for name, number in last.items():
-            if name not in kept:
+            if name not in returned:
                 steps.setdefault(number, []).append(name)
         return steps
 
@@ -102,7 +102,7 @@ class _ProgramWriter:
                 self._segment(step)
             else:
                 self._extern(step)
-            self._forget([name for name in self.last.get(number, ()) if name in self.slots])
+            self._drop([name for name in self.last.get(number, ()) if name in self.slots])
         self._return()
         self.code.text = _function("run", [f"[{', '.join(self._inputs())}] = inputs", *self.lines])
         return self.code
@@ -119,21 +119,21 @@ class _ProgramWriter:
         return self.code.slots - 1
 
     def _buffer(self, buffer: str) -> int:
-        """A slot for a buffer."""
+        """Return a new slot for a buffer."""
         self.slots[buffer] = self._slot(self.names.variable(buffer))
         return self.slots[buffer]
 
-    def _is_kept(self, buffer: str) -> bool:
-        """Whether a frame has it."""
+    def _is_in_frame(self, buffer: str) -> bool:
+        """Return whether the buffer belongs to the frame: it has a place in the arena, or is a constant."""
         return buffer in self.plan.places or self.plan.buffers[buffer].role == "constant"
 
     def _whole(self, buffer: str) -> int:
-        about = self.plan.buffers[buffer]
-        return self._tensor(Strided(buffer, about.shape, about.strides, index(0)))
+        layout_of = self.plan.buffers[buffer]
+        return self._tensor(Strided(buffer, layout_of.shape, layout_of.strides, index(0)))
 
     def _tensor(self, tensor: Strided) -> int:
-        """The slot of a tensor, which is made if there is none."""
-        if self._is_kept(tensor.buffer):
+        """Return the slot of a tensor; a step that makes the view is added if there is none."""
+        if self._is_in_frame(tensor.buffer):
             return -1 - self.names.view(tensor)
         if _covers(tensor, self.plan.buffers[tensor.buffer]):
             return self.slots[tensor.buffer]
@@ -158,19 +158,19 @@ class _ProgramWriter:
             self._step("point", self.slots[buffer], self.position[buffer])
 
     def _allocate(self, buffer: str) -> None:
-        """A tensor for a buffer that lives by itself, before the first step that writes to it."""
-        if buffer in self.slots or self._is_kept(buffer):
+        """Add a step that allocates a buffer outside of the arena, before the first step that writes to it."""
+        if buffer in self.slots or self._is_in_frame(buffer):
             return
-        about = self.plan.buffers[buffer]
-        dtype = DTYPES[about.dtype].torch
-        self._step("allocate", self._buffer(buffer), self.position.get(buffer, -1), dtype, *self._layout(about))
-        numbers = ", ".join(map(self.names.numbers_text, (about.shape, about.strides)))
+        layout_of = self.plan.buffers[buffer]
+        dtype = DTYPES[layout_of.dtype].torch
+        self._step("allocate", self._buffer(buffer), self.position.get(buffer, -1), dtype, *self._layout(layout_of))
+        numbers = ", ".join(map(self.names.numbers_text, (layout_of.shape, layout_of.strides)))
         self.lines.append(f"{self.names.variable(buffer)} = empty_strided({numbers}, dtype={dtype})")
 
-    def _forget(self, buffers: list[str]) -> None:
+    def _drop(self, buffers: list[str]) -> None:
         slots = [slot for each in buffers for slot in (self.slots[each], *self.views.pop(each, {}).values())]
         if slots:
-            self._step("forget", len(slots), slots)
+            self._step("drop", len(slots), slots)
             self.lines.append(f"del {', '.join(map(self.names.tensor, slots))}")
 
     # ---- inputs and results ------------------------------------------------------------------------------------------
@@ -182,8 +182,10 @@ class _ProgramWriter:
 
     def _take_inputs(self) -> None:
         plan = self.plan
-        held = {name for step in plan.steps for name in mentioned(step)} | {s.buffer for s in tensors(plan.outputs)}
-        needed = [isinstance(each, str) and each in held for each in plan.inputs]
+        mentioned_buffers = {name for step in plan.steps for name in mentioned(step)} | {
+            s.buffer for s in tensors(plan.outputs)
+        }
+        needed = [isinstance(each, str) and each in mentioned_buffers for each in plan.inputs]
         self.code.taken = [self._buffer(str(e)) if needed[n] else -1 for n, e in enumerate(plan.inputs)]
         fitted = [
             line
@@ -198,28 +200,28 @@ class _ProgramWriter:
         for name in self.slots:
             self._point(name)
 
-    def _object(self, number: int, given: OpaqueValue) -> list[str]:
-        """The lines that make an input which is no tensor known to the functions of the frame."""
-        name = self._argument(given, {})
+    def _object(self, number: int, value: OpaqueValue) -> list[str]:
+        """Return the lines that pass an input which is no tensor to the functions of the frame."""
+        name = self._argument(value, {})
         return [f"global {name}", f"{name} = inputs[{number}]"]
 
     def _fitted(self, number: int) -> str:
         buffer = self.plan.buffers[str(self.plan.inputs[number])]
         return f"inputs[{number}] = {self._fit(f'inputs[{number}]', buffer)}"
 
-    def _fit(self, name: str, about: Buffer) -> str:
-        return f"fit({name}, {self.names.numbers_text(about.shape)}, {self.names.numbers_text(about.strides)})"
+    def _fit(self, name: str, layout_of: Buffer) -> str:
+        return f"fit({name}, {self.names.numbers_text(layout_of.shape)}, {self.names.numbers_text(layout_of.strides)})"
 
     def _return(self) -> None:
         outputs = self.plan.outputs
         for each in tensors(outputs):
             self._allocate(each.buffer)  # nothing writes to it: it has no elements
-        given: dict[int, None] = {}
+        used: dict[int, None] = {}
         slots = [self._tensor(each) for each in outputs if isinstance(each, Strided)]
-        results = [self._argument(each, given) for each in outputs]
+        results = [self._argument(each, used) for each in outputs]
         if len(slots) < len(outputs):
-            slots = list(given)
-            self.code.python += _function("finish", [*self._given(given), f"return [{', '.join(results)}]"])
+            slots = list(used)
+            self.code.python += _function("finish", [*self._unpack_line(used), f"return [{', '.join(results)}]"])
         self._step("end", len(slots), slots, [int(s >= 0 and s not in slots[n + 1 :]) for n, s in enumerate(slots)])
         self.lines.append(f"return [{', '.join(results)}]")
 
@@ -245,8 +247,8 @@ class _ProgramWriter:
         slots = [self._whole(str(step.outputs[0])), *map(self._tensor, step.args)]
         function = self._function_number((step.target,))
         self._step("product", PRODUCTS[step.target][0], function, len(slots), slots)
-        out, *given = map(self.names.tensor, slots)
-        self.lines.append(f"{self.names.function(step.target, True)}({', '.join(given)}, out={out})")
+        out, *operands = map(self.names.tensor, slots)
+        self.lines.append(f"{self.names.function(step.target, True)}({', '.join(operands)}, out={out})")
 
     def _function_number(self, function: Any) -> int:
         if function not in self.code.functions:
@@ -254,38 +256,38 @@ class _ProgramWriter:
         return self.code.functions.index(function)
 
     def _python(self, step: Extern) -> None:
-        """A function for a step: it is given tensors, and returns those that get slots."""
-        given: dict[int, None] = {}
-        lines, results = self._body(step, self._call(step, given), given)
+        """Add a Python function for a step: it takes a list of tensors, and returns those that get slots."""
+        used: dict[int, None] = {}
+        lines, results = self._body(step, self._call(step, used), used)
         name = f"step{len(self.code.functions)}"
         returned = ", ".join(map(self.names.variable, results))
-        self.code.python += _function(name, [*self._given(given), *lines, f"return [{returned}]"])
+        self.code.python += _function(name, [*self._unpack_line(used), *lines, f"return [{returned}]"])
         to = [self._buffer(each) for each in results]
-        self._step("python", self._function_number(name), len(given), list(given), len(to), to)
+        self._step("python", self._function_number(name), len(used), list(used), len(to), to)
         self.lines += lines
         for each in results:
             self._point(each)
 
-    def _call(self, step: Extern, given: dict[int, None]) -> str:
-        arguments = [self._argument(each, given) for each in step.args]
-        arguments += [f"{key}={self._argument(each, given)}" for key, each in step.kwargs.items()]
+    def _call(self, step: Extern, used: dict[int, None]) -> str:
+        arguments = [self._argument(each, used) for each in step.args]
+        arguments += [f"{key}={self._argument(each, used)}" for key, each in step.kwargs.items()]
         if step.out and isinstance(step.outputs[0], str):
-            arguments.append(f"out={self._known(self._whole(step.outputs[0]), given)}")
+            arguments.append(f"out={self._use_slot(self._whole(step.outputs[0]), used)}")
         return f"{self.names.function(step.target, step.out)}({', '.join(arguments)})"
 
-    def _body(self, step: Extern, call: str, given: dict[int, None]) -> tuple[list[str], list[str]]:
-        """The lines of a step, and the buffers that it makes."""
+    def _body(self, step: Extern, call: str, used: dict[int, None]) -> tuple[list[str], list[str]]:
+        """Return the lines of a step, and the buffers that it creates."""
         if step.out or not any(isinstance(name, str) for name in step.outputs):
             return [call], []
         names = [self.names.variable(e) if isinstance(e, str) else f"_{n}" for n, e in enumerate(step.outputs)]
         alone = self.single(step.target) and len(names) == 1
-        lines = [f"{names[0]} = {call}" if alone else f"{', '.join(names)}, = spread({call})"]
+        lines = [f"{names[0]} = {call}" if alone else f"{', '.join(names)}, = as_tuple({call})"]
         made: list[str] = []
         for name, each in zip(names, step.outputs, strict=True):
             if not isinstance(each, str):
                 continue
-            if self._is_kept(each) or each in self.slots:
-                lines.append(f"{self._known(self._whole(each), given)}.copy_({name})")
+            if self._is_in_frame(each) or each in self.slots:
+                lines.append(f"{self._use_slot(self._whole(each), used)}.copy_({name})")
             else:
                 lines.append(f"{name} = {self._fit(name, self.plan.buffers[each])}")
                 made.append(each)
@@ -293,25 +295,25 @@ class _ProgramWriter:
 
     # ---- arguments of Python's functions -------------------------------------------------------------------------------
 
-    def _argument(self, argument: Any, given: dict[int, None]) -> str:
-        """The text of an argument; the slots that it names are noted in ``given``."""
-        return self.names.argument(argument, lambda tensor: self._known(self._tensor(tensor), given), self._strided)
+    def _argument(self, argument: Any, used: dict[int, None]) -> str:
+        """Return the text of an argument; the slots that it names are added to ``used``."""
+        return self.names.argument(argument, lambda tensor: self._use_slot(self._tensor(tensor), used), self._strided)
 
     def _strided(self, buffer: str) -> Strided:
-        about = self.plan.buffers[buffer]
-        return Strided(buffer, about.shape, about.strides, index(0))
+        layout_of = self.plan.buffers[buffer]
+        return Strided(buffer, layout_of.shape, layout_of.strides, index(0))
 
-    def _known(self, slot: int, given: dict[int, None]) -> str:
+    def _use_slot(self, slot: int, used: dict[int, None]) -> str:
         if slot >= 0:
-            given[slot] = None
+            used[slot] = None
         return self.names.tensor(slot)
 
-    def _given(self, given: dict[int, None]) -> list[str]:
-        return [f"[{', '.join(map(self.names.tensor, given))}] = given"] if given else []
+    def _unpack_line(self, used: dict[int, None]) -> list[str]:
+        return [f"[{', '.join(map(self.names.tensor, used))}] = tensors"] if used else []
 
 
 def _is_product(step: Extern, plan: ExecutionPlan) -> bool:
-    """Whether the driver computes it: a product of tensors of one floating type, not scaled, into a buffer."""
+    """Return whether the driver computes a step: an unscaled product of tensors of one floating type, into a buffer."""
     found = PRODUCTS.get(step.target)
     if found is None or not step.out or step.kwargs or len(step.args) != found[1]:
         return False
@@ -325,5 +327,7 @@ def _covers(tensor: Strided, buffer: Buffer) -> bool:
     return tensor.offset == 0 and tensor.shape == buffer.shape and tensor.strides == buffer.strides
 
 
-def _function(name: str, lines: Sequence[str], given: str = "") -> str:
-    return f"def {name}({given or ('inputs' if name == 'run' else 'given')}):\n" + "".join(f"    {x}\n" for x in lines)
+def _function(name: str, lines: Sequence[str], parameter: str = "") -> str:
+    return f"def {name}({parameter or ('inputs' if name == 'run' else 'tensors')}):\n" + "".join(
+        f"    {x}\n" for x in lines
+    )

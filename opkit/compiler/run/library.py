@@ -1,4 +1,4 @@
-"""The C of a graph's segments, compiled and loaded: one function for each."""
+"""This module compiles and loads the C of a graph's segments, and looks up the functions that kernels call."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def flags() -> tuple[str, ...]:
 
 
 class SegmentsBuild:
-    """The units of a graph, which gcc compiles while the process goes on: that takes longer than all before it.
+    """The translation units of a graph, which the C compiler compiles in the background: that takes longer than all else.
 
     Args:
-        texts: the C; none where there are no segments.
-        count: of segments.
-        label: for what is said of them.
-        flags: for the compiler.
+        texts: the C; empty if there are no segments.
+        count: the number of segments.
+        label: their name in messages.
+        flags: the compiler's flags.
     """
 
     def __init__(self, texts: Sequence[str], count: int, label: str, flags: Sequence[str] = ()) -> None:
@@ -95,7 +95,7 @@ class SegmentsBuild:
             self._path.set_exception(error)
 
     def wait(self) -> LoadedSegments:
-        """The functions.
+        """Wait for the compiler, and return the loaded functions.
 
         Raises:
             ToolchainError: there is no C compiler.
@@ -103,7 +103,7 @@ class SegmentsBuild:
         """
         if self._count == 0:
             return LoadedSegments()
-        # the thread has not come along with a process that was forked meanwhile
+        # a process that was forked in the meantime does not have the thread
         path = self._path.result() if self._process == os.getpid() else build(self._request)
         library = ctypes.CDLL(str(path))
         return LoadedSegments(tuple(_address(library, number) for number in range(self._count)), library)
@@ -114,17 +114,17 @@ def _address(library: ctypes.CDLL, number: int) -> int:
 
 
 def runtime(functions: int | None = None) -> Runtime:
-    """A runtime for one call at a time, with torch's OpenMP; ``functions`` is the address of the table of callees."""
+    """Return a runtime for one call at a time, with torch's OpenMP; ``functions`` is the address of the table of callees."""
     return Runtime(*openmp.functions(), 1, (0, 0, 0), functions)
 
 
 def raise_error(state: Runtime, origins: Sequence[str], graph: str) -> None:
-    """Raise what a segment reported.
+    """Raise the error that a segment reported.
 
     Raises:
         IndexError: an index that was read from memory is out of range.
         RuntimeError: an integer was divided by 0.
-        MemoryError: a kernel had no memory for its scratch.
+        MemoryError: a kernel could not allocate its scratch memory.
     """
     code, *numbers = state.error
     state.error[:] = (0, 0, 0)
@@ -137,10 +137,10 @@ def raise_error(state: Runtime, origins: Sequence[str], graph: str) -> None:
 
 
 def function_table(functions: Sequence[Callee]) -> ctypes.Array[Any]:
-    """Their addresses, in order.
+    """Return the addresses of functions, in order.
 
     Raises:
-        CompileError: a library is not there, or has no such function.
+        CompileError: a library does not exist, or does not have the function.
     """
     return (ctypes.c_void_p * max(1, len(functions)))(*map(_callee_address, functions))
 

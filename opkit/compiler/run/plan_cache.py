@@ -1,7 +1,7 @@
-"""Plans on the disk: JSON, found by a hash of all that decides them, so that a second process need not lower or fuse.
+"""A cache of plans on the disk, under a hash of everything that decides them, so that a second process need not lower or fuse.
 
 ``<cache_dir>/graphs/<key[:2]>/<key>.json`` holds a plan and the C of its segments, whose binary is in the build cache. An
-entry appears by one rename; one that is damaged is made again.
+entry appears by one rename; a damaged one is written again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from opkit.compiler.run.autograd import GraphResult, Wiring
 from opkit.compiler.run.plan import ExecutionPlan, Segment
 from opkit.kernels.store import storing
 
-# ---- values as JSON: each that JSON has not is a list of its class's name and its fields ------------------------------
+# ---- values as JSON: a value that JSON does not have is a list of its class's name and its fields ---------------------
 
 _CLASSES: dict[str, Any] = {
     each.__name__: each
@@ -54,10 +54,10 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def encode(value: Any) -> Any:
-    """A value in terms of JSON.
+    """Return a value as JSON.
 
     Raises:
-        TypeError: it has none, such as an index that is read from memory.
+        TypeError: it cannot be stored, such as an index that is read from memory.
     """
     if isinstance(value, _PLAIN):
         return value
@@ -92,7 +92,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 
 
 def decode(value: Any) -> Any:
-    """What :func:`encode` was given."""
+    """Return the value that :func:`encode` wrote."""
     if isinstance(value, dict):
         return {key: decode(each) for key, each in value.items()}
     if not isinstance(value, list):
@@ -106,7 +106,7 @@ def decode(value: Any) -> Any:
 
 @functools.cache
 def versions() -> str:
-    """What decides how a graph is compiled, apart from the graph: torch, and the compiler's own sources."""
+    """Return what decides how a graph is compiled, apart from the graph: torch's version, and the compiler's own sources."""
     digest = hashlib.sha256(f"{torch.__version__} {_own_version()}".encode())
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
@@ -121,7 +121,7 @@ def _own_version() -> str:
 
 
 def key(graph: str) -> str:
-    """What a graph's plan is kept under; ``graph`` holds all that decides it."""
+    """Return the key of a graph's plan; ``graph`` is a text of everything that decides it."""
     return hashlib.sha256(f"{versions()}\n{graph}".encode()).hexdigest()
 
 
@@ -130,7 +130,7 @@ def _path(identity: str) -> Path:
 
 
 def read(identity: str) -> Any:
-    """An entry's content; None where there is none that can be trusted."""
+    """Return an entry's content, or None if there is none that can be trusted."""
     try:
         path = _path(identity)
         status = path.stat()
@@ -145,7 +145,7 @@ def read(identity: str) -> Any:
 
 
 def write(identity: str, content: Any) -> None:
-    """Keep an entry, in terms of JSON; where that cannot be done, the next process makes it again."""
+    """Write an entry; if that fails, the next process tries again."""
     path = _path(identity)
     with contextlib.suppress(OSError):
         text = json.dumps(content).encode()
@@ -154,12 +154,12 @@ def write(identity: str, content: Any) -> None:
 
 
 def find(identity: str) -> tuple[ExecutionPlan, tuple[str, ...]] | None:
-    """The plan of a graph and its C; None where there is none that can be trusted."""
+    """Return the plan of a graph and its C, or None if there is none that can be trusted."""
     return from_json(read(identity))
 
 
 def from_json(entry: Any) -> tuple[ExecutionPlan, tuple[str, ...]] | None:
-    """Return the plan and the C that :func:`to_json` was given; None where it is nothing of the kind."""
+    """Return the plan and the C that :func:`to_json` wrote, or None if an entry is no such JSON."""
     try:
         plan, texts = decode(entry["plan"]), tuple(entry["texts"])
     except (ValueError, KeyError, TypeError):
@@ -168,15 +168,15 @@ def from_json(entry: Any) -> tuple[ExecutionPlan, tuple[str, ...]] | None:
 
 
 def store(identity: str, plan: ExecutionPlan, texts: Sequence[str]) -> None:
-    """Keep a plan; one that has no form is left out."""
+    """Write a plan, unless it cannot be stored."""
     with contextlib.suppress(TypeError):
         write(identity, to_json(plan, texts))
 
 
 def to_json(plan: ExecutionPlan, texts: Sequence[str]) -> dict[str, Any]:
-    """Return a plan and its C in terms of JSON.
+    """Return a plan and its C as JSON.
 
     Raises:
-        TypeError: the plan has no form.
+        TypeError: the plan cannot be stored.
     """
     return {"plan": encode(plan), "texts": list(texts)}

@@ -1,4 +1,4 @@
-"""What Python's part of a compiled graph is written in: arguments as text, and the names that the text uses."""
+"""This module writes the arguments of Python calls in a compiled graph as text, and numbers the names that the text uses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class PythonNames:
 
     Attributes:
         views: tensors over buffers that have a place or are constants; number k is called ``viewk``.
-        numbers: texts of what sizes decide, in terms of the sizes, by name.
+        numbers: expressions in terms of the sizes, by name.
         targets: operators, by name: the target, and whether it writes to ``out=``.
-        opaques: the texts of Opaque arguments, by name.
+        opaques: the texts of OpaqueValue arguments, by name.
         of_slots: the variables of slots.
     """
 
@@ -35,7 +35,7 @@ class PythonNames:
         self._known: dict[Any, str] = {}
 
     def variable(self, buffer: str) -> str:
-        """The variable of a buffer: its name where Python allows that, with a letter before it against all others."""
+        """Return the variable of a buffer: its name as a Python identifier, with a prefix that no other name has."""
         known = self._variables.get(buffer)
         if known is None:
             plain = "b_" + re.sub(r"\W", "_", buffer)
@@ -44,19 +44,19 @@ class PythonNames:
         return known
 
     def view(self, tensor: Strided) -> int:
-        """The number of a view."""
+        """Return the number of a view."""
         return self.views.setdefault(tensor, len(self.views))
 
     def tensor(self, slot: int) -> str:
-        """The name of the tensor in a slot."""
+        """Return the name of the tensor in a slot."""
         return self.of_slots[slot] if slot >= 0 else f"view{-1 - slot}"
 
     def word(self, of: Index) -> int | str:
-        """A number for the driver: the name of one that sizes decide."""
+        """Return a number for the driver, or the name of one that depends on sizes."""
         return int(of.constant) if of.constant is not None else self.numbers_text(of)
 
     def numbers_text(self, of: Index | tuple[Index, ...]) -> str:
-        """Sizes: as they are where they are known, else by a name that the frame computes."""
+        """Return sizes as text: numbers if they are constant, else a name that the frame computes."""
         parts = (of,) if isinstance(of, Index) else of
         text = spelled(of) if isinstance(of, Index) else tuple_text(list(map(spelled, parts)))
         if all(each.constant is not None for each in parts):
@@ -64,7 +64,7 @@ class PythonNames:
         return self._named("size", text, self.numbers, text)
 
     def function(self, target: str, out: bool) -> str:
-        """The name of an operator."""
+        """Return the name of an operator."""
         plain = re.sub(r"\W", "_", target) + ("_out" if out else "")
         return self._named(plain, (target, out), self.targets, (target, out), numbered=False)
 
@@ -77,12 +77,12 @@ class PythonNames:
         return known
 
     def argument(self, argument: Any, tensor: Callable[[Strided], str], whole: Callable[[str], Strided]) -> str:
-        """An argument as text.
+        """Return an argument as text.
 
         Args:
             argument: as in an ``Extern``.
-            tensor: the name of a tensor.
-            whole: all of a buffer.
+            tensor: returns the name of a tensor.
+            whole: returns the tensor of a whole buffer.
         """
         if isinstance(argument, Strided):
             return tensor(argument)

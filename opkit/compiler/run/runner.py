@@ -1,6 +1,6 @@
-"""A plan and its compiled segments as a function of tensors.
+"""This module turns a plan and its compiled segments into a function of tensors.
 
-What a call needs that its inputs do not decide is made once and kept: a frame, for each arena and each set of sizes.
+Everything that a call needs, apart from its inputs, is created once and cached: a frame for each arena and each set of sizes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from opkit.compiler.run.plan import ExecutionPlan, Segment
 from opkit.compiler.run.sizing import binding, spelled
 from opkit.errors import CompileError
 
-_MAX_FRAMES = 16  # for one arena; sizes that are seen for the first time push out those seen first
+_MAX_FRAMES = 16  # for one arena; a frame for new sizes replaces the oldest one
 
 
 @dataclasses.dataclass(frozen=True)
 class CallFrame:
-    """The function for one arena and one set of sizes, and the state of segments and of the driver, which live as long."""
+    """The function for one arena and one set of sizes, with the state of segments and of the driver, which live as long."""
 
     run: driver.Boxed
     prepare: Callable[[list[Any]], None] | None
@@ -51,7 +51,7 @@ class Runner:
         single = functools.partial(torch_operators.single, targets=constants.targets)
         self.code = driver_program.write(plan, single, constants.resolved)
         self._python = compile(self.code.python, f"<opkit {plan.name}>", "exec")
-        self._bind, self._bytes, self._values = _sizing(plan, constants.computed, self.code)
+        self._bind, self._bytes, self._values = _size_functions(plan, constants.computed, self.code)
         self._callees = library.function_table(plan.functions)
         self._names = self._fixed_names()
         self._words = self._fixed_words()
@@ -71,7 +71,7 @@ class Runner:
             arena.give(block)
 
     def sizes(self, inputs: list[Any]) -> tuple[int, ...]:
-        """The plan's sizes, as these inputs have them."""
+        """Return the plan's sizes for these inputs."""
         return self._bind(inputs)
 
     # ---- frames ------------------------------------------------------------------------------------------------------
@@ -80,14 +80,14 @@ class Runner:
         frames = self._frames.get(block)
         if frames is None:
             frames = self._frames.setdefault(block, {})
-        found = frames.get(sizes)
-        if found is None:
+        frame = frames.get(sizes)
+        if frame is None:
             if len(frames) >= _MAX_FRAMES:
                 del frames[next(iter(frames))]
-            found = frames[sizes] = self._made(block, sizes)
-        return found
+            frame = frames[sizes] = self._create(block, sizes)
+        return frame
 
-    def _made(self, block: Arena, sizes: tuple[int, ...]) -> CallFrame:
+    def _create(self, block: Arena, sizes: tuple[int, ...]) -> CallFrame:
         values = dict(zip(self.plan.sizes, sizes, strict=True))
         with torch.inference_mode(False), torch.no_grad():
             views = [self._view(tensor, block, values) for tensor in self.code.names.views]
@@ -108,7 +108,7 @@ class Runner:
         return {"pointers": pointers, "sizes": sizes, "runtime": runtime}
 
     def _calls(self, python: dict[str, Any], words: list[int], runtime: library.Runtime) -> dict[str, Any]:
-        """What the driver calls in Python; nothing here refers to the frame, which refers to it."""
+        """Return the Python functions that the driver calls; none refers to the frame, which would be a cycle."""
         functions = tuple(
             python[each] if isinstance(each, str) else self._product(*each) for each in self.code.functions
         )
@@ -119,23 +119,24 @@ class Runner:
         return functools.partial(torch_operators.into, torch_operators.function(target, self.constants.targets, True))
 
     def _fixed_words(self) -> dict[str, int]:
-        """The numbers of programs that are the same for all frames."""
+        """Return the words of programs that are the same for all frames."""
         dtypes = {word for word in self.code.words if isinstance(word, str)} & {row.torch for row in DTYPES.values()}
         segments = {f"segment{n}": address for n, address in enumerate(self.segments.addresses)}
         return {**segments, **driver.products(), **{name: driver.dtype(name) for name in dtypes}}
 
     def _fixed_names(self) -> dict[str, Any]:
-        """The names of Python's functions that are the same for all frames."""
-        given, names = self.constants, self.code.names
+        """Return the names of Python functions that are the same for all frames."""
+        constants, names = self.constants, self.code.names
         functions = {
-            name: torch_operators.function(target, given.targets, out) for name, (target, out) in names.targets.items()
+            name: torch_operators.function(target, constants.targets, out)
+            for name, (target, out) in names.targets.items()
         }
         return {
             **{row.torch: getattr(torch, row.torch) for row in DTYPES.values()},
             **functions,
-            **{name: given.opaques[text] for name, text in names.opaques.items() if text in given.opaques},
+            **{name: constants.opaques[text] for name, text in names.opaques.items() if text in constants.opaques},
             "fit": torch_operators.fit,
-            "spread": torch_operators.spread,
+            "as_tuple": torch_operators.as_tuple,
         }
 
     def _origins(self) -> tuple[tuple[str, ...], ...]:
@@ -153,7 +154,7 @@ class Runner:
         return empty.set_(block.memory.untyped_storage(), begin + offset, shape, strides)
 
     def _addresses(self, block: Arena, values: Mapping[str, int]) -> list[int]:
-        """Where each buffer of the table lies that has a place or is a constant; the others are filled in by a call."""
+        """Return the address of each buffer of the table that has a place or is a constant; a call fills in the others."""
         begin = block.memory.data_ptr()
         return [self._address(name, begin, values) for name in self.plan.table]
 
@@ -169,25 +170,27 @@ def _value(at: Index, values: Mapping[str, int]) -> int:
     return eval(spelled(at), {}, dict(values)) if constant is None else constant
 
 
-def _sizing(plan: ExecutionPlan, computed: Mapping[str, str], written: DriverProgram) -> tuple[Callable[..., Any], ...]:
-    """Functions for the sizes of a call, the bytes of its arena, and the numbers that the program has names for."""
+def _size_functions(
+    plan: ExecutionPlan, computed: Mapping[str, str], program: DriverProgram
+) -> tuple[Callable[..., Any], ...]:
+    """Return functions for the sizes of a call, the bytes of its arena, and the numbers that the program has names for."""
     names: dict[str, Any] = {"math": __import__("math")}
     try:
         exec(binding(plan, computed), names)
     except LookupError as error:
         raise CompileError(f"{plan.name}: {error}") from error
-    given = ", ".join(plan.sizes)
-    size = eval(f"lambda {given}: {spelled(plan.arena)}", names)
-    values = eval(f"lambda {given}: ({''.join(f'{text}, ' for text in written.names.numbers.values())})", names)
+    parameters = ", ".join(plan.sizes)
+    size = eval(f"lambda {parameters}: {spelled(plan.arena)}", names)
+    values = eval(f"lambda {parameters}: ({''.join(f'{text}, ' for text in program.names.numbers.values())})", names)
     return names["bind"], size, values
 
 
 def assemble(plan: ExecutionPlan, constants: GraphConstants, segments: LoadedSegments) -> Runner:
-    """The function that runs a plan.
+    """Return the function that runs a plan.
 
     Raises:
         ToolchainError: there is no C compiler for the driver.
-        CompileError: a size is needed that no input tells, or a library that kernels call is gone.
+        CompileError: no input determines a size, or a library that kernels call is gone.
         AttributeError: the plan calls an operator that does not exist.
     """
     driver.library()

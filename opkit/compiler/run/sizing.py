@@ -1,4 +1,4 @@
-"""Sizes that change, as text: what an index is in terms of them, and where a call's inputs tell them."""
+"""This module writes Python text for symbolic sizes: an index in terms of them, and a function that reads them from inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opkit.compiler.run.plan import ExecutionPlan
 
 
 def spelled(at: Index) -> str:
-    """An index over sizes as Python spells it."""
+    """Return an index over sizes as a Python expression."""
     terms = [
         "*".join([*map(_atom, monomial), *([str(c)] if c != 1 or not monomial else [])])
         for monomial, c in at.terms.items()
@@ -27,15 +27,15 @@ def _atom(atom: Any) -> str:
 
 
 def binding(plan: ExecutionPlan, computed: Mapping[str, str]) -> str:
-    """The text of ``bind``, which gives the plan's sizes, in its order, from the inputs.
+    """Return the text of ``bind``, a function that returns the plan's sizes, in its order, from the inputs.
 
     Raises:
-        LookupError: a size that no input tells.
+        LookupError: no input determines a size.
     """
     found = _sources(plan)
     for name in plan.sizes:
         if name not in found and name not in computed:
-            raise LookupError(f"no input tells the size {name}")
+            raise LookupError(f"no input determines the size {name}")
     lines = [f"{name} = {text}" for name, text in found.items()]
     lines += [f"{name} = {text}" for name, text in computed.items()]
     body = "".join(
@@ -45,7 +45,7 @@ def binding(plan: ExecutionPlan, computed: Mapping[str, str]) -> str:
 
 
 def _sources(plan: ExecutionPlan) -> dict[str, str]:
-    """Where each size is found: an input, a size of an input, or a stride of one."""
+    """Return where each size comes from: an input, a size of an input, or a stride of one."""
     found: dict[str, str] = {}
     for number, given in enumerate(plan.inputs):
         if isinstance(given, Index):

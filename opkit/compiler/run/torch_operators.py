@@ -1,4 +1,4 @@
-"""The functions that a compiled graph's program is written in: torch's operators by name, and what fits their results."""
+"""The functions that the Python of a compiled graph calls: torch's operators by name, and functions that adapt their results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opkit.compiler.run import driver
 from opkit.compiler.run.driver_program import STEPS
 from opkit.compiler.run.library import Runtime, raise_error
 
-# The same functions by a shorter way than the dispatcher's generic one.
+# Python bindings of operators, which are faster than the dispatcher's generic call.
 _SHORT: dict[str, Callable[..., Any]] = {
     "aten.mm.default": torch.mm,
     "aten.bmm.default": torch.bmm,
@@ -22,7 +22,7 @@ _SHORT: dict[str, Callable[..., Any]] = {
 
 
 def seed(out: torch.Tensor | None = None) -> torch.Tensor:
-    """A number drawn from torch's default generator, so that ``torch.manual_seed`` decides it."""
+    """Draw a number from torch's default generator, so that ``torch.manual_seed`` decides it."""
     drawn = torch.empty((), dtype=torch.int64) if out is None else out
     return drawn.random_()
 
@@ -31,7 +31,7 @@ _OWN: dict[str, Callable[..., Any]] = {"opkit.seed": seed}
 
 
 def function(target: str, targets: Mapping[str, Callable[..., Any]], out: bool = False) -> Callable[..., Any]:
-    """What a target calls; with ``out``, its variant that takes the tensor for its result as ``out=``.
+    """Return the function of a target; with ``out``, its variant that writes its result to ``out=``.
 
     Raises:
         AttributeError: there is no operator of that name, or it has no such variant.
@@ -49,7 +49,7 @@ def function(target: str, targets: Mapping[str, Callable[..., Any]], out: bool =
 
 
 def single(target: str, targets: Mapping[str, Callable[..., Any]]) -> bool:
-    """Whether the result is one tensor, and not a tuple or list of them."""
+    """Return whether the result of a target is one tensor, and not a tuple or list of them."""
     if target in _SHORT or target in _OWN:
         return True
     found: Any = targets.get(target) or private.overload_named(target)
@@ -59,17 +59,17 @@ def single(target: str, targets: Mapping[str, Callable[..., Any]]) -> bool:
     return len(returns) == 1 and str(returns[0].type) in ("Tensor", "int", "Optional[Tensor]")
 
 
-def into(operator: Callable[..., Any], given: list[torch.Tensor]) -> None:
-    """A product of ``given[1:]`` into ``given[0]``."""
-    operator(*given[1:], out=given[0])
+def into(operator: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
+    """Compute a product of ``tensors[1:]`` into ``tensors[0]``."""
+    operator(*tensors[1:], out=tensors[0])
 
 
 def failed(words: list[int], runtime: Runtime, origins: tuple[tuple[str, ...], ...], graph: str, at: int) -> None:
-    """Raise what a step of the driver's reported: ``words[at]`` is where it begins.
+    """Raise the error of a step of the driver that begins at ``words[at]``.
 
     Raises:
-        IndexError, MemoryError: a segment did.
-        RuntimeError: torch refused memory or a view.
+        IndexError, MemoryError: a segment failed.
+        RuntimeError: torch refused to allocate memory, or to make a view.
     """
     step = STEPS[words[at]]
     if step == "segment":
@@ -83,13 +83,13 @@ def failed(words: list[int], runtime: Runtime, origins: tuple[tuple[str, ...], .
     raise RuntimeError(f"torch refused to {step} a tensor of sizes {shape} and strides {strides} (in {graph})")
 
 
-def spread(result: Any) -> tuple[Any, ...]:
-    """Results of any form as a tuple."""
+def as_tuple(result: Any) -> tuple[Any, ...]:
+    """Return the results of an operator as a tuple."""
     return tuple(result) if isinstance(result, list | tuple) else (result,)
 
 
 def fit(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """A tensor with the strides that the graph was captured with, neither conjugated nor negated when it is read."""
+    """Return a tensor with the strides that the graph was captured with, without conjugate or negative bit."""
     if tensor.stride() == strides and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     if tuple(tensor.shape) != shape:

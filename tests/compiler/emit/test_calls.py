@@ -11,7 +11,7 @@ from opkit.compiler.ir.expr import Callee, bound, call, cast, const, load, op, v
 from opkit.compiler.ir.index import Axis, axis, size, value
 from opkit.compiler.ir.kernel import Accumulator, How, Kernel, KernelArgument, Let, Loop, Scratch, Store, Update
 from opkit.compiler.ir.printer import kernel_text
-from opkit.compiler.ir.schedule import KernelLaunch, called
+from opkit.compiler.ir.schedule import KernelLaunch, called_functions
 from opkit.compiler.ir.verifier import verify_kernel
 from opkit.compiler.run import library
 from opkit.errors import CompileError, CompilerError
@@ -98,7 +98,7 @@ def compiled(segments):
     library, _ = segments
     launches = [KernelLaunch(made, ("x", "f", "y", "z"), ("n",)) for made in KERNELS.values()]
     made = library([[launch] for launch in launches], ["x", "f", "y", "z"], ["n"])
-    return made, library.function_table(called(launches))
+    return made, library.function_table(called_functions(launches))
 
 
 @pytest.mark.parametrize("lengths", [(1, 512, 1100), pytest.param((3, 511, 513), marks=pytest.mark.exhaustive)])
