@@ -168,12 +168,12 @@ def builtin(overload: Any) -> Callable[..., Any]:
 
 
 def overloads(packet: Any) -> list[Any]:
-    """Every overload of an operator."""
+    """Return every overload of an operator."""
     return [getattr(packet, name) for name in packet.overloads()]
 
 
 def schema(overload: Any) -> Any:
-    """The schema of an OpOverload."""
+    """Return the schema of an OpOverload."""
     return overload._schema
 
 

@@ -1,4 +1,4 @@
-"""Statements of a kernel as C: a function over a part of the parallel iterations."""
+"""This module writes a kernel as C: a function over a part of its parallel iterations."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def function(
     types: frozenset[str] = frozenset(),
     order: Mapping[Callee, int] | None = None,
 ) -> str:
-    """The kernel over the iterations from ``begin`` to ``end``.
+    """Return the kernel over the iterations from ``begin`` to ``end``.
 
     Args:
-        kernel: what the function computes.
-        name: of the function.
-        exclusive: no two arguments are the same memory.
-        types: in the form of :mod:`opkit.compiler.emit.near` for functions of these types, which says whether it failed.
-        order: the numbers of libraries' functions in the runtime's table.
+        kernel: the kernel.
+        name: the function's name.
+        exclusive: whether no two arguments share memory.
+        types: the types whose functions near zero the function calls (:mod:`opkit.compiler.emit.near`); it returns if one failed.
+        order: the numbers of library functions in the runtime's table.
     """
     loops, body = parallel(kernel)
     writer = CWriter(
@@ -88,7 +88,7 @@ def _signature(kernel: Kernel, name: str, exclusive: bool) -> str:
 
 
 def _iterations(scope: CScope, loops: Sequence[Loop], body: Sequence[Statement], large: frozenset[str]) -> None:
-    """The parallel loops as one: the part's first iteration is split into axes, which then count like an odometer."""
+    """Write the parallel loops as one: the first iteration is split into axes, which then count like an odometer."""
     if not loops:
         return _block(scope, body, large)
     axes, writer = [f"a{loop.axis.number}" for loop in loops], scope.writer
@@ -125,13 +125,13 @@ def _loop(scope: CScope, loop: Loop, large: frozenset[str]) -> None:
 
 
 def _over(scope: CScope, loop: Loop, first: str, last: str, large: frozenset[str]) -> None:
-    """A loop over a part of its axis; from where the axis stands, where ``first`` is its name."""
+    """Write a loop over a part of its axis; if ``first`` is the axis's name, from its current value on."""
     a, writer, roots = f"a{loop.axis.number}", scope.writer, _roots(loop.body)
     rows = strips.of(loop, roots, writer)
     if rows:
         scope, first, last = strips.begin(scope, loop.axis, rows, first, last)
     if _vectorises(scope, loop):
-        writer.line(f"SIMD(omp simd{_clauses(writer, loop)}{calls.noted(writer, roots)})")
+        writer.line(f"SIMD(omp simd{_clauses(writer, loop)}{calls.far_clauses(writer, roots)})")
     writer.line(f"for ({'' if first == a else f'int64_t {a} = {first}'}; {a} < {last}; ++{a}) {{")
     _inside(scope, loop.body, large, loop.stop)
     writer.line("}")
@@ -140,7 +140,7 @@ def _over(scope: CScope, loop: Loop, first: str, last: str, large: frozenset[str
 
 
 def _vectorises(scope: CScope, loop: Loop) -> bool:
-    """Whether its iterations may be told to be independent: nothing leaves the loop, and no order counts."""
+    """Return whether a loop gets ``omp simd``: its iterations are independent, and nothing jumps out of it."""
     return (
         loop.how == "vector"
         and loop.stop is None
@@ -221,7 +221,7 @@ def _store(scope: CScope, store: Store) -> None:
 
 
 def _accumulator(scope: CScope, accumulator: Accumulator) -> None:
-    """Truth values are held in an int, whose vectors are as wide as those of what is compared."""
+    """Declare an accumulator. Truth values are an int, whose vectors are as wide as those of the compared values."""
     scope.writer.accumulators[accumulator.name] = accumulator
     ctype = "int" if accumulator.dtype == "b1" else C_TYPES[accumulator.dtype]
     scope.writer.line(f"{ctype} v_{accumulator.name} = {number(neutral(accumulator), accumulator.dtype)};")
@@ -232,7 +232,7 @@ def _accumulator(scope: CScope, accumulator: Accumulator) -> None:
 
 
 def neutral(accumulator: Accumulator) -> bool | int | float:
-    """What a reduction begins with."""
+    """Return the neutral value of a reduction."""
     start, row = REDUCTIONS[accumulator.reduction][1], dtype(accumulator.dtype)
     if start in ("zero", "one"):
         return int(start == "one")
@@ -258,7 +258,7 @@ def _update(scope: CScope, update: Update) -> None:
 
 
 def _position(scope: CScope, update: Update, accumulator: Accumulator, x: str) -> None:
-    """The extreme with the lowest position; NaN is beyond all, and the first one counts."""
+    """Update an extreme and its position: the lowest position wins, and NaN counts as the most extreme value."""
     assert update.at is not None, update.name
     v, at = f"v_{update.name}", scope.writer.name("int64_t", scope.index(update.at))
     compared = DTYPES[accumulator.dtype].compute
@@ -278,7 +278,7 @@ _SIMPLE = {Let: _let, Store: _store, Accumulator: _accumulator, Update: _update}
 
 
 def _roots(body: Iterable[Statement]) -> list[Expr]:
-    """The expressions of the statements themselves, not of loops among them."""
+    """Return the expressions of the statements themselves, not of loops among them."""
     roots: list[Expr] = []
     for s in body:
         roots += [s.value] if isinstance(s, Let | Store | Update) else []
@@ -287,7 +287,7 @@ def _roots(body: Iterable[Statement]) -> list[Expr]:
 
 
 def _changed(body: Iterable[Statement]) -> frozenset[str]:
-    """The buffers and accumulators that statements write to."""
+    """Return the buffers and accumulators that statements write to."""
     names: set[str] = set()
     for s in body:
         names |= {s.buffer} if isinstance(s, Store) else _changed(s.body) if isinstance(s, Loop) else set()
@@ -296,7 +296,7 @@ def _changed(body: Iterable[Statement]) -> frozenset[str]:
 
 
 def _large(body: Iterable[Statement]) -> Iterable[Scratch]:
-    """The scratch memory that is no array of the stack."""
+    """Yield the scratch memory that is no array of the stack."""
     for s in body:
         if isinstance(s, Loop):
             yield from _large(s.body)
@@ -307,7 +307,7 @@ def _large(body: Iterable[Statement]) -> Iterable[Scratch]:
 
 
 def _allocate(writer: CWriter, large: Sequence[Scratch]) -> None:
-    """Aligned to 64 bytes by hand: malloc and free are all that is asked of C's library."""
+    """Allocate scratch memory, aligned to 64 bytes by hand: malloc and free are the only functions used of C's library."""
     for s in large:
         writer.line(f"void *m_{s.name} = 0;")
     for s in large:

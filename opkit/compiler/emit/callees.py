@@ -1,6 +1,6 @@
-"""Calls of functions as C: of those of numbers, and of those of runs of elements.
+"""This module writes calls of libraries' functions as C: of scalar functions, and of functions of runs of elements.
 
-A function of runs is given values, each a pointer, an integer or a float, as ``opk_trampoline`` of opkit.h says.
+A function of runs takes values, each a pointer, an integer or a float, as ``opk_trampoline`` of opkit.h says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from opkit.compiler.ir.expr import Callee, Expr
 
 
 def pointer(callee: Callee, number: int) -> str:
-    """The declaration of a function, from the runtime's table."""
+    """Return the declaration of a function, from the runtime's table."""
     parameters, result = ", ".join(variable_type(t) for t in callee.arguments), variable_type(callee.result)
     if callee.run_parameters:
         parameters, result = "const union opkit_value *, const char **", "int32_t"
@@ -20,7 +20,7 @@ def pointer(callee: Callee, number: int) -> str:
 
 
 def text(node: Expr, number: int, arguments: Sequence[str]) -> str:
-    """The value of a call; of a function of runs, of a run of one."""
+    """Return the value of a call; of a function of runs, of a run of one."""
     callee: Callee = node.data
     if not callee.run_parameters:
         return f"c_{number}({', '.join(arguments)})"
@@ -35,7 +35,7 @@ def text(node: Expr, number: int, arguments: Sequence[str]) -> str:
 
 
 def run(callee: Callee, number: int, arguments: Iterable[str], result: str, count: str) -> str:
-    """The statement that calls a function of runs; its arguments are pointers and numbers."""
+    """Return the statement that calls a function of runs; its arguments are pointers and numbers."""
     rest = iter(arguments)
     known = {"result": f".p = {result}", "count": f".i = {count}"}
     members = {"elements": "p", "i": "i", "f": "f"}
@@ -45,5 +45,5 @@ def run(callee: Callee, number: int, arguments: Iterable[str], result: str, coun
 
 
 def taken(callee: Callee) -> list[str]:
-    """What the arguments of a function of runs are: "elements", or numbers."""
+    """Return what the arguments of a function of runs are: "elements", or numbers."""
     return [kind for kind in callee.run_parameters if kind not in ("result", "count")]

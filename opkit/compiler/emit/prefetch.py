@@ -1,9 +1,9 @@
-"""Rows that are read from memory, asked for while the row before them is passed over again.
+"""This module prefetches rows: the next row is loaded into the cache during the second pass over the row before it.
 
-A kernel of several passes reads a row in its first pass alone; in the others memory would have nothing to do. So in the
-second pass the next row is asked for, a line of the cache at a time: all of it before a pass that does little but read and
-add, and stretch by stretch in one that computes functions, or whose row is too long for the first cache. Functions of
-narrow elements take so much longer than memory that there it would cost more than it gives.
+A kernel of several passes reads a row from memory in its first pass only; in the others memory would be idle. So the second pass
+prefetches the next row, a cache line at a time: all of it before a pass that does little but read and add, and strip by strip in
+one that computes functions, or whose row is too long for the L1 cache. Functions of narrow elements take so much longer than
+memory that prefetching there would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _BUFFER = 1 << 22  # bytes: a smaller buffer is likely to be in a cache already
 
 @dataclasses.dataclass(frozen=True)
 class PrefetchedRow:
-    """A row to ask for.
+    """A row to prefetch.
 
     Attributes:
-        buffer: that it is in.
-        at: where it begins.
-        length: its elements.
-        line: the elements of a line of the cache.
+        buffer: its buffer.
+        at: the index of its first element.
+        length: the number of its elements.
+        line: the number of elements of a cache line.
     """
 
     buffer: str
@@ -45,7 +45,7 @@ class PrefetchedRow:
         return self.length * _LINE // self.line
 
     def text(self, at: str, first: str, last: str) -> str:
-        """The loop that asks for a part of it; what lies after the last row may be asked for too."""
+        """Return the loop that prefetches a part of it; memory after the last row may be prefetched too."""
         return (
             f"for (int64_t ahead = {first}; ahead < {last}; ahead += {self.line})"
             f" __builtin_prefetch(p_{self.buffer} + ({at}) + ahead, 0, 2);"
@@ -54,12 +54,12 @@ class PrefetchedRow:
 
 @dataclasses.dataclass(frozen=True)
 class Prefetches:
-    """What a kernel asks for.
+    """The rows that a kernel prefetches.
 
     Attributes:
-        within: the pass in which it does.
-        before: rows that are asked for before the pass.
-        spread: rows that are asked for stretch by stretch.
+        within: the pass during which it prefetches.
+        before: the rows that are prefetched before the pass.
+        by_strip: the rows that are prefetched strip by strip.
     """
 
     within: Loop | None = None
@@ -68,7 +68,7 @@ class Prefetches:
 
 
 def of(loops: Sequence[Loop], body: Sequence[Statement]) -> Prefetches:
-    """What a kernel asks for; ``loops`` are the parallel ones around ``body``."""
+    """Return what a kernel prefetches; ``loops`` are the parallel ones around ``body``."""
     passes = [s for s in body if isinstance(s, Loop)]
     if not loops or len(passes) < 2 or not all(each.how == "vector" for each in passes[:2]):
         return Prefetches()
@@ -93,7 +93,7 @@ def _nodes(loop: Loop) -> Iterator[Expr]:
 def _prefetched_row(
     buffer: str, coordinates: tuple[Index, ...], dtype: str, within: Axis, row: Axis, rows: int | None
 ) -> PrefetchedRow | None:
-    """The next row of a buffer whose rows lie one after the other."""
+    """Return the next row of a buffer whose rows lie one after the other."""
     (at,), length, size = coordinates, within.extent.constant, DTYPES[dtype].bytes
     apart = at.coefficient(row)
     if rows is None or length is None or at.coefficient(within) != 1 or apart is None or apart.constant is None:

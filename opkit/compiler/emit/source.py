@@ -1,4 +1,4 @@
-"""The kernels of a schedule as C: one translation unit, or a few that are compiled side by side.
+"""This module writes the kernels of a schedule as C: one translation unit, or a few that are compiled in parallel.
 
 The program's steps are runs of kernels between calls of torch's operators. Each run is a segment, an exported function::
 
@@ -13,10 +13,10 @@ The program's steps are runs of kernels between calls of torch's operators. Each
     };
 
 ``buffers`` points at the first element of each buffer and ``sizes`` holds the symbolic sizes, in the orders that
-:func:`source` was given. ``parallel`` is GOMP_parallel and ``thread`` omp_get_thread_num of the OpenMP that torch has
+:func:`source` takes. ``parallel`` is GOMP_parallel and ``thread`` omp_get_thread_num of the OpenMP that torch has
 loaded, so that a process has one pool of threads; where either is NULL, all runs in the calling thread. ``threads`` is how
-many may be used. ``functions`` are those of libraries that kernels call, in the order of ``schedule.called``. A segment
-returns 0, or the code of what went wrong, which is then in ``error`` (zeros before; one ``opkit_runtime`` for each call
+many may be used. ``functions`` are the library functions that kernels call, in the order of ``schedule.called_functions``. A
+segment returns 0, or the code of what went wrong, which is then in ``error`` (zeros before; one ``opkit_runtime`` for each call
 that runs at the same time) with two numbers:
 
     1   an index that was read from memory is out of range: the index, the extent
@@ -43,13 +43,13 @@ _SIMD = "#define SIMD(text) _Pragma(#text)"
 def source(
     launches: Sequence[Sequence[KernelLaunch]], buffers: Sequence[str], sizes: Sequence[str], units: int = 1
 ) -> tuple[str, ...]:
-    """The units: each distinct kernel once, and in the first of them a function for each segment.
+    """Return the units: each distinct kernel once, and in the first of them a function for each segment.
 
     Args:
         launches: the segments.
         buffers: the program's buffers, in the order of the table of pointers.
         sizes: its symbolic sizes, in the order of theirs.
-        units: how many there may be; kernels are shared out where that saves more than another compiler costs.
+        units: their maximum number; kernels are distributed if that saves more time than another compiler process costs.
     """
     names = _names(launch.kernel for segment in launches for launch in segment)
     shared = {
@@ -72,7 +72,7 @@ def _unit(body: str) -> str:
 
 
 def _shared_out(code: Mapping[str, str], units: int) -> list[dict[str, str]]:
-    """The kernels by unit: the longest first, each where there is least."""
+    """Return the kernels by unit: the longest first, each in the shortest unit."""
     count = max(1, min(units, sum(map(len, code.values())) // _WORTH_A_UNIT))
     parts: list[dict[str, str]] = [{} for _ in range(count)]
     for name, text in sorted(code.items(), key=lambda item: -len(item[1])):
@@ -92,7 +92,7 @@ def _names(kernels: Iterable[Kernel]) -> dict[Kernel, str]:
 
 
 def _kernel(kernel: Kernel, name: str, exclusive: bool, order: Mapping[Callee, int]) -> str:
-    """The function, and one that takes its arguments from a call."""
+    """Return the function, and one that takes its arguments from a call."""
     parameters = [f"call->buffers[{i}]" for i in range(len(kernel.arguments))]
     parameters += [f"call->sizes[{i}]" for i in range(len(kernel.sizes))]
     arguments = f"({', '.join([*parameters, 'call->runtime', 'begin', 'end'])})"

@@ -1,7 +1,7 @@
-"""Results that are written past the caches: they are larger than these, and whoever reads them finds them in memory anyway.
+"""This module writes large results past the caches, with streaming stores: they do not fit into the caches anyway.
 
-A store first reads its line of memory; one that is written past the caches does not, and pushes nothing out of them. The
-processor collects such stores by lines, so a stretch of results is made in a row of the first cache and then moved.
+A store first reads its cache line; a streaming store does not, and evicts nothing. The processor combines such stores by lines,
+so a strip of results is computed in a row in the L1 cache and then moved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHORTEST = 128  # iterations of a loop
 
 
 def buffers(kernel: Kernel) -> frozenset[str]:
-    """The arguments that are written past the caches: those that the kernel is told of, writes once, and does not read."""
+    """Return the arguments that are written past the caches: those marked ``streamed`` that it writes once and never reads."""
     marked = frozenset(a.buffer for a in kernel.arguments if a.streamed)
     if not marked:
         return marked
@@ -30,7 +30,7 @@ def buffers(kernel: Kernel) -> frozenset[str]:
 
 
 def of(loop: Loop, roots: Iterable[Expr], streamed: frozenset[str]) -> list[Store]:
-    """The stores of a loop that fill a row of such a buffer; none where memory has to wait for elementary functions."""
+    """Return the stores of a loop that fill a row of such a buffer; none if the loop computes elementary functions."""
     extent = loop.axis.extent.constant
     if not streamed or (extent is not None and extent < _SHORTEST):
         return []
@@ -45,6 +45,6 @@ def _is_row(store: Store, loop: Loop) -> bool:
 
 
 def move(scope: CScope, store: Store, row: str, elements: str) -> None:
-    """The call that moves a row to where its first element belongs; the axis stands at the beginning of the stretch."""
+    """Write the call that moves a row to its place; the axis is at the beginning of the strip."""
     at = scope.index(store.at)
     scope.writer.line(f"opk_stream(p_{store.buffer} + ({at}), {row}, ({elements}) * (int64_t)sizeof *{row});")

@@ -1,6 +1,6 @@
-"""Loops cut into stretches: what a stretch needs is made in a row before it, what it makes is moved from a row after it.
+"""This module cuts loops into strips: inputs of a strip are computed in rows before it, and results are moved from rows after it.
 
-The rows stay in the processor's first cache.
+The rows stay in the L1 cache.
 
 for (int64_t c0 = begin; c0 < end; c0 += 512) {
   const int64_t u0 = end - c0 < 512 ? end : c0 + 512;
@@ -27,18 +27,18 @@ from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Axis, Value
 from opkit.compiler.ir.kernel import Loop, Store
 
-_LENGTH = 512  # elements: a few KiB of the stack, and what a stretch costs is little beside them
+_LENGTH = 512  # elements: a few KiB of the stack, and the overhead of a strip is small in comparison
 
 
 @dataclasses.dataclass(frozen=True)
 class StripRows:
-    """What a loop has rows for.
+    """The rows of a loop.
 
     Attributes:
-        drawn: random numbers.
-        called: calls of libraries' functions; see ``calls.first_of_all``.
-        moved: results that are written past the caches.
-        asked: of the next row, the part that the next row's stretch will read.
+        drawn: random numbers that are drawn before a strip.
+        called: calls of libraries' functions before a strip; see ``calls.hoisted_calls``.
+        moved: results that are written past the caches after a strip.
+        prefetched: rows whose part for the next row's strip is prefetched.
     """
 
     drawn: Sequence[Expr] = ()
@@ -51,16 +51,16 @@ class StripRows:
 
 
 def of(loop: Loop, roots: Sequence[Expr], writer: CWriter) -> StripRows:
-    """What an innermost loop with these expressions of its own has rows for."""
+    """Return the rows of an innermost loop with these expressions."""
     if loop.stop is not None or any(isinstance(statement, Loop) for statement in loop.body):
         return StripRows()
-    called = {} if loop.how == "plain" else calls.first_of_all(loop.body, roots)
+    called = {} if loop.how == "plain" else calls.hoisted_calls(loop.body, roots)
     prefetched = writer.prefetches.by_strip if loop is writer.prefetches.within else ()
     return StripRows(_drawn(loop.axis, roots), called, streaming_stores.of(loop, roots, writer.streamed), prefetched)
 
 
 def begin(scope: CScope, axis: Axis, rows: StripRows, first: str, last: str) -> tuple[CScope, str, str]:
-    """Open the loop over stretches: the scope of a stretch, and where its part of the axis begins and ends."""
+    """Open the loop over strips: the scope of a strip, and where its part of the axis begins and ends."""
     writer, (a, c, u) = scope.writer, _names(axis)
     writer.line(f"for (int64_t {c} = {first}; {c} < {last}; {c} += {_LENGTH}) {{")
     writer.depth += 1
@@ -73,15 +73,15 @@ def begin(scope: CScope, axis: Axis, rows: StripRows, first: str, last: str) -> 
         _at_begin(scope, axis, _fill_drawn, node, row)
         inner.spelled[node] = f"{row}[{a} - {c}]"
         inner.reads[node] = frozenset()
-    stretch = calls.Stretch(f"for (int64_t {a} = {c}; {a} < {u}; ++{a})", f"[{a} - {c}]", f"{u} - {c}", _LENGTH)
-    calls.write(inner, rows.called, stretch)
+    strip = calls.Strip(f"for (int64_t {a} = {c}; {a} < {u}; ++{a})", f"[{a} - {c}]", f"{u} - {c}", _LENGTH)
+    calls.write(inner, rows.called, strip)
     for store in rows.moved:
         inner.rows[store.buffer] = _row(scope, C_TYPES[writer.dtypes[store.buffer]]), f"{a} - {c}"
     return inner, c, u
 
 
 def end(scope: CScope, axis: Axis, rows: StripRows) -> None:
-    """Close the loop over stretches; ``scope`` is that of a stretch."""
+    """Close the loop over strips; ``scope`` is that of a strip."""
     for store in rows.moved:
         _at_begin(scope, axis, streaming_stores.move, store, scope.rows[store.buffer][0])
     scope.writer.depth -= 1
@@ -89,7 +89,7 @@ def end(scope: CScope, axis: Axis, rows: StripRows) -> None:
 
 
 def _names(axis: Axis) -> tuple[str, str, str]:
-    """The axis itself, and where a stretch begins and ends."""
+    """Return the variables of the axis, and of the begin and end of a strip."""
     return f"a{axis.number}", f"c{axis.number}", f"u{axis.number}"
 
 
@@ -101,7 +101,7 @@ def _row(scope: CScope, ctype: str) -> str:
 
 
 def _at_begin(scope: CScope, axis: Axis, write: Callable[[CScope, Any, str, str], None], what: Any, row: str) -> None:
-    """A block in which the axis stands at the beginning of the stretch."""
+    """Write a block in which the axis is at the beginning of the strip."""
     a, c, u = _names(axis)
     scope.writer.line("{")
     scope.writer.depth += 1
@@ -115,7 +115,7 @@ def _at_begin(scope: CScope, axis: Axis, write: Callable[[CScope, Any, str, str]
 
 
 def _drawn(axis: Axis, roots: Iterable[Expr]) -> list[Expr]:
-    """The random numbers among a loop's expressions whose counts follow one another along its axis."""
+    """Return the random numbers among a loop's expressions whose counts follow one another along its axis."""
     nodes = dict.fromkeys(node for root in roots for node in root.walk() if node.op == "random" and node.dtype == "f32")
     return [node for node in nodes if _follow(node, axis)]
 
@@ -126,11 +126,11 @@ def _follow(node: Expr, axis: Axis) -> bool:
 
 
 def _stays(part: Expr, axis: Axis) -> bool:
-    """Whether a part of a seed is the same for the whole loop."""
+    """Return whether a part of a seed is the same for the whole loop."""
     return part.op != "var" and all(axis not in at.axes() for at in expr.indices(part))
 
 
 def _fill_drawn(scope: CScope, node: Expr, row: str, elements: str) -> None:
-    """The call that fills a row; the axis stands at the beginning of the stretch."""
+    """Write the call that fills a row with random numbers; the axis is at the beginning of the strip."""
     seed, count = scope.value(node.args[0]), scope.index(node.data)
     scope.writer.line(f"opk_random_row({seed}, {count}, {elements}, {row});")

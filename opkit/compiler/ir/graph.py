@@ -1,4 +1,4 @@
-"""A captured graph: torch's operators by name, with what is known of each result. The compiler's input, without torch.
+"""A captured graph, the compiler's input without torch: torch's operators by name, with the type of each result.
 
 Nodes are in the order in which they run. An argument is a :class:`Ref` to an earlier node's result, a Python constant
 (None, bool, int, float, complex, str), an ``Index`` (a size), or a list, tuple or dict of these; a dtype is a
@@ -26,14 +26,14 @@ class TypeName(NamedTuple):
 
 
 class OpaqueValue(NamedTuple):
-    """A value that only an extern call can use, by a name that the capture can turn back into it."""
+    """A value that only an extern call can use, by a name that the capture maps to it."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorType:
-    """What is known of a tensor before the program runs.
+    """The type of a tensor: its properties that are known before the program runs.
 
     Attributes:
         dtype: a key of ``DTYPES``.
@@ -63,7 +63,7 @@ class Node:
         args, kwargs: as the operator takes them.
         result: the type of its result; a tuple for several; for a size, its Index; for an object, its OpaqueValue.
         origin: the user's line it comes from, or "".
-        effect: whether it does something apart from its result: it draws from torch's generator, checks, or prints.
+        effect: whether it has a side effect: it draws from torch's generator, checks, or prints.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Graph:
     """Nodes in order, inputs first.
 
     Attributes:
-        name: for people: "forward 0", "backward 0".
+        name: for messages: "forward 0", "backward 0".
         nodes: inputs and constants first.
         outputs: what is returned: Refs, constants, or indices.
         sizes: the value that each symbolic size had when the graph was captured, by its name.

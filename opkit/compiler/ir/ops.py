@@ -1,7 +1,7 @@
 """The ops of the IR: one table, at most 60 rows. Each has a meaning here, a spelling in every emitter, and nothing else.
 
-An op of kind "scalar" makes one value from others; what it means is the numpy function beside it, applied to values of
-the type that ``result`` names: "same" as the arguments (which are all of one type), "b1", or "explicit" with the node.
+An op of kind "scalar" computes one value from others: the numpy function in its row, applied to values of the type that
+``result`` names: "same" as the arguments (which are all of one type), "b1", or "explicit" (the node says which).
 Integers wrap around. ``div`` of integers rounds towards zero, ``floordiv`` and ``rem`` follow Python; by zero, integers
 give 0 (where ATen raises, ``nonzero`` checks the divisor before). ``min`` and ``max`` give NaN if either is NaN.
 
@@ -110,7 +110,7 @@ _ROWS = (
     Op("call", None, "leaf", "explicit"),  # the value of a library's function; data: the Callee
     # choice and type
     Op("where", 3, "scalar", "explicit"),  # the condition is b1; the other two are of one type
-    Op("cast", 1, "scalar", "explicit"),  # C's conversion; to b1: not 0. data: whether the user asked for it
+    Op("cast", 1, "scalar", "explicit"),  # C's conversion; to b1: not 0. data: whether the user wrote it
     Op("bitcast", 1, "scalar", "explicit"),  # the same bits as another type of the same size
     # arithmetic
     Op("add", 2, numpy=np.add),

@@ -1,4 +1,4 @@
-"""The forms of the compiler as text for people, and for tests to compare.
+"""This module prints the forms of the compiler, for people and for tests.
 
 >>> from opkit.compiler.ir.expr import load, op
 >>> from opkit.compiler.ir.index import Axis, axis, index
@@ -59,7 +59,7 @@ def schedule_text(schedule: Schedule) -> str:
 
 
 def kernel_text(kernel: Kernel) -> str:
-    """The loop nest, a statement a line."""
+    """Return the loop nest, a statement a line."""
     parameters = ", ".join([*map(_argument, kernel.arguments), *kernel.sizes])
     grain = f" grain {kernel.grain}" if kernel.grain != 1 else ""
     origins = [f"  # {origin}" for origin in kernel.origins]

@@ -1,4 +1,4 @@
-"""A lowered graph: buffers, and the steps that fill them in order. What is computed, not yet how.
+"""A program of the IR: a lowered graph, with buffers and the steps that fill them in order. It says what is computed, not how.
 
 ``Compute`` fills a buffer (or a part of it) element by element; ``Extern`` calls an operator of torch. There is no
 order of loops here and no fusion: one Compute for each operation, however small.
@@ -45,7 +45,7 @@ class Buffer:
         return self.name if self.whole is None else self.whole.name
 
     def place(self, coordinates: Iterable[Index]) -> Index:
-        """Where an element is in memory."""
+        """Return where an element is in memory."""
         return flat(coordinates, self.strides) + self.offset
 
 
@@ -106,7 +106,7 @@ class Extern:
             the name of a symbolic size, in an Index.
         mutated: the buffers that it writes to, apart from its results.
         aliases: whether its results may lie in the memory of its arguments.
-        out: whether its one result is written into memory that it is given (``aten.mm.out``), rather than allocated by it.
+        out: whether its one result is written to a tensor that it takes (``aten.mm.out``), rather than allocated by it.
         origin: the operator and the user's line, for people.
         reason: why the operator is called and not lowered; "" where calling it is the lowering (a matmul).
         effect: whether it does something apart from its results and writes, as the graph's nodes say.
@@ -168,16 +168,16 @@ class Program:
         return [each for name in names for each in (name, *self.parts.get(name, ()))]
 
     def reads(self, step: Step) -> list[str]:
-        """The buffers whose elements a step needs, and their parts."""
+        """Return the buffers whose elements a step needs, and their parts."""
         return self.with_parts(reads(step))
 
     def writes(self, step: Step) -> list[str]:
-        """The buffers that a step changes, and their parts."""
+        """Return the buffers that a step changes, and their parts."""
         return self.with_parts(writes(step))
 
 
 def reads(step: Step) -> list[str]:
-    """The buffers whose elements a step needs, each once."""
+    """Return the buffers whose elements a step needs, each once."""
     if isinstance(step, Extern):
         return list(dict.fromkeys(_buffers((step.args, step.kwargs))))
     loaded = [buffer for root in roots(step) for buffer in loads(root)]
@@ -185,19 +185,19 @@ def reads(step: Step) -> list[str]:
 
 
 def writes(step: Step) -> list[str]:
-    """The buffers that a step changes."""
+    """Return the buffers that a step changes."""
     if isinstance(step, Compute):
         return [step.buffer]
     return [name for name in step.outputs if isinstance(name, str)] + sorted(step.mutated)
 
 
 def roots(step: Compute) -> list[Expr]:
-    """The body, and the expressions that the target's coordinates are computed from."""
+    """Return the body, and the expressions that the target's coordinates are computed from."""
     return [step.body, *(leaf.expr for at in step.target for leaf in at.leaves() if isinstance(leaf, Value))]
 
 
 def loads(root: Expr) -> list[str]:
-    """The buffers that an expression reads, also to compute an index."""
+    """Return the buffers that an expression reads, also to compute an index."""
     return [node.data[0] for node in root.walk() if node.op == "load"]
 
 

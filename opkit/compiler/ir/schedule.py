@@ -1,4 +1,4 @@
-"""What runs, in order, and where everything lies: the compiler's last form before C."""
+"""The schedule of a graph: kernels and calls in order, and the places of buffers. It is the compiler's last form before C."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class KernelLaunch:
     """A call of a kernel.
 
     Attributes:
-        kernel: what is called.
-        buffers, sizes: what its arguments and sizes are in the program.
+        kernel: the kernel.
+        buffers, sizes: the program's buffers and sizes for its arguments and sizes.
         joined: whether it is in a batch with the launch before it. Launches of a batch share one parallel region and run in
             any order, at the same time too: none of them touches what another one writes.
     """
@@ -45,8 +45,8 @@ class Schedule:
     """A program with its kernels.
 
     Attributes:
-        program: where it comes from; its inputs and outputs are the schedule's.
-        buffers: the program's that are still needed, and what kernels keep between them, by name.
+        program: the program; its inputs and outputs are the schedule's.
+        buffers: the program's buffers that are still needed, and those between kernels of one group, by name.
         steps: in order.
         places: of each buffer in the arena, the byte at which it begins (a multiple of 64). Buffers that are returned, and
             results that extern calls allocate, have none: they are allocated by themselves.
@@ -65,7 +65,7 @@ class Schedule:
 
 
 def batches(steps: Iterable[KernelLaunch | Extern]) -> list[list[KernelLaunch]]:
-    """The launches among steps as they run: those of a batch together."""
+    """Return the launches among steps as they run: those of a batch together."""
     found: list[list[KernelLaunch]] = []
     for launch in steps:
         if isinstance(launch, KernelLaunch):
@@ -76,13 +76,13 @@ def batches(steps: Iterable[KernelLaunch | Extern]) -> list[list[KernelLaunch]]:
 
 
 def called_functions(launches: Iterable[KernelLaunch]) -> tuple[Callee, ...]:
-    """The functions of libraries that kernels call, each once: the order of the table that they are given."""
+    """Return the functions of libraries that kernels call, each once, in the order of the table that kernels take."""
     kernels = dict.fromkeys(launch.kernel for launch in launches)
     return tuple(dict.fromkeys(callee for kernel in kernels for callee in callees(kernel.body)))
 
 
 def moments(steps: Iterable[KernelLaunch | Extern]) -> Iterator[tuple[int, KernelLaunch | Extern]]:
-    """Each step with its number, which is that of its batch: what is needed at one moment has memory of its own."""
+    """Yield each step with its number, which is that of its batch: what is needed at one moment has memory of its own."""
     number = -1
     for step in steps:
         number += not (isinstance(step, KernelLaunch) and step.joined)

@@ -1,4 +1,4 @@
-"""Whether a program or a kernel is well formed: run between passes in tests, and where a fault was met.
+"""This module verifies that a program or a kernel is well formed; tests run it, and the rules of users are checked with it.
 
 >>> from opkit.compiler.ir.expr import load
 >>> from opkit.compiler.ir.index import axis
@@ -46,13 +46,13 @@ def verify_kernel(kernel: Kernel) -> None:
 
 @dataclasses.dataclass
 class _Nest:
-    """What may be used and done at a place in a loop nest.
+    """The names that are visible, and the statements that are allowed, at a place in a loop nest.
 
     Attributes:
         known: for expressions.
         written: the buffers that may be stored to.
         accumulators: those declared.
-        names: all that were ever given, which must not be given again.
+        names: all names so far, which must not be used again.
         parallel: whether only parallel loops are around.
         vector: whether a vector loop is around.
     """
@@ -65,7 +65,7 @@ class _Nest:
     vector: bool = False
 
     def within(self, **changes: Any) -> _Nest:
-        """A block inside, whose names end with it."""
+        """Return a block inside, whose names end with it."""
         copied = dataclasses.replace(self, written=set(self.written), accumulators=dict(self.accumulators), **changes)
         return dataclasses.replace(copied, known=copied.known.copy())
 

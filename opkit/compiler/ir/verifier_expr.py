@@ -1,4 +1,4 @@
-"""Whether expressions and indices are well formed: each op has the arguments that its row of the table asks for."""
+"""This module verifies expressions and indices: each op has the arguments that its row of the table requires."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opkit.errors import CompilerError
 
 @dataclasses.dataclass
 class KnownNames:
-    """What an expression may use.
+    """The names that an expression may use.
 
     Attributes:
         place: where it stands, for messages.

@@ -1,8 +1,8 @@
-"""Kernels side by side: launches that do not depend on each other share one parallel region, as a batch.
+"""This module batches kernels: launches that do not depend on each other share one parallel region.
 
-One pass over the launches between two extern calls. A small launch moves up into the first batch after all that it depends
-on. A large one joins the last batch or begins one: moving it would part it from what it finds in the cache. What a batch
-needs is in memory all at once, so the arena's share of that is limited.
+It makes one pass over the launches between two extern calls. A small launch moves up into the first batch after all that it
+depends on. A large one joins the last batch or starts one: moving it would separate it from data in the cache. All buffers of a
+batch are in memory at once, so their share of the arena is limited.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ ScheduledStep = KernelLaunch | Extern
 
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:
-    """What is known of sizes: the values to expect, and the bytes of the arena that each buffer takes."""
+    """Expected values of sizes, and the bytes of the arena that each buffer takes."""
 
     expected: Mapping[str, int]
     arena: Mapping[str, float]
 
     @staticmethod
     def of(expected: Mapping[str, int], inside: Mapping[str, Buffer]) -> BatchSizes:
-        """For the buffers that lie in the arena."""
+        """Return the sizes for the buffers in the arena."""
         return BatchSizes(expected, {name: number(nbytes(each), expected) for name, each in inside.items()})
 
     def work(self, launch: KernelLaunch) -> float:
-        """Pieces that are worth a thread."""
+        """Return the number of pieces of work that are each worth a thread."""
         names = zip(launch.kernel.sizes, launch.sizes, strict=True)
         known = {name: self.expected.get(size, 0) for name, size in names}
         return number(product(loop.axis.extent for loop in parallel(launch.kernel)[0]), known) / launch.kernel.grain
 
     def memory(self, launch: KernelLaunch) -> float:
-        """Bytes of the arena."""
+        """Return the bytes of the arena that a launch touches."""
         return sum(self.arena.get(name, 0) for name in set(launch.buffers))
 
 
 def batched(steps: Sequence[ScheduledStep], sizes: BatchSizes) -> tuple[list[ScheduledStep], list[str]]:
-    """The steps, in an order in which the launches of a batch follow each other; and why others are in none before them."""
+    """Return the steps with the launches of a batch next to each other, and the reasons why launches did not join a batch."""
     memory = _same_memory(steps)
     found: list[ScheduledStep] = []
     reasons: dict[str, None] = {}
@@ -62,7 +62,7 @@ def batched(steps: Sequence[ScheduledStep], sizes: BatchSizes) -> tuple[list[Sch
 
 
 def _same_memory(steps: Sequence[ScheduledStep]) -> dict[str, str]:
-    """One name for buffers that may lie in the same memory: an operator's results in that of its arguments."""
+    """Map buffers that may share memory, such as an operator's results and arguments, to one name."""
     found: dict[str, str] = {}
     for step in steps:
         if isinstance(step, Extern) and step.aliases:
@@ -103,17 +103,17 @@ class _Run:
                 self.written[name] = (at, launch.kernel.name)
 
     def ordered(self) -> list[ScheduledStep]:
-        """The launches as steps."""
+        """Return the launches as steps, batch by batch."""
         groups = (batch.launches for batch in self.batches)
         return [dataclasses.replace(each, joined=k > 0) for group in groups for k, each in enumerate(group)]
 
     def _uses(self, launch: KernelLaunch) -> list[tuple[str, bool]]:
-        """The buffers, and whether they are written to."""
+        """Return the buffers of a launch, and whether it writes to them."""
         names = (self.same.get(name, name) for name in launch.buffers)
         return [(name, argument.written) for name, argument in zip(names, launch.kernel.arguments, strict=True)]
 
     def _place(self, launch: KernelLaunch) -> int:
-        """The batch for a launch, a new one if it must be."""
+        """Return the number of the batch for a launch, a new one if necessary."""
         after, refusal = self._after(launch)
         last = len(self.batches) - 1
         first = after + 1 if self.sizes.work(launch) <= SMALL else max(after + 1, last)
@@ -130,7 +130,7 @@ class _Run:
         return batch.memory + memory <= MEMORY or memory == 0
 
     def _after(self, launch: KernelLaunch) -> tuple[int, str]:
-        """The last batch that must come before the launch, -1 if there is none, and why."""
+        """Return the last batch that must come before the launch, or -1, and the reason."""
         found = (-1, "", "")
         for name, written in self._uses(launch):
             found = max(found, (*(self.touched if written else self.written).get(name, (-1, "")), name))

@@ -1,4 +1,4 @@
-"""A graph to a program: each node by the rule of its operator, or as a call of the operator."""
+"""This module lowers a graph to a program: each node by the rule of its operator, or as a call of the operator."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from opkit.compiler.lower.tensors import Stored, Tensor, formal, is_dense, memor
 def lower(
     graph: Graph, target: LoweringTarget = PLAIN, tidy: bool = True, rules: Mapping[str, Rule] | None = None
 ) -> Program:
-    """The program that computes a graph.
+    """Return the program that computes a graph.
 
     Args:
-        graph: what is computed.
-        target: what the machine does well.
-        tidy: remove what is computed twice or for nobody.
-        rules: of operators that the compiler has none for, by their names.
+        graph: the graph.
+        target: the choices for the machine.
+        tidy: run the passes that simplify expressions and remove repeated and dead steps.
+        rules: the rules of operators that the compiler has none for, by name.
     """
     known = {**RULES, **rules} if rules else RULES
     builder = Builder(graph, graph.nodes[0] if graph.nodes else Node("nothing", "", (), {}, None), target)
@@ -70,7 +70,7 @@ def _lowered(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
 
 
 def _forget(b: Builder, steps: int, buffers: int) -> None:
-    """Takes back what a rule made before it found that it does not apply."""
+    """Remove the steps and buffers of a rule that turned out not to apply."""
     for name in list(b.buffers)[buffers:]:
         del b.buffers[name]
     del b.steps[steps:]
@@ -85,7 +85,7 @@ def _by_rule(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
 
 
 def _for_operands(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
-    """The rules for the node's operands and results: those of complex numbers if one is complex.
+    """Return the rules for the node's operands and results: those of complex numbers if one is complex.
 
     Raises:
         NoRule: they are not on the CPU, or there is no rule for complex ones.
@@ -104,10 +104,10 @@ def _for_operands(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Mapping[
 
 
 def checked(node: Node, value: Any) -> Any:
-    """A rule's result.
+    """Return a rule's result, after checking it against the graph.
 
     Raises:
-        WrongResult: it is not what the graph says that the node gives.
+        WrongResult: its type is not that of the node's result.
     """
     if len(_flat(value)) != len(_flat(node.result)):
         raise WrongResult(f"the rule gives {len(_flat(value))} results, the operator {len(_flat(node.result))}")
@@ -127,7 +127,7 @@ def _shown(value: Any) -> str:
 
 
 def _resolved(b: Builder, argument: Any) -> Any:
-    """An argument with values in place of references, names in place of dtypes, and numbers in place of known sizes."""
+    """Replace references by values, dtypes by names, and known sizes by numbers in an argument."""
     if isinstance(argument, Ref):
         return b.values[argument.name]
     if isinstance(argument, Index):
@@ -145,7 +145,7 @@ def _resolved(b: Builder, argument: Any) -> Any:
 
 
 def _mutated(b: Builder, node: Node) -> list[str]:
-    """The buffers that a node writes to besides its results: of an operator whose name ends in an underscore, its first.
+    """Return the buffers that an in-place node writes to: those of its first argument if its name ends in an underscore.
 
     That may be a list of tensors; the fused steps of optimisers write to several lists.
     """
@@ -158,7 +158,7 @@ def _mutated(b: Builder, node: Node) -> list[str]:
 
 
 def _kept_before_write(b: Builder, buffer: str) -> None:
-    """Copies those values that eager has in memory of their own, while they are here maps into the buffer."""
+    """Copy the values that eager mode has in memory of their own, while here they are views of the buffer."""
     for name, value in b.values.items():
         if isinstance(value, Tensor) and reads_buffer(value, buffer) and _is_copy(value):
             b.values[name] = b.materialised(value)
@@ -187,7 +187,7 @@ def _outputs(b: Builder) -> list[Any]:
 
 
 def _shared(b: Builder) -> frozenset[str]:
-    """The buffers in whose memory several results lie: who writes to one of these changes the others."""
+    """Return the buffers in whose memory several results lie: a write to one result changes the others."""
     results = [b.values[output.name] for output in b.graph.outputs if isinstance(output, Ref)]
     tensors = {id(value): value for value in results if isinstance(value, Tensor)}
     found = collections.Counter(name for tensor in tensors.values() for name in memories(tensor))
@@ -195,10 +195,10 @@ def _shared(b: Builder) -> frozenset[str]:
 
 
 def _output(b: Builder, tensor: Tensor, fixed: bool, shared: frozenset[str]) -> Strided:
-    """A result as the graph describes it: with its strides if they are fixed, in memory of its own where eager has that."""
+    """Return a result as the graph describes it: with its strides if they are fixed, and copied if eager mode copies it."""
     kind = b.node.result if fixed and isinstance(b.node.result, TensorType) else None
     if kind is not None and not is_dense(kind.shape, kind.strides):
-        shared |= frozenset(memories(tensor))  # it is a part of memory: that all of it is there shows in its strides
+        shared |= frozenset(memories(tensor))  # it is a view of a larger memory, which its strides show
     strided = tensor.strided()
     if strided is None and (found := viewed(b, tensor, shared)) is not None:
         strided = found.strided()
@@ -210,7 +210,7 @@ def _output(b: Builder, tensor: Tensor, fixed: bool, shared: frozenset[str]) -> 
 
 
 def _laid_out(b: Builder, tensor: Tensor, kind: TensorType) -> Tensor:
-    """The tensor in memory of its own, with these strides: dimensions of stride 0 hold one element."""
+    """Copy the tensor to memory of its own, with these strides: dimensions of stride 0 hold one element."""
     repeated = [s == 0 and n != 1 for n, s in zip(kind.shape, kind.strides, strict=True)]
     if not any(repeated) or any(n == 0 for n in kind.shape):
         return b.materialised(tensor, kind.strides)

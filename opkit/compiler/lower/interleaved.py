@@ -1,5 +1,7 @@
-"""Memory of two interleaved tensors: complex numbers, and real ones of which those at even and at odd places are computed
-apart. Each of the two is a buffer of its own, so that steps which fill them fuse like any others.
+"""This module handles memory of two interleaved tensors, each of which is a buffer, so that steps that fill them fuse as usual.
+
+The two are the real and imaginary parts of complex numbers, or the elements at even and at odd positions of real tensors that
+are computed separately.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def complex_of(first: Tensor, second: Tensor) -> Tensor:
-    """The complex tensor of two real ones of one type and shape."""
+    """Return the complex tensor of two real ones of one type and shape."""
     dtype = next(name for name, part in PARTS.items() if part == first.dtype)
     return Tensor(dtype, first.shape, TensorPair(first, second))
 
 
 def paired(b: Builder, first: Tensor, second: Tensor) -> Tensor:
-    """The complex tensor of two real ones that the node's rule has just computed: side by side in memory, if they are alike."""
+    """Return the complex tensor of two real ones that the node's rule has just computed: interleaved if their layouts agree."""
     one, other = first.source, second.source
     found = complex_of(first, second)
     if not isinstance(one, Stored) or not isinstance(other, Stored) or not _alike(b, one.buffer, other.buffer):
@@ -43,14 +45,14 @@ def paired(b: Builder, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _alike(b: Builder, one: Buffer, other: Buffer) -> bool:
-    """Whether two buffers are new, and laid out in one way."""
+    """Return whether two buffers are new, and have the same layout."""
     same = (one.dtype, one.shape, one.strides) == (other.dtype, other.shape, other.strides) and one != other
     started = (f"{b.node.name}.re", f"{b.node.name}.im")
     return same and all(each.whole is None and each.name.startswith(started) for each in (one, other))
 
 
 def _placed(b: Builder, part: Tensor, memory: Buffer, k: int) -> Tensor:
-    """A tensor whose buffer lies in the memory of complex numbers instead."""
+    """Return a tensor whose buffer lies in the memory of complex numbers instead."""
     assert isinstance(part.source, Stored)
     old = part.source.buffer
     buffer = dataclasses.replace(old, strides=tuple(s * 2 for s in old.strides), whole=memory, offset=index(k))
@@ -62,14 +64,14 @@ def _placed(b: Builder, part: Tensor, memory: Buffer, k: int) -> Tensor:
 
 
 def alternates(body: Expr, shape: Shape) -> bool:
-    """Whether elements at even places of the last dimension are others than those at odd ones."""
+    """Return whether elements at even places of the last dimension are others than those at odd ones."""
     if not shape or shape[-1] % 2 != 0 or shape[-1] == 0:
         return False
     return op("eq", position(formal(shape)[-1] % 2), const(0, "i64")) in body.walk()
 
 
 def interleaved(b: Builder, body: Expr, memory: Buffer) -> Tensor:
-    """Fills a buffer with ``body``, over its formal axes, by two steps: its even places, and its odd ones."""
+    """Fill a buffer with ``body``, over its formal axes, by two steps: its even places, and its odd ones."""
     shape = memory.shape
     half = (*shape[:-1], shape[-1] // 2)
     strides = (*memory.strides[:-1], memory.strides[-1] * 2)
@@ -83,7 +85,7 @@ def interleaved(b: Builder, body: Expr, memory: Buffer) -> Tensor:
 
 
 def alternating(even: Tensor, odd: Tensor, shape: Shape) -> Tensor:
-    """The real tensor of ``shape`` whose elements are those of two, in turn along its last dimension."""
+    """Return the real tensor of ``shape`` whose elements are those of two, in turn along its last dimension."""
     *rest, last = formal(shape)
     first, second = (each.mapped(shape, [*rest, last // 2]) for each in (even, odd))
     return Tensor(even.dtype, shape, TensorPair(first, second, last % 2))
@@ -93,8 +95,11 @@ def alternating(even: Tensor, odd: Tensor, shape: Shape) -> Tensor:
 
 
 def viewed(b: Builder, tensor: Tensor, lasting: Container[str] = ()) -> Tensor | None:
-    """A tensor that lies in memory of the other kind (a part of complex numbers, or complex numbers made of real ones), as
-    calls and results can have it: by a view of that memory, if it is there already and stays, or is among ``kept``."""
+    """Return a tensor in memory of the other kind as a view of that memory, for calls and results; None if that is impossible.
+
+    The tensor is a part of complex numbers, or complex numbers made of real ones. The memory must be the caller's or a call's,
+    and the graph must not write to it, or it must be among ``lasting``.
+    """
     if isinstance(tensor.source, TensorPair) and tensor.source.which is None:
         return _as_complex(b, tensor, tensor.source, lasting)
     first = tensor.source.first.source if isinstance(tensor.source, TensorPair) else tensor.source
@@ -110,7 +115,7 @@ def viewed(b: Builder, tensor: Tensor, lasting: Container[str] = ()) -> Tensor |
 
 
 def _are_parts(pair: TensorPair) -> bool:
-    """Whether the two are the real and the imaginary part of the same numbers."""
+    """Return whether the two are the real and the imaginary part of the same numbers."""
     first, second = pair.first.source, pair.second.source
     if not isinstance(first, Stored) or not isinstance(second, Stored):
         return False
@@ -119,7 +124,7 @@ def _are_parts(pair: TensorPair) -> bool:
 
 
 def _is_there(b: Builder, memory: Buffer) -> bool:
-    """Whether memory is the caller's or a call's, and no step writes to it."""
+    """Return whether memory is the caller's or the result of a call, and the graph does not write to it."""
     is_external = memory.role != "made" or any(memory.name in writes(s) for s in b.steps if isinstance(s, Extern))
     written = {node.args[0] for node in b.graph.nodes if node.target == "aten.copy_.default"}
     return is_external and Ref(memory.name) not in written

@@ -1,4 +1,4 @@
-"""The iteration space that several steps share: the finest list of extents of which each step's axes are products.
+"""This module computes the iteration space that steps share: the coarsest list of extents whose products are each step's axes.
 
 A step over (8, 128, 3072) and one over (1024, 3072) visit the same elements in the same order; they share the space
 (8, 128, 3072), in which the second one's first axis is ``a0 * 128 + a1``.
@@ -14,7 +14,7 @@ Extents = tuple[Index, ...]
 
 
 def refined(a: Extents, b: Extents) -> Extents | None:
-    """The coarsest list of extents of which both lists are products of neighbours; None where there is none.
+    """Return the coarsest list of extents such that both lists are products of neighbours in it; None if there is none.
 
     >>> refined((index(8), index(128), index(6)), (index(1024), index(6)))
     (8, 128, 6)
@@ -35,7 +35,7 @@ def refined(a: Extents, b: Extents) -> Extents | None:
 
 
 def _step(x: Index, y: Index) -> tuple[Index | None, list[Index], list[Index]]:
-    """The smaller of two innermost extents, and what it leaves of the other."""
+    """Return the smaller of two innermost extents, and what it leaves of the other."""
     if x == y:
         return x, [], []
     if _divides(x, y):
@@ -68,7 +68,7 @@ def runs(axes: Sequence[Index], space: Sequence[Index]) -> list[list[int]] | Non
 
 
 def substitution(axes: Sequence[Index], placed: Sequence[Sequence[int]], space: Sequence[Index]) -> dict[Axis, Index]:
-    """Each axis as an index over the axes of the space, of which ``placed`` lists those that it is the product of."""
+    """Return each axis as an index over the axes of the space, of which ``placed`` lists those that it is the product of."""
     found: dict[Axis, Index] = {}
     for number, (extent, run) in enumerate(zip(axes, placed, strict=True)):
         extents = [space[k] for k in run]
@@ -77,7 +77,7 @@ def substitution(axes: Sequence[Index], placed: Sequence[Sequence[int]], space: 
 
 
 def number(at: Index, sizes: Mapping[str, int]) -> float:
-    """About how much an index over sizes is."""
+    """Return an estimate of an index over sizes."""
     total = 0.0
     for monomial, coefficient in at.terms.items():
         part = float(coefficient)

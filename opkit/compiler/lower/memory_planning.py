@@ -1,11 +1,11 @@
-"""Where buffers lie in the arena: two of them share memory if one is dead before the other is made.
+"""This module plans the places of buffers in the arena: two share memory if the last use of one is before the first of the other.
 
-A buffer takes the smallest free piece that is large enough, else the arena grows. Sizes that are not numbers are compared
-as expressions: a piece is reused for exactly its own size.
+A buffer takes the lowest place that is free during its lifetime, the largest buffers first. Sizes that are not numbers are
+compared as expressions: a piece is reused for exactly its own size.
 
-The arena stays for a whole call and between calls, however short the time for which all of it is needed. Where memory is
-to be spared, as in training, a large buffer that would be much of it has memory of its own, from where it begins to live to
-where it ends. The system zeroes such memory in each call: elsewhere that is time for nothing (ResNet-50's inference: 9 %).
+The arena stays allocated for a whole call and between calls, however briefly all of it is needed. With ``save_memory``, as in
+training, a large buffer that would be much of the arena has memory of its own, from its first to its last use. The system zeroes
+such memory in each call, which costs time without a benefit elsewhere (ResNet-50's inference: 9 %).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MUCH = 4  # of an arena: a quarter
 
 @dataclasses.dataclass(frozen=True)
 class Lifetime:
-    """The steps from which to which, both included, a buffer is needed."""
+    """The first and the last step that need a buffer."""
 
     buffer: str
     first: int
@@ -34,12 +34,12 @@ class Lifetime:
 def places(
     lives: Sequence[Lifetime], buffers: Mapping[str, Buffer], save_memory: bool
 ) -> tuple[dict[str, Index], Index]:
-    """The byte at which each buffer that is inside begins, and how many bytes there are in all.
+    """Return the first byte of each buffer in the arena, and the arena's size in bytes.
 
     Args:
-        lives: when buffers are needed.
-        buffers: them, by their names.
-        spare: whether large ones are to be outside.
+        lives: the lifetimes of buffers.
+        buffers: the buffers, by name.
+        save_memory: whether large buffers are outside of the arena.
     """
     fixed = {life: int(size) for life in lives if (size := nbytes(buffers[life.buffer]).constant) is not None}
     found, end = _fixed(fixed)
@@ -51,13 +51,13 @@ def places(
 
 
 def nbytes(buffer: Buffer) -> Index:
-    """The bytes of a dense buffer, rounded up to the alignment."""
+    """Return the bytes of a dense buffer, rounded up to the alignment."""
     exact = product(buffer.shape) * DTYPES[buffer.dtype].bytes
     return exact if exact.constant == 0 else (exact + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
 
 
 def _fixed(sizes: Mapping[Lifetime, int]) -> tuple[dict[str, Index], int]:
-    """Largest first: each at the lowest place where no buffer that lives at the same time lies."""
+    """Place the largest buffers first: each at the lowest place that no buffer with an overlapping lifetime uses."""
     placed: list[tuple[Lifetime, int, int]] = []
     found: dict[str, Index] = {}
     for life in sorted(sizes, key=lambda life: (-sizes[life], life.first)):

@@ -1,5 +1,6 @@
-"""Passes over a whole program: expressions simplified, equal computes made one, steps that nobody needs removed, and copies
-made where what they copy is.
+"""Passes over a whole program.
+
+They simplify expressions, merge equal computes, remove dead steps, and move copies to right after their source is written.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from opkit.compiler.lower.rewrites import simplify
 
 
 def tidied(program: Program) -> Program:
-    """The program after every pass."""
+    """Return the program after every pass."""
     return with_copies_early(without_dead(without_repeats(with_simple_bodies(program))))
 
 
@@ -33,9 +34,9 @@ def with_simple_bodies(program: Program) -> Program:
 
 
 def without_repeats(program: Program) -> Program:
-    """Of computes that give equal buffers, the first.
+    """Keep only the first of several computes with equal results.
 
-    Buffers that are returned, and those that several steps write to, stay: who is given two tensors may write to one.
+    Buffers that are returned, and those that several steps write to, stay: the caller may write to one of two results.
     """
     written = collections.Counter(name for step in program.steps for name in program.writes(step))
     fixed = {name for name, count in written.items() if count > 1 or program.buffers[name].role != "made"}
@@ -55,23 +56,23 @@ def without_repeats(program: Program) -> Program:
 
 
 def _parts(program: Program, call: Extern) -> list[str]:
-    """The parts of what a call is given: where they lie is where it reads."""
+    """Return the parts of a call's arguments: it reads their memory."""
     return [part for name in reads(call) for part in program.parts.get(name, ())]
 
 
 def _key(program: Program, step: Step, fixed: set[str], written: Mapping[str, int]) -> Any:
-    """What computes that can be made one have in common; None for a step that must stay."""
+    """Return a key that is equal for computes that can be merged; None for a step that must stay."""
     if not isinstance(step, Compute) or step.update is not None or step.buffer in fixed:
         return None
     if any(written[name] > (program.buffers[name].role == "made") for name in reads(step)):
-        return None  # what it reads changes while the program runs
+        return None  # a buffer that it reads changes while the program runs
     buffer = program.buffers[step.buffer]
     kind = (buffer.dtype, buffer.shape, buffer.strides)
     return kind, step.axes, step.target, step.body, step.reduction, step.reduced
 
 
 def renamed(step: Step, names: dict[str, str]) -> Step:
-    """A step that reads other buffers."""
+    """Return a step with the buffers that it reads renamed."""
     if not any(name in names for name in reads(step)):
         return step
     if isinstance(step, Extern):
@@ -82,7 +83,7 @@ def renamed(step: Step, names: dict[str, str]) -> Step:
 
 
 def renamed_loads(body: Expr, names: dict[str, str]) -> Expr:
-    """An expression that loads from other buffers."""
+    """Return an expression with the buffers that it loads from renamed."""
 
     def change(node: Expr) -> Expr:
         if node.op == "load":
@@ -129,7 +130,7 @@ def _renamed_argument(argument: Any, names: dict[str, str]) -> Any:
 
 
 def without_dead(program: Program) -> Program:
-    """Without steps and buffers that neither a result nor a write to an input needs."""
+    """Remove steps and buffers that neither a result nor a write to an input needs."""
     needed = set(program.with_parts(_buffers(program.outputs)))
     live: list[Step] = []
     for step in reversed(program.steps):
@@ -152,7 +153,7 @@ def _is_needed(program: Program, step: Step, needed: set[str]) -> bool:
 
 
 def _without_unused(program: Program, step: Step, needed: set[str]) -> Step:
-    """An extern call whose unused results are not kept."""
+    """Return an extern call without its unused results."""
     if not isinstance(step, Extern) or step.out:
         return step
     unused = {o for o in step.outputs if isinstance(o, str) and needed.isdisjoint(program.with_parts([o]))}
@@ -168,9 +169,10 @@ def _buffers(argument: Iterable[Any]) -> list[str]:
 
 
 def with_copies_early(program: Program) -> Program:
-    """Copies right after what they copy, which need not be kept until the end: results, and what inputs are overwritten with.
+    """Move copies to right after their source is written, so that the source need not live until the end of the graph.
 
-    A graph that writes to its inputs does so at its end; here as soon as nobody reads what was there.
+    These are copies to results and to inputs. A graph writes to its inputs at its end; here as soon as nothing reads their old
+    values any more.
     """
     early = _early(program)
     order: list[list[Step]] = []  # a step, and the copies that follow it
@@ -191,7 +193,7 @@ def with_copies_early(program: Program) -> Program:
 
 
 def _early(program: Program) -> set[str]:
-    """The buffers that are only copies: made for nobody inside, or the caller's, and of memory that has one name."""
+    """Return the buffers that are only copies, and that no step reads or that are the caller's, in memory without aliases."""
     calls = [step for step in program.steps if isinstance(step, Extern) and step.aliases]
     aliased = set(program.with_parts(name for step in calls for name in (*reads(step), *writes(step))))
     used = {name for step in program.steps for name in program.reads(step)}
@@ -203,7 +205,7 @@ def _early(program: Program) -> set[str]:
 
 
 def _is_copy(program: Program, step: Step) -> bool:
-    """Whether a step only moves elements: as many as the one buffer has that it reads."""
+    """Return whether a step only moves elements: as many as its one source buffer has."""
     if not isinstance(step, Compute) or step.reduction or step.update or cost(step.body):
         return False
     read = reads(step)

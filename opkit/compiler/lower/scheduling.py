@@ -1,4 +1,4 @@
-"""From a program to what runs: steps are fused, groups become kernels, and buffers get their places."""
+"""This module turns a program into a schedule: it fuses steps, makes kernels of groups, and plans the memory of buffers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from opkit.compiler.lower.rules.externs import FROM_STORAGE
 
 
 def schedule(program: Program, save_memory: bool = False) -> Schedule:
-    """What runs for a program; ``spare``: with large buffers outside of the arena, so that it stays small between calls."""
+    """Return the schedule of a program.
+
+    With ``save_memory``, large buffers lie outside of the arena, which then stays small between calls.
+    """
     return planned(program, fuse(program), save_memory)
 
 
 def planned(program: Program, fused: Fused, save_memory: bool = False) -> Schedule:
-    """What runs for groups of steps."""
+    """Return the schedule of groups of steps."""
     needed = _needed(program, fused)
     buffers = dict(program.buffers)
     steps: list[KernelLaunch | Extern] = []
@@ -35,9 +38,9 @@ def planned(program: Program, fused: Fused, save_memory: bool = False) -> Schedu
         stored = {name for name in entry.members if name in needed}
         if not stored:
             continue
-        made = nests(entry, buffers, stored, program.sizes, f"k{len(shared)}")
-        buffers |= {buffer.name: buffer for buffer in made.buffers}
-        steps += [_shared(launch, shared) for launch in made.launches]
+        nest_of_group = nests(entry, buffers, stored, program.sizes, f"k{len(shared)}")
+        buffers |= {buffer.name: buffer for buffer in nest_of_group.buffers}
+        steps += [_shared(launch, shared) for launch in nest_of_group.launches]
     inside = _inside(program, buffers, steps)
     steps, apart = batched(steps, BatchSizes.of(program.sizes, inside))
     places, size = _places(inside, steps, save_memory)
@@ -48,7 +51,7 @@ def planned(program: Program, fused: Fused, save_memory: bool = False) -> Schedu
 
 
 def _needed(program: Program, fused: Fused) -> set[str]:
-    """The buffers that must be in memory: read by another entry, returned, or the caller's."""
+    """Return the buffers that must be in memory: read by another entry, returned, or the caller's."""
     needed = set(program.with_parts(_outputs(program)))
     for entry in fused.entries:
         if isinstance(entry, Extern):
@@ -63,7 +66,7 @@ def _outputs(program: Program) -> set[str]:
 
 
 def _shared(launch: KernelLaunch, shared: dict[Kernel, Kernel]) -> KernelLaunch:
-    """The launch of a kernel that was made before, if it is the same one."""
+    """Return the launch of an equal kernel that exists already, if there is one."""
     plain = dataclasses.replace(launch.kernel, name="", origins=())
     if plain not in shared:
         shared[plain] = dataclasses.replace(launch.kernel, name=f"k{len(shared)}")
@@ -75,17 +78,17 @@ def _touched(step: KernelLaunch | Extern) -> list[str]:
 
 
 def _inside(program: Program, buffers: dict[str, Buffer], steps: Sequence[KernelLaunch | Extern]) -> dict[str, Buffer]:
-    """What lies in the arena: what kernels and calls with ``out`` make and nobody outside sees."""
+    """Return the buffers in the arena: those that kernels and calls with ``out`` write, and that do not leave the graph."""
     allocated = {name for step in steps if isinstance(step, Extern) and not step.out for name in writes(step)}
     aside = _outputs(program) | allocated | _owned(steps)
-    made = dict.fromkeys(name for step in steps for name in _touched(step))
-    return {name: buffers[name] for name in made if buffers[name].role == "made" and name not in aside}
+    touched = dict.fromkeys(name for step in steps for name in _touched(step))
+    return {name: buffers[name] for name in touched if buffers[name].role == "made" and name not in aside}
 
 
 def _places(
     inside: dict[str, Buffer], steps: Sequence[KernelLaunch | Extern], save_memory: bool
 ) -> tuple[dict[str, Index], Index]:
-    """Their places."""
+    """Return the places of buffers in the arena, and its size."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for at, step in moments(steps):
@@ -98,7 +101,7 @@ def _places(
 
 
 def _owned(steps: Sequence[KernelLaunch | Extern]) -> set[str]:
-    """What needs a storage of its own: an operator's result lies in it, or the operator counts from its beginning."""
+    """Return the buffers with a storage of their own: an operator's result aliases it, or its offset counts from its start."""
     calls = [step for step in steps if isinstance(step, Extern)]
     return {name for step in calls if step.aliases or step.target in FROM_STORAGE for name in reads(step)}
 
@@ -107,7 +110,7 @@ def _owned(steps: Sequence[KernelLaunch | Extern]) -> set[str]:
 
 
 def streamed(schedule: Schedule, cache: int | None) -> Schedule:
-    """The schedule with what its kernels write marked where it takes more than half of ``cache`` bytes."""
+    """Mark the results of kernels that are larger than half of ``cache`` bytes, so that they are written past the caches."""
     if cache is None:
         return schedule
     buffers = {**schedule.program.buffers, **schedule.buffers}
@@ -117,7 +120,7 @@ def streamed(schedule: Schedule, cache: int | None) -> Schedule:
 
 
 def _bytes(buffer: Buffer) -> int:
-    """How many bytes the elements of a buffer take; 0 where that depends on sizes."""
+    """Return the bytes of a buffer's elements, or 0 if that depends on sizes."""
     return (product(buffer.shape).constant or 0) * DTYPES[buffer.dtype].bytes
 
 

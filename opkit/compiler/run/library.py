@@ -65,7 +65,7 @@ class LoadedSegments:
 
 
 def flags() -> tuple[str, ...]:
-    """The flags of ``opkit.kernels.cc.compilation.Request``."""
+    """Return the flags of ``opkit.kernels.cc.compilation.Request``."""
     return (*_FLAGS, *_MACHINES.get(isa.machine(), ()))
 
 

@@ -104,7 +104,7 @@ class PythonNames:
 
 
 def tuple_text(parts: list[str]) -> str:
-    """A tuple of these parts."""
+    """Return a tuple of these parts."""
     return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 

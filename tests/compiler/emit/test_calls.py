@@ -13,7 +13,7 @@ from opkit.compiler.ir.kernel import Accumulator, How, Kernel, KernelArgument, L
 from opkit.compiler.ir.printer import kernel_text
 from opkit.compiler.ir.schedule import KernelLaunch, called_functions
 from opkit.compiler.ir.verifier import verify_kernel
-from opkit.compiler.run import library
+from opkit.compiler.run.library import function_table
 from opkit.errors import CompileError, CompilerError
 from tests.compiler.interpreter_kernel import run_kernel
 
@@ -98,7 +98,7 @@ def compiled(segments):
     library, _ = segments
     launches = [KernelLaunch(made, ("x", "f", "y", "z"), ("n",)) for made in KERNELS.values()]
     made = library([[launch] for launch in launches], ["x", "f", "y", "z"], ["n"])
-    return made, library.function_table(called_functions(launches))
+    return made, function_table(called_functions(launches))
 
 
 @pytest.mark.parametrize("lengths", [(1, 512, 1100), pytest.param((3, 511, 513), marks=pytest.mark.exhaustive)])
@@ -146,4 +146,4 @@ def test_the_verifier_knows_what_a_function_takes(wrong):
 def test_a_library_that_is_gone_is_an_error():
     for name, path in (("tgamma", "/nowhere/libnothing.so"), ("no_such_function", LIBM)):
         with pytest.raises(CompileError, match=f"the function {name} of {path} cannot be called"):
-            library.function_table([Callee(name, path, (), "f64")])
+            function_table([Callee(name, path, (), "f64")])

@@ -1,4 +1,4 @@
-"""One rule an operator, in tables by subject."""
+"""The rules of ATen operators, one for each operator, in tables by subject."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ for _subject in _SUBJECTS:
     RULES.update(_subject.TABLE)
 
 COMPLEX = complex_rules.TABLE
-"""Those for operands or results that are complex."""
+"""The rules for complex operands or results."""
 
 EXTERNS = externs.EXTERNS
 ALIASING = frozenset([*views.ALIASING, *externs.ALIASING])

@@ -214,7 +214,7 @@ _GRAD_INPUT: dict[str, Formula] = {"sigmoid_backward": sigmoid_backward, "tanh_b
 
 
 def _ruled(formula: Formula) -> Any:
-    """A rule that makes elements of the tensors among an operator's arguments, wherever they stand."""
+    """Return a rule that makes elements of the tensors among an operator's arguments, wherever they stand."""
 
     def rule(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
         places = [k for k, a in enumerate(args) if isinstance(a, Tensor)]
@@ -234,7 +234,7 @@ for _name, _formula in {**_FORMULAS, **_GRAD_INPUT}.items():
 
 @TABLE.rule(*overloads("log_sigmoid_forward"))
 def log_sigmoid_forward(b: Builder, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The result, and exp(-abs(x)) for the derivative."""
+    """Return the result, and exp(-abs(x)) for the derivative."""
     exponential = computed(b, lambda x: f.exp(-f.absolute(x)), x, number=1)
     found = computed(b, lambda x: f.minimum(f.number(0, x), x) - f.log1p(f.exp(-f.absolute(x))), x)
     return found, exponential

@@ -67,7 +67,7 @@ Formula = Callable[..., Complex]
 
 
 def number(value: Operand, part: str) -> Complex:
-    """A number as a constant whose parts are of a type; an element as it is."""
+    """Return a number as a constant whose parts are of a type; an element as it is."""
     if isinstance(value, Complex):
         return value
     if isinstance(value, complex):
@@ -91,7 +91,7 @@ def unequal(x: Complex, y: Complex) -> Scalar:
 
 
 def truth(x: Complex) -> Scalar:
-    """Whether it is not 0."""
+    """Return whether it is not 0."""
     return f.truth(x.re) | f.truth(x.im)
 
 
@@ -131,7 +131,7 @@ def polar(size: Scalar, direction: Scalar) -> Complex:
 
 
 def sign(x: Complex) -> Complex:
-    """The number of size 1 in the same direction; 0 of 0."""
+    """Return the number of size 1 in the same direction; 0 of 0."""
     size = absolute(x)
     zero = f.equal(size, 0)
     return Complex(f.where(zero, 0, x.re / size), f.where(zero, 0, x.im / size))

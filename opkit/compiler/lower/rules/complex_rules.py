@@ -35,7 +35,7 @@ Measure = Callable[..., Scalar]
 
 
 def part_type(dtype: str) -> str:
-    """The type of the parts of a complex type.
+    """Return the type of the parts of a complex type.
 
     Raises:
         NoRule: it is a type that is left to torch.
@@ -46,7 +46,7 @@ def part_type(dtype: str) -> str:
 
 
 def operand(x: Operand, kind: TensorType, part: str) -> Complex:
-    """A tensor's element or a number, with parts of a type; the imaginary part of a real one is 0."""
+    """Return a tensor's element or a number, with parts of a type; the imaginary part of a real one is 0."""
     if not isinstance(x, Tensor):
         return c.number(x, part)
     if not is_complex(x.dtype):
@@ -55,19 +55,19 @@ def operand(x: Operand, kind: TensorType, part: str) -> Complex:
 
 
 def stored(b: Builder, value: Complex, kind: TensorType) -> Tensor:
-    """The tensor of an element, over the formal axes of the result."""
+    """Return the tensor of an element, over the formal axes of the result."""
     return b.complex_elements([value.re.expr, value.im.expr], kind)
 
 
 def computed(b: Builder, formula: Formula, *operands: Operand) -> Tensor:
-    """The complex tensor of ``formula`` of the operands' elements."""
+    """Return the complex tensor of ``formula`` of the operands' elements."""
     kind = b.result()
     part = part_type(kind.dtype)
     return stored(b, formula(*(operand(x, kind, part) for x in operands)), kind)
 
 
 def measured(b: Builder, formula: Measure, *operands: Operand) -> Tensor:
-    """The real tensor of ``formula`` of the operands' elements, in the type in which they meet."""
+    """Return the real tensor of ``formula`` of the operands' elements, in the type in which they meet."""
     kind = b.result()
     part = part_type(promoted(operands))
     body = formula(*(operand(x, kind, part) for x in operands))
@@ -241,7 +241,7 @@ def view_as_real(b: Builder, x: Tensor) -> Tensor:
 
 
 def by_parts(rule: Rule, values: int = 1) -> Rule:
-    """The rule of a real operator for both parts; so many of its first arguments are elements, others are not."""
+    """Return the rule of a real operator for both parts; so many of its first arguments are elements, others are not."""
 
     def rule_of_parts(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
         node, kind = b.node, b.result()
@@ -258,7 +258,7 @@ def by_parts(rule: Rule, values: int = 1) -> Rule:
 
 
 def _part(x: Any, k: int, dtype: str) -> Any:
-    """A part of a tensor, or of each in a list."""
+    """Return a part of a tensor, or of each in a list."""
     if not isinstance(x, Tensor):
         return [_part(each, k, dtype) for each in x]
     if is_complex(x.dtype):
@@ -297,7 +297,7 @@ def mean(b: Builder, x: Tensor, dims: Any = None, keepdim: bool = False, *, dtyp
 
 
 def _of_truths(rule: Rule) -> Rule:
-    """A rule of real numbers on whether elements are zero."""
+    """Return a rule of real numbers on whether elements are zero."""
 
     def found(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
         truth = c.truth(Complex(*(element(each, x.shape) for each in x.parts)))
@@ -364,7 +364,7 @@ def constant_pad_nd(b: Builder, x: Tensor, pad: Any, value: Any = 0) -> Tensor:
 
 @TABLE.rule(*overloads("copy_"))
 def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Writes to both parts of ``x``, after reading all of a source that lies in the same memory otherwise."""
+    """Write to both parts of ``x``, after reading all of a source that lies in the same memory otherwise."""
     if not is_complex(x.dtype):
         return creation.copy_(b, x, convert(b, source))
     for part, each in zip(x.parts, _read_first(b, x, source), strict=True):
@@ -375,7 +375,7 @@ def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
 
 
 def _read_first(b: Builder, x: Tensor, source: Tensor) -> Sequence[Tensor]:
-    """The parts of what is written to ``x``; in memory of their own where they lie in that of ``x`` at other places."""
+    """Return the parts of what is written to ``x``; in memory of their own where they lie in that of ``x`` at other places."""
     part = part_type(x.dtype)
     own = next(each.source.buffer.memory for each in x.leaves if isinstance(each.source, Stored))
     found = [_part(source, k, part) for k in (0, 1)]

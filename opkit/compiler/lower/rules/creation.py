@@ -23,7 +23,7 @@ TABLE = Table()
 
 
 def filled(b: Builder, value: Any) -> Tensor:
-    """The node's result with one value everywhere."""
+    """Return the node's result with one value everywhere."""
     return filled_like(b, value, 0)
 
 
@@ -127,7 +127,7 @@ def copy(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> T
 
 @TABLE.rule(*overloads("copy_"))
 def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Writes to the memory of ``x``, after reading all of a source that lies in the same memory otherwise."""
+    """Write to the memory of ``x``, after reading all of a source that lies in the same memory otherwise."""
     if not isinstance(x.source, Stored):
         raise NoRule("a copy to what is not in memory")
     if reads_buffer(source, x.source.buffer.memory) and source.source != x.source:
@@ -141,14 +141,14 @@ def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
 
 
 def seed(b: Builder) -> Scalar:
-    """A number that the runtime draws from torch's generator at each call, one for each operator."""
+    """Return a number that the runtime draws from torch's generator at each call, one for each operator."""
     buffer = b.made("i64", ())
     b.steps.append(Extern("opkit.seed", (), {}, (buffer.name,), origin=b.origin))
     return Scalar(whole(buffer).at(()))
 
 
 def uniform(b: Builder, shape: Sequence[Index], dtype: str = "f32") -> Scalar:
-    """A number in [0, 1) for each element, which its row-major position and a new seed decide."""
+    """Return a number in [0, 1) for each element, which its row-major position and a new seed decide."""
     count = flat(formal(shape), contiguous(shape))
     return Scalar(expr.random(seed(b).expr, count, dtype))
 

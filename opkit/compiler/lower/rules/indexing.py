@@ -26,13 +26,13 @@ TABLE = Table()
 
 
 def place(at: Scalar, extent: IndexLike, from_end: bool = False) -> Index:
-    """An integer that is read, as a checked position; ``from_end``: negative ones are allowed, and count from there."""
+    """Return an integer that is read, as a checked position; ``from_end``: negative ones are allowed, and count from there."""
     whole = f.cast(at, "i64")
     return value(expr.bound((whole if from_end else f.where(whole < 0, index(extent), whole)).expr, extent))
 
 
 def read(x: Tensor, coordinates: Sequence[IndexLike]) -> Expr:
-    """The element at coordinates, with the checks of those that the element does not depend on."""
+    """Return the element at coordinates, with the checks of those that the element does not depend on."""
     body = x.at(coordinates)
     seen = set(body.walk())
     for check in _checks(coordinates):
@@ -43,13 +43,13 @@ def read(x: Tensor, coordinates: Sequence[IndexLike]) -> Expr:
 
 
 def _checks(coordinates: Sequence[IndexLike]) -> list[Expr]:
-    """The checked positions; one in a dimension of a single element, or of a constant, is lost from the element's."""
+    """Return the checked positions; one in a dimension of a single element, or of a constant, is lost from the element's."""
     leaves = [leaf for at in coordinates for leaf in index(at).leaves()]
     return [leaf.expr for leaf in leaves if isinstance(leaf, Value)]
 
 
 def with_dimension(x: Tensor) -> Tensor:
-    """A tensor of no dimensions as one of one element, as the operators along a dimension take it."""
+    """Return a tensor of no dimensions as one of one element, as the operators along a dimension take it."""
     return x if x.shape else x.reshaped([index(1)])
 
 
@@ -58,7 +58,7 @@ def replaced(at: Sequence[Index], dim: int, by: IndexLike) -> list[Index]:
 
 
 def selection(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Shape, list[Index]]:
-    """The shape of ``x[indices]``, and where in ``x`` its element is.
+    """Return the shape of ``x[indices]``, and where in ``x`` its element is.
 
     The dimensions that the index tensors broadcast to stand where the indices do, or in front if others are in between.
     """

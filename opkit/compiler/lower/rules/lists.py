@@ -30,7 +30,7 @@ _OTHERS = {
 
 
 def _for_each(rule: Rule, keywords: tuple[str, ...] = ()) -> Rule:
-    """A rule for lists: every list among the arguments gives one item to each call, other arguments go to all.
+    """Return a rule for lists: every list among the arguments gives one item to each call, other arguments go to all.
 
     ``keywords`` name the last positional arguments for rules that take them by name.
     """

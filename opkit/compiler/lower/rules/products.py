@@ -47,7 +47,7 @@ def _product_plus(b: Builder, bias: Tensor, x: Tensor, y: Tensor, *, beta: Any =
 
 
 def _multiplied(b: Builder, target: str, x: Tensor, y: Tensor) -> Tensor:
-    """The product, in the type in which it is computed."""
+    """Return the product, in the type in which it is computed."""
     x, y = _operand(b, x), _operand(b, y)
     out = b.made(x.dtype, (*x.shape[:-1], y.shape[-1]))
     return b.call(target, (x, y), [out], out=True)[0]
@@ -58,7 +58,7 @@ def _operand(b: Builder, x: Tensor) -> Tensor:
 
 
 def _wide(b: Builder, x: Tensor) -> Tensor:
-    """A tensor of a narrow float as float32, in memory laid out as it is."""
+    """Return a tensor of a narrow float as float32, in memory laid out as it is."""
     if x.dtype not in ("bf16", "f16"):
         return x
     strided = x.strided()
@@ -68,7 +68,7 @@ def _wide(b: Builder, x: Tensor) -> Tensor:
 
 
 def _rounded(b: Builder, x: Tensor, kind: TensorType) -> Tensor:
-    """A result in the type that the graph has for it."""
+    """Return a result in the type that the graph has for it."""
     return x if x.dtype == kind.dtype else b.elementwise(f.cast(element(x, x.shape), kind.dtype).expr, kind)
 
 
@@ -173,7 +173,7 @@ def _check_images(b: Builder, x: Tensor, kind: TensorType | None, transposed: An
 
 
 def _image(b: Builder, x: Tensor) -> Tensor:
-    """A batch of images with the channels innermost, in the type in which products are computed."""
+    """Return a batch of images with the channels innermost, in the type in which products are computed."""
     strides, strided = channels_last(x.shape), x.strided()
     narrow = x.dtype in ("bf16", "f16") and not b.target.narrow_products
     if strided is not None and strided.strides == strides and not narrow:
