@@ -103,7 +103,7 @@ def _runner(content: Mapping[str, Any], kind: str) -> Callable[[list[Any]], list
     plan, texts = plan_cache.from_json(content.get("content")) or plan_cache.find(content["plan"]) or (None, ())
     if plan is None:
         raise LookupError(f"there is no plan {content['plan']}")
-    runner = build(plan, texts, next_name(kind)).load(from_json(content["surroundings"]))
+    runner = build(plan, texts, next_name(kind)).load(from_json(content["constants"]))
     return _refusing_negative_sizes(runner) if plan.sizes else runner
 
 
@@ -213,7 +213,7 @@ class Recording:
     ) -> None:
         if (plan.sizes and not self.is_saving) or kind in self._graphs:
             raise NotCacheable("its sizes may change")
-        self._graphs[kind] = {"plan": plan_key, "surroundings": to_json(constants)}
+        self._graphs[kind] = {"plan": plan_key, "constants": to_json(constants)}
         if self.is_saving:
             self._graphs[kind]["content"] = plan_cache.to_json(plan, texts)
         if kind != "backward":

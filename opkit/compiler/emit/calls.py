@@ -60,7 +60,7 @@ class Strip:
         loop: the head of a loop over it.
         at: where in a row of its own an element is.
         count: its length.
-        most: the greatest length.
+        max_length: the greatest length.
     """
 
     loop: str

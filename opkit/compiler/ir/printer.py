@@ -120,7 +120,7 @@ def _extern(step: Extern) -> str:
 
 
 def _launch(launch: KernelLaunch) -> str:
-    return f"{'beside it' if launch.joined else 'launch'} {launch.kernel.name}({', '.join([*launch.buffers, *launch.sizes])})"
+    return f"{'in parallel' if launch.joined else 'launch'} {launch.kernel.name}({', '.join([*launch.buffers, *launch.sizes])})"
 
 
 def _arguments(values: Sequence[Any]) -> str:

@@ -47,12 +47,12 @@ def binding(plan: ExecutionPlan, computed: Mapping[str, str]) -> str:
 def _sources(plan: ExecutionPlan) -> dict[str, str]:
     """Return where each size comes from: an input, a size of an input, or a stride of one."""
     found: dict[str, str] = {}
-    for number, given in enumerate(plan.inputs):
-        if isinstance(given, Index):
-            _note(found, given, f"inputs[{number}]")
-        if not isinstance(given, str):
+    for number, plan_input in enumerate(plan.inputs):
+        if isinstance(plan_input, Index):
+            _note(found, plan_input, f"inputs[{number}]")
+        if not isinstance(plan_input, str):
             continue
-        buffer = plan.buffers[given]
+        buffer = plan.buffers[plan_input]
         for d, (extent, stride) in enumerate(zip(buffer.shape, buffer.strides, strict=True)):
             _note(found, extent, f"inputs[{number}].shape[{d}]")
             _note(found, stride, f"inputs[{number}].stride({d})")

@@ -28,7 +28,7 @@ _FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
 @TABLE.rule("aten.mm.default", "aten.bmm.default")
 def _product(b: Builder, x: Tensor, y: Tensor, out_dtype: Any = None) -> Tensor:
     if out_dtype is not None:
-        raise NoRule("a type of the result was asked for")
+        raise NoRule("the call names a type of the result")
     return _rounded(b, _multiplied(b, b.node.target, x, y), b.result())
 
 

@@ -162,7 +162,7 @@ def as_strided(b: Builder, x: Tensor, shape: Sizes, strides: Sizes, offset: Any 
         base = nodes[base.args[0].name]
     kind, value, viewed = base.result, b.values[base.name], own.result
     if base.target in ("input", "constant") or not isinstance(kind, TensorType) or not isinstance(value, Tensor):
-        raise NoRule("as_strided of what the graph is given")
+        raise NoRule("as_strided of an input of the graph")
     if not is_dense(kind.shape, kind.strides) or kind.dtype != x.dtype:
         raise NoRule("as_strided of memory with gaps, or of another type")
     assert isinstance(viewed, TensorType)
