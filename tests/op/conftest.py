@@ -64,7 +64,7 @@ def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, set
     from opkit.op.native import bridged
 
     settings(bridge=0)
-    monkeypatch.setattr(bridged, "_bridge", bridged._Bridge())
+    monkeypatch.setattr(bridged, "running_bridge", bridged._Bridge())
 
 
 @pytest.fixture

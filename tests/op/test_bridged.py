@@ -152,8 +152,8 @@ def test_a_kernel_registered_again_is_the_new_one(doubled):
 
 def test_a_bridge_that_is_ready_later_is_taken(name, monkeypatch):
     late = bridged._Bridge()
-    late.asked = True  # as while it is being built
-    monkeypatch.setattr(bridged, "_bridge", late)
+    late.tried = True  # as while it is being built
+    monkeypatch.setattr(bridged, "running_bridge", late)
     op = opkit.custom_op(name, lambda x: x * 2, schema="(Tensor x) -> Tensor")
     op.register_kernel("cpu", opkit.c_kernel(TWICE, dtypes=["float32"], bind={"n": "x_numel"}))
     x = torch.ones(4)

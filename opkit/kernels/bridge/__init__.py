@@ -8,7 +8,7 @@ to Python. It is the one part of opkit compiled against torch's headers: without
 - :func:`ensure_in_background` starts building it in a process of its own; :func:`build` builds it here and now;
 - :func:`status` says how it stands, for ``opkit doctor``.
 
-Nothing here imports torch: ``opkit.op.torch_paths`` says where it is.
+Nothing here imports torch: ``opkit.op.torch_private`` says where it is.
 """
 
 from opkit.kernels.bridge.background import ensure_in_background as ensure_in_background

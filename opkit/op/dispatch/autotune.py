@@ -1,8 +1,8 @@
-"""Which of several kernels is fastest for a bucket of shapes: timed once, remembered across processes.
+"""Choose the fastest of several kernels for a bucket of shapes: time them once, and remember the result across processes.
 
-Times live in one JSON file an operator under the cache directory, replaced by atomic rename under a file lock. An entry
+Each operator has one JSON file in the cache directory, replaced by atomic rename under a file lock. An entry
 is keyed by the kernels' hashes, the device, the dtypes and the sizes rounded up to powers of two, so an edited kernel or
-another machine is timed afresh. A file that cannot be read is timed again, never trusted.
+another machine is timed again. A file that cannot be read is never trusted: the kernels are timed again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit import config
-from opkit.op.dispatch.selection import Kernel
+from opkit.op.dispatch.selection import RegisteredKernel
 from opkit.op.trace.contract_hash import contract_hash
 
 _REPEATS = 5
@@ -30,7 +30,7 @@ _SECONDS = 0.01
 
 
 def bucket(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """The shapes, dtypes and flags of a call with every size rounded up to a power of two.
+    """Return the shapes, dtypes and flags of a call with every size rounded up to a power of two.
 
     >>> bucket([torch.zeros(3, 100), True], {})
     'float32[4x128] True'
@@ -46,21 +46,21 @@ def _described(leaf: Any) -> str:
 
 
 def device_name(device: str) -> str:
-    """The model of the processor or accelerator of a device type."""
+    """Return the model of the processor or accelerator of a device type."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"{device} {platform.machine()} {os.cpu_count()} threads={torch.get_num_threads()}"
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured, when nothing may be timed; False in a forked process, which has no CUDA."""
+    """Return whether a CUDA graph is being captured, so that nothing may be timed; False in a forked process without CUDA."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def choose(
-    operator: str, kernels: Sequence[Kernel], args: Sequence[Any], kwargs: dict[str, Any], device: str
-) -> Kernel:
-    """The fastest of ``kernels`` for this call, from the record or by timing them now."""
+    operator: str, kernels: Sequence[RegisteredKernel], args: Sequence[Any], kwargs: dict[str, Any], device: str
+) -> RegisteredKernel:
+    """Return the fastest of ``kernels`` for this call, from the record or by timing them now."""
     if len(kernels) == 1 or capturing():
         return kernels[0]
     identity = contract_hash([(k.name, k.function) for k in kernels])[:16]
@@ -69,19 +69,18 @@ def choose(
     remembered = _read(path).get(key)
     by_name = {kernel.name: kernel for kernel in kernels}
     if remembered not in by_name:
-        times = {kernel.name: measure(_runnable(kernel, args, kwargs), args, kwargs, device) for kernel in kernels}
+        times: dict[str, float] = {}
+        for kernel in kernels:
+            function: Any = kernel.function
+            runnable = function.prepare(args, kwargs) if kernel.native else function
+            times[kernel.name] = measure(runnable, args, kwargs, device)
         remembered = min(times, key=times.__getitem__)
         _remember(path, key, remembered)
     return by_name[remembered]
 
 
-def _runnable(kernel: Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    function: Any = kernel.function
-    return function.prepare(args, kwargs) if kernel.native else function
-
-
 def measure(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str) -> float:
-    """The median seconds of one call, on copies of the arguments so that nothing the caller holds is written to."""
+    """Return the median seconds of one call, on copies of the arguments, so that the caller's tensors are not written to."""
     copies = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (tuple(args), kwargs))
     synchronize = torch.cuda.synchronize if device == "cuda" else (lambda: None)
 

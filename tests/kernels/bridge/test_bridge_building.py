@@ -37,7 +37,7 @@ class Place:
 
     def settings(self, **changes: object) -> None:
         given = {"cache_dir": self.folder / "cache", "cxx": str(self.compiler)} | changes
-        settings = config.Config(**given)
+        settings = config.Settings(**given)
         self._patch.setattr(config, "get", lambda: settings)
 
     def compile_by(self, script: str) -> None:
