@@ -47,6 +47,15 @@ def key(request: Request) -> str:
     return inputs.key(request, plan(request))
 
 
+def find(request: Request) -> Path | None:
+    """Return the built file if the cache has it; never build it.
+
+    Raises:
+        ToolchainError: the compiler, which is part of the key, was not found.
+    """
+    return _look_up(key(request))
+
+
 def build(request: Request) -> Path:
     """The built file: a checked one from the cache, or, where that has none, a new one.
 

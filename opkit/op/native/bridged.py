@@ -8,8 +8,8 @@ that were (see ``layout``). It gives them back when something is registered or f
 
 from __future__ import annotations
 
+import functools
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from opkit import config
@@ -26,49 +26,22 @@ _lock = threading.RLock()
 _CHECKED_IN_C = ("name", "number", "any", "many")
 
 
-class _Bridge:
-    """The bridge to the running torch: looked for once, and again when a build that was started has ended."""
+@functools.cache
+def _loaded() -> bridge.Bridge | None:
+    """The bridge to the running torch; None where it is not built."""
+    from opkit import _core
 
-    def __init__(self) -> None:
-        self.found: bridge.Bridge | None = None
-        self.asked = False
-        self.ended = False
-        self.waiting: weakref.WeakSet[Operator] = weakref.WeakSet()
-
-    def get(self) -> bridge.Bridge | None:
-        if self.found is None and config.get().bridge and (self.ended or not self.asked):
-            self._look()
-        return self.found
-
-    def _look(self) -> None:
-        from opkit import _core
-
-        paths = torch_paths()
-        first, self.asked, self.ended = not self.asked, True, False
-        self.found = bridge.load(paths, _core.runtime_address())
-        if self.found is None and first:
-            bridge.ensure_in_background(paths, self.built)
-
-    def built(self, path: object) -> None:
-        """A build that was started has ended, with ``path``: operators that would use the bridge plan their calls anew."""
-        with _lock:
-            self.ended = path is not None
-            waiting = list(self.waiting) if self.ended else []
-        for operator in waiting:
-            with operator.lock:
-                operator.refreshed()
-
-
-_bridge = _Bridge()
+    return bridge.load(torch_paths(), _core.runtime_address())
 
 
 def build() -> None:
-    """Build the bridge to the running torch here and now, unless it is built, and use it from now on.
+    """Build the bridge to the running torch now, unless it is built; kernels whose first call comes later use it.
 
     Raises:
         ToolchainError, CompileError, CacheError: as ``opkit.kernels.bridge.build``.
     """
-    _bridge.built(bridge.build(torch_paths()))
+    bridge.build(torch_paths())
+    _loaded.cache_clear()
 
 
 class Bridged:
@@ -101,9 +74,7 @@ def offer(function: CompiledFunction) -> None:
     """Let a kernel take its operator's calls over, if it is the one that Python would choose, and there is the bridge."""
     operator = function.operator
     with _lock:
-        found = _bridge.get() if _may_take(operator, function) else None
-        if found is None:
-            _bridge.waiting.add(operator)
+        found = _loaded() if config.get().bridge and _may_take(operator, function) else None
     with operator.lock, _lock:  # under which kernels are forced, in whatever thread: asked again
         if found is not None and _may_take(operator, function) and _put(found, operator, function):
             operator.refreshed()
