@@ -178,18 +178,14 @@ def build(
 
 @app.command()
 def bridge() -> None:
-    """Build the bridge to this torch now, with which calls of C kernels that need no gradient skip Python."""
+    """Build the bridge to this torch, with which calls of C kernels that need no gradient skip Python."""
     from opkit.kernels import bridge as bridges
     from opkit.op.torch_paths import torch_paths
 
     paths = torch_paths()
     with terminal.bad_input(errors.OpkitError):
         path = bridges.build(paths)
-    status = bridges.status(paths)
-    took = "" if status.seconds is None else f", built in {status.seconds:.1f} s"
-    terminal.console().print(
-        escape(f"The bridge to torch {paths.version} is {path}{took}"), soft_wrap=True, highlight=False
-    )
+    terminal.console().print(escape(f"The bridge to torch {paths.version} is {path}"), soft_wrap=True, highlight=False)
 
 
 @cache_app.command("list")
@@ -203,14 +199,17 @@ def cache_list() -> None:
         headings = ("kernel", "size", "age", "compiler", "key")
         terminal.console().print(terminal.table(headings, [_entry(entry) for entry in entries]))
     terminal.console().print(f"{_amount(entries)} in {escape(printable(str(cache.root())))}")
-    if compiled := stored.files():
+    if compiled := stored.binary_files():
         size = _bytes(sum(path.stat().st_size for path in compiled))
         terminal.console().print(f"{_triton(len(compiled))}, {size}, in {escape(printable(str(stored.root())))}")
 
 
 @cache_app.command("clear")
 def cache_clear() -> None:
-    """Remove every kernel from the build cache, and those of Triton; they are built again when they are needed."""
+    """Remove every kernel from the build cache, and those of Triton; they are built again when they are needed.
+
+    The bridge to torch goes too: `opkit bridge` builds it again.
+    """
     from opkit.kernels.store import cache
     from opkit.kernels.triton import stored
 

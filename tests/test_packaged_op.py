@@ -23,7 +23,7 @@ from pathlib import Path
 import packaged_op, torch
 import opkit
 from opkit.errors import BuildCacheWarning, ToolchainError
-from opkit.kernels import toolchain
+from opkit.kernels.cc import toolchain
 
 warnings.simplefilter("error", BuildCacheWarning)
 assert Path(packaged_op.__file__).is_relative_to(sys.prefix), packaged_op.__file__

@@ -22,6 +22,7 @@ from typing import Any
 
 from opkit import config
 from opkit.errors import CacheError
+from opkit.kernels.store import files
 
 ENTRY = "entry.json"
 FILES = ("kernel.so", "kernel")
@@ -72,10 +73,10 @@ def examine(directory: Path) -> tuple[dict[str, Any], str | None]:
     """What an entry says of itself, and what is wrong with it: None where it can be used."""
     try:
         for place in (directory.parent.parent, directory.parent):
-            check_private(place, os.stat(place))
-        check_private(directory, os.lstat(directory), stat.S_ISDIR)
+            files.check_private(place, os.stat(place))
+        files.check_private(directory, os.lstat(directory), stat.S_ISDIR)
         noted = _noted(directory)
-        content = read_private(directory / noted["file"])
+        content = files.read_private(directory / noted["file"])
     except (OSError, ValueError) as error:
         return {}, _reason(error)
     if len(content) != noted["size"]:
@@ -91,35 +92,9 @@ def _reason(error: OSError | ValueError) -> str:
     return f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
-def check_private(path: Path, status: os.stat_result, right_kind: Any = stat.S_ISDIR) -> None:
-    """Nobody but this user may have written to it.
-
-    Raises:
-        ValueError: somebody may have; or it is no file or folder as it should be.
-    """
-    if not right_kind(status.st_mode):
-        raise ValueError(f"{path.name} is not a file or folder as it was built")
-    if status.st_uid != os.geteuid():
-        raise ValueError(f"{path.name} belongs to another user")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ValueError(f"{path.name} can be written to by others (mode {stat.S_IMODE(status.st_mode):04o})")
-
-
-def read_private(path: Path) -> bytes:
-    """The bytes of a plain file of this user's; the check and the reading are of one and the same file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: others may have written to it.
-    """
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        check_private(path, os.fstat(file.fileno()), stat.S_ISREG)
-        return file.read()
-
-
 def _noted(directory: Path) -> dict[str, Any]:
     try:
-        noted = json.loads(read_private(directory / ENTRY))
+        noted = json.loads(files.read_private(directory / ENTRY))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError(f"{ENTRY} cannot be read as JSON") from None
     wrong = not isinstance(noted, dict) or any(not isinstance(noted.get(name), kind) for name, kind in _FIELDS.items())

@@ -13,9 +13,7 @@ import dataclasses
 import hashlib
 import os
 import re
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from opkit import config
 from opkit.errors import ArgumentError
 from opkit.kernels.aot import portable
 from opkit.kernels.aot.package import FOLDER as PACKAGED
-from opkit.kernels.store import storing
+from opkit.kernels.store import files
 from opkit.kernels.triton import environment, record_format
 from opkit.kernels.triton.buckets import distance
 from opkit.kernels.triton.configs import Config
@@ -31,7 +29,6 @@ from opkit.kernels.triton.record_format import Entry, Identity, Record, Tried
 
 _FOLDER, _IN_PACKAGE, _LOCKS = "triton_tuning", "tuning", "locks"
 _SHIPPED = "opkit-build.json"
-_PATIENCE, _POLL = 0.2, 0.01
 _LONGEST_NAME = 120
 
 
@@ -211,44 +208,21 @@ def _add(record: Record) -> None:
         _write(file, record_format.merge([*kept, record]))
 
 
-def _write(file: Path, records: Iterable[Record]) -> None:
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:_LONGEST_NAME]}")
-    temporary = Path(name)
-    try:
-        with open(handle, "w", encoding="utf-8") as out:
-            out.write(record_format.render(records))
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _write(file: Path, records: Iterable[Record], mode: int = 0o600) -> None:
+    files.write_atomically(file, record_format.render(records).encode(), mode)
 
 
 @contextlib.contextmanager
 def lock(name: str, tick: Callable[[], None]) -> Iterator[None]:
-    """One holder at a time, among threads and processes; ``tick`` is called while another is waited for.
-
-    The lock of a process that dies is free at once. One that cannot be had, because the file system knows no locks or
-    its holder was suspended, is done without: that costs a second measurement and nothing else.
+    """Let one thread of one process at a time measure what ``name`` names; see :func:`opkit.kernels.store.files.lock`.
 
     Raises:
         OSError: the cache cannot be written to.
     """
-    import filelock  # imported here: most processes find all they need in the files
-
     folder = root() / _LOCKS
-    storing.prepare_own(root())
-    storing.prepare_own(folder)
-    held = filelock.FileLock(folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.lock")
-    deadline = time.monotonic() + 2 * config.get().build_timeout
-    with contextlib.suppress(NotImplementedError):
-        while time.monotonic() < deadline:
-            with contextlib.suppress(filelock.Timeout):
-                held.acquire(timeout=_PATIENCE, poll_interval=_POLL)
-                break
-            tick()
-    try:
+    files.make_private_folder(folder, above=1)
+    with files.lock(folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.lock", tick):
         yield
-    finally:
-        held.release()
 
 
 # ---- from machine to machine -----------------------------------------------------------------------------------------
@@ -273,8 +247,7 @@ def export_all(path: Path, operators: Collection[str] | None = None) -> int:
         raise ArgumentError(f"There are no tuning results{whose} in {root()}, so {path} was not written. Tune first.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, records)
-        path.chmod(0o644)
+        _write(path, records, mode=0o644)
     except OSError as error:
         raise ArgumentError(f"{path} cannot be written: {error.strerror or error}.") from error
     return sum(len(record.entries) for record in records)
@@ -296,8 +269,7 @@ def ship(folder: Path, identities: Collection[Identity]) -> int:
         path = folder / _IN_PACKAGE / _SHIPPED
         path.parent.mkdir(parents=True, exist_ok=True)
         held = _read(path)
-        _write(path, record_format.merge([*([] if isinstance(held, str) else held), *records]))
-        path.chmod(0o644)
+        _write(path, record_format.merge([*([] if isinstance(held, str) else held), *records]), mode=0o644)
     return sum(len(record.entries) for record in records)
 
 

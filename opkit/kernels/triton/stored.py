@@ -20,7 +20,7 @@ from pathlib import Path
 
 from opkit import config
 from opkit.errors import CacheError
-from opkit.kernels.store import cache, storing
+from opkit.kernels.store import files
 from opkit.kernels.triton import environment
 from opkit.kernels.triton.binaries import Binary
 
@@ -55,9 +55,7 @@ def find_named(name: str) -> Binary | None:
     """The binary that is noted under such a key; None where there is none that can be trusted."""
     path = _path(name, _NAMED)
     try:
-        for folder in (path.parents[2], path.parents[1], path.parent):
-            cache.check_private(folder, os.stat(folder))
-        noted = cache.read_private(path).decode()
+        noted = files.read_private(path, folders=3).decode()
     except (OSError, ValueError):
         return None
     return find(noted) if _KEY.fullmatch(noted) else None
@@ -69,18 +67,15 @@ def note(name: str, kept: str) -> None:
         return
     path = _path(name, _NAMED)
     with contextlib.suppress(OSError):
-        storing.prepare_own(path.parents[1])
-        storing.prepare_own(path.parent)
-        storing.write_whole(path, kept.encode())
+        files.make_private_folder(path.parent, above=1)
+        files.write_atomically(path, kept.encode())
 
 
 def find(name: str) -> Binary | None:
     """The binary that is kept under this key; None where there is none that can be trusted."""
     path = _path(name)
     try:
-        for folder in (path.parent.parent, path.parent):
-            cache.check_private(folder, os.stat(folder))
-        line, _, image = cache.read_private(path).partition(b"\n")
+        line, _, image = files.read_private(path, folders=2).partition(b"\n")
         noted = json.loads(line)
         if noted["sha256"] != hashlib.sha256(image).hexdigest():
             return None
@@ -94,8 +89,8 @@ def keep(name: str, binary: Binary) -> None:
     path = _path(name)
     noted = {"sha256": hashlib.sha256(binary.image).hexdigest(), "launch": binary.to_json()}
     with contextlib.suppress(OSError):
-        storing.prepare_own(path.parent)
-        storing.write_whole(path, json.dumps(noted).encode() + b"\n" + binary.image)
+        files.make_private_folder(path.parent)
+        files.write_atomically(path, json.dumps(noted).encode() + b"\n" + binary.image)
 
 
 def root() -> Path:
@@ -103,7 +98,7 @@ def root() -> Path:
     return Path(os.path.abspath(config.get().cache_dir)) / "triton"
 
 
-def files() -> list[Path]:
+def binary_files() -> list[Path]:
     """The files of binaries, whether they can be trusted or not."""
     try:
         return sorted(path for path in root().glob("[0-9a-f][0-9a-f]/*") if _KEY.fullmatch(path.name))
@@ -117,7 +112,7 @@ def clear() -> int:
     Raises:
         CacheError: one could not be removed.
     """
-    found = files()
+    found = binary_files()
     try:
         for path in (*found, *_notes()):
             path.unlink(missing_ok=True)

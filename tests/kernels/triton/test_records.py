@@ -182,7 +182,7 @@ def test_the_cache_goes_before_a_package(tmp_path):
 
 
 def test_the_folders_of_a_package():
-    assert [path.parts[-2:] for path in records.packaged("opkit.kernels.store.cache")] == [("_opkit", "tuning")] * 2
+    assert [path.parts[-2:] for path in records.packaged("opkit.kernels.store.cache")] == [("_opkit", "tuning")] * 3
     assert records.packaged("no.such.module") == ()
 
 
