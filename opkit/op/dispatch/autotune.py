@@ -1,36 +1,35 @@
-"""Which of several kernels is fastest for a bucket of shapes: timed once, remembered across processes.
+"""Choose the fastest of several kernels of an operator for a bucket of shapes.
 
-Times live in one JSON file an operator under the cache directory, replaced by atomic rename under a file lock. An entry
-is keyed by the kernels' hashes, the device, the dtypes and the sizes rounded up to powers of two, so an edited kernel or
-another machine is timed afresh. A file that cannot be read is timed again, never trusted.
+Each kernel is one configuration of :mod:`opkit.kernels.triton.tuning`, which times them once, records the result and finds it
+in later processes. The hash that a result is recorded with covers the kernels and torch's version, and the bucket has the
+sizes rounded up to powers of two, so that an edited kernel or another machine is timed afresh.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import platform
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit import config
+from opkit.kernels.triton import tuning
+from opkit.kernels.triton.configs import Config
+from opkit.kernels.triton.record_format import Identity
 from opkit.op.dispatch.selection import Kernel
 from opkit.op.trace.contract_hash import contract_hash
 
+_RECORDED_AS = "(kernels)"
 _REPEATS = 5
 _SECONDS = 0.01
 
 
 def bucket(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """The shapes, dtypes and flags of a call with every size rounded up to a power of two.
+    """Return the shapes, dtypes and flags of a call as text, with every size rounded up to a power of two.
 
     >>> bucket([torch.zeros(3, 100), True], {})
     'float32[4x128] True'
@@ -46,33 +45,39 @@ def _described(leaf: Any) -> str:
 
 
 def device_name(device: str) -> str:
-    """The model of the processor or accelerator of a device type."""
+    """Return the model of the processor or accelerator of a device type."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"{device} {platform.machine()} {os.cpu_count()} threads={torch.get_num_threads()}"
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured, when nothing may be timed; False in a forked process, which has no CUDA."""
+    """Return whether a CUDA graph is being captured, when nothing may be timed; False in a forked process, which has no CUDA."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def choose(
     operator: str, kernels: Sequence[Kernel], args: Sequence[Any], kwargs: dict[str, Any], device: str
 ) -> Kernel:
-    """The fastest of ``kernels`` for this call, from the record or by timing them now."""
-    if len(kernels) == 1 or capturing():
+    """Return the fastest of ``kernels`` for this call, from the record or by timing them now.
+
+    Raises:
+        KernelError: a kernel failed while it was timed, otherwise than for want of memory.
+    """
+    if len(kernels) == 1:
         return kernels[0]
-    identity = contract_hash([(k.name, k.function) for k in kernels])[:16]
-    key = f"{device_name(device)} | torch {torch.__version__} | {identity} | {bucket(args, kwargs)}"
-    path = config.get().cache_dir / "autotune" / f"{operator.replace('::', '.')}.json"
-    remembered = _read(path).get(key)
     by_name = {kernel.name: kernel for kernel in kernels}
-    if remembered not in by_name:
-        times = {kernel.name: measure(_runnable(kernel, args, kwargs), args, kwargs, device) for kernel in kernels}
-        remembered = min(times, key=times.__getitem__)
-        _remember(path, key, remembered)
-    return by_name[remembered]
+    hashed = contract_hash([torch.__version__, [(kernel.name, kernel.function) for kernel in kernels]])
+
+    def milliseconds(config: Config) -> float:
+        kernel = by_name[config.constexprs["kernel"]]
+        return 1e3 * measure(_runnable(kernel, args, kwargs), args, kwargs, device)
+
+    choice = tuning.decide(
+        Identity(operator, _RECORDED_AS, hashed), [Config({"kernel": name}) for name in by_name], device_name(device),
+        bucket(args, kwargs), milliseconds, capturing(),
+    )  # fmt: skip
+    return by_name[choice.config.constexprs["kernel"]]
 
 
 def _runnable(kernel: Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -81,7 +86,7 @@ def _runnable(kernel: Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Ca
 
 
 def measure(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str) -> float:
-    """The median seconds of one call, on copies of the arguments so that nothing the caller holds is written to."""
+    """Return the median seconds of one call, timed on copies of the arguments so that nothing the caller holds is written to."""
     copies = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (tuple(args), kwargs))
     synchronize = torch.cuda.synchronize if device == "cuda" else (lambda: None)
 
@@ -96,33 +101,3 @@ def measure(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     with torch.no_grad():
         calls = max(1, int(_SECONDS / max(once(1), once(1), 1e-6)))
         return statistics.median(once(calls) for _ in range(_REPEATS))
-
-
-def _read(path: Path) -> dict[str, str]:
-    try:
-        record: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # missing or damaged: timed again
-        return {}
-    if not isinstance(record, dict):
-        return {}
-    return {k: v for k, v in cast("dict[Any, Any]", record).items() if isinstance(k, str) and isinstance(v, str)}
-
-
-def _remember(path: Path, key: str, name: str) -> None:
-    import filelock  # imported here: only autotuned operators need it
-
-    with contextlib.suppress(OSError):  # a read-only cache directory costs a timing in the next process, nothing else
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with filelock.FileLock(f"{path}.lock"), _replacing(path) as file:
-            file.write_text(json.dumps({**_read(path), key: name}, indent=1, sort_keys=True), encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Generator[Path]:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    os.close(handle)
-    try:
-        yield Path(name)
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
