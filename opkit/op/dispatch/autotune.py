@@ -67,7 +67,7 @@ def choose(
     if len(kernels) == 1:
         return kernels[0]
     by_name = {kernel.name: kernel for kernel in kernels}
-    hashed = contract_hash([torch.__version__, [(kernel.name, kernel.function) for kernel in kernels]])
+    hashed = contract_hash([("torch", torch.__version__), *((kernel.name, kernel.function) for kernel in kernels)])
 
     def milliseconds(config: Config) -> float:
         kernel = by_name[config.constexprs["kernel"]]
