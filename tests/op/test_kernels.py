@@ -15,7 +15,7 @@ from torch import Tensor
 
 import opkit
 from opkit.errors import KernelError, NoKernelError, OutputError
-from opkit.kernels.triton import records
+from opkit.kernels.tuning import records
 
 Vector = Float[Tensor, "*batch n"]
 

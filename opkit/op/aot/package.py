@@ -18,8 +18,8 @@ from opkit.kernels.cc import compilation, units
 from opkit.kernels.cc import isa as isas
 from opkit.kernels.cc.commands import Request
 from opkit.kernels.cc.progress import Progress
-from opkit.kernels.triton import records
 from opkit.kernels.triton.shipping import TritonBinary
+from opkit.kernels.tuning import records
 from opkit.op import registry
 from opkit.op.examples.calls import programs
 from opkit.op.native.function import NativeFunction

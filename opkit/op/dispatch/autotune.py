@@ -1,6 +1,6 @@
 """Choose the fastest of several kernels of an operator for a bucket of shapes.
 
-Each kernel is one configuration of :mod:`opkit.kernels.triton.tuning`, which times them once, records the result and finds it
+Each kernel is one configuration of :mod:`opkit.kernels.tuning.tuning`, which times them once, records the result and finds it
 in later processes. The hash that a result is recorded with covers the kernels and torch's version, and the bucket has the
 sizes rounded up to powers of two, so that an edited kernel or another machine is timed afresh.
 """
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit.kernels.triton import tuning
-from opkit.kernels.triton.configs import Config
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning import tuning
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.record_format import Identity
 from opkit.op.dispatch.selection import Kernel
 from opkit.op.trace.contract_hash import contract_hash
 

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from opkit.errors import OpkitError, PackageError
 from opkit.kernels.cc.progress import Progress
-from opkit.kernels.triton import compiling, forms, records, targets
+from opkit.kernels.triton import compiling, forms, targets
 from opkit.kernels.triton.shipping import TritonBinary
+from opkit.kernels.tuning import records
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.examples import configs_for, request_for
 from opkit.op.triton.launches import Launch, OfOperator, launches, unmade

@@ -1,4 +1,4 @@
-"""Which config a kernel runs with: what a question to ``opkit.kernels.triton.tuning`` is made of."""
+"""Which config a kernel runs with: what a question to ``opkit.kernels.tuning.tuning`` is made of."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from opkit.kernels.triton import records, tuning
-from opkit.kernels.triton.buckets import bucket_of
-from opkit.kernels.triton.configs import Config, prune
-from opkit.kernels.triton.observation import Choice
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning import records, tuning
+from opkit.kernels.tuning.buckets import bucket_of
+from opkit.kernels.tuning.configs import Config, prune
+from opkit.kernels.tuning.observation import Choice
+from opkit.kernels.tuning.record_format import Identity
 from opkit.op.trace.contract_hash import contract_hash
 from opkit.op.triton.binding import Bound
 from opkit.op.triton.evaluation import TensorInfo

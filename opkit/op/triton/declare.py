@@ -12,8 +12,8 @@ from typing import Any
 
 from opkit.errors import DeclarationError
 from opkit.kernels.triton import environment
-from opkit.kernels.triton.configs import Config
 from opkit.kernels.triton.named import Named
+from opkit.kernels.tuning.configs import Config
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import launch
 from opkit.op.triton.parameters import parameters_of

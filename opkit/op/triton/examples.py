@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from opkit.kernels.triton import compiling
-from opkit.kernels.triton.configs import Config, prune
+from opkit.kernels.tuning.configs import Config, prune
 from opkit.op.core import Operator
 from opkit.op.examples import typical as typical_calls
 from opkit.op.examples.arguments import CallSpec

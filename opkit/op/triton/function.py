@@ -11,7 +11,7 @@ import torch
 
 from opkit.errors import KernelError
 from opkit.kernels.binding.facts import Facts
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning.record_format import Identity
 from opkit.op import kernel_kinds
 from opkit.op.core import Operator
 from opkit.op.dispatch.selection import Kernel

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit.kernels.triton.configs import Config, prune
+from opkit.kernels.tuning.configs import Config, prune
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.dispatch.planning import choose

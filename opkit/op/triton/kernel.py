@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from opkit.errors import DeclarationError
-from opkit.kernels.triton.configs import Config
 from opkit.kernels.triton.named import loaded
+from opkit.kernels.tuning.configs import Config
 from opkit.op.triton.parameters import Parameter, is_gluon, is_interpreted, location, name_of, parameters_of
 
 

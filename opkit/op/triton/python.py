@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from opkit.errors import KernelError
-from opkit.kernels.triton.configs import Config
+from opkit.kernels.tuning.configs import Config
 from opkit.op.core import Operator
 from opkit.op.dispatch.autotune import capturing
 from opkit.op.facts import facts_of

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from opkit.errors import DeclarationError, KernelError
-from opkit.kernels.triton.configs import Config, key_of, label_of, option_names, prune
+from opkit.kernels.tuning.configs import Config, key_of, label_of, option_names, prune
 
 PARAMETERS = ["x", "out", "BLOCK", "TYPE", "ACTIVATION"]
 

@@ -9,10 +9,10 @@ import threading
 import pytest
 
 from opkit.errors import ArgumentError
-from opkit.kernels.triton import record_format, records
-from opkit.kernels.triton.buckets import bucket_of, distance
-from opkit.kernels.triton.configs import Config
-from opkit.kernels.triton.record_format import Entry, Identity, Record, Tried
+from opkit.kernels.tuning import record_format, records
+from opkit.kernels.tuning.buckets import bucket_of, distance
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.record_format import Entry, Identity, Record, Tried
 
 RMS = Identity("demo::rms_norm", "_fwd", "abc")
 SMALL, LARGE, SKIPPED = (Config({"BLOCK": block}, {"num_warps": 4}) for block in (64, 256, 4096))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from opkit.kernels.cc.progress import Progress
-from opkit.kernels.triton.configs import Config
-from opkit.kernels.triton.record_format import Identity, Tried
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.record_format import Identity, Tried
 
 Report = Callable[[Identity, int, int], None]
 """Called before each measurement with the kernel, the number of those done and of all."""
@@ -61,7 +61,7 @@ class Choice:
 
 
 class Launcher(Protocol):
-    """What remembers choices beyond :func:`opkit.kernels.triton.tuning.decide`, such as a table of compiled kernels."""
+    """What remembers choices beyond :func:`opkit.kernels.tuning.tuning.decide`, such as a table of compiled kernels."""
 
     def clear(self) -> None:
         """Forget them."""

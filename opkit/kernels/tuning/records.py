@@ -22,10 +22,11 @@ from opkit.errors import ArgumentError
 from opkit.kernels.aot import portable
 from opkit.kernels.aot.package import FOLDER as PACKAGED
 from opkit.kernels.store import files
-from opkit.kernels.triton import environment, record_format
-from opkit.kernels.triton.buckets import distance
-from opkit.kernels.triton.configs import Config
-from opkit.kernels.triton.record_format import Entry, Identity, Record, Tried
+from opkit.kernels.triton import environment
+from opkit.kernels.tuning import record_format
+from opkit.kernels.tuning.buckets import distance
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.record_format import Entry, Identity, Record, Tried
 
 _FOLDER, _IN_PACKAGE, _LOCKS = "triton_tuning", "tuning", "locks"
 _SHIPPED = "opkit-build.json"

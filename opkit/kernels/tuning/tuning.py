@@ -17,11 +17,11 @@ from pathlib import Path
 
 from opkit import config
 from opkit.errors import DeclarationError, KernelError, TuningWarning
-from opkit.kernels.triton import records
-from opkit.kernels.triton.configs import Config
-from opkit.kernels.triton.observation import Choice, Steps, clear_launchers, observer
-from opkit.kernels.triton.record_format import Identity, Tried, by_speed
-from opkit.kernels.triton.records import Lookup
+from opkit.kernels.tuning import records
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.observation import Choice, Steps, clear_launchers, observer
+from opkit.kernels.tuning.record_format import Identity, Tried, by_speed
+from opkit.kernels.tuning.records import Lookup
 
 Measure = Callable[[Config], float]
 
@@ -126,10 +126,10 @@ def decide(
         identity: the kernel.
         configs: what it may run with, in its author's order.
         device: the GPU's name, such as "NVIDIA H200".
-        bucket: see :func:`opkit.kernels.triton.buckets.bucket_of`.
+        bucket: see :func:`opkit.kernels.tuning.buckets.bucket_of`.
         measure: the milliseconds that a configuration takes for this call.
         capturing: whether a CUDA graph is being captured, when nothing may be timed.
-        folders: where packages may have results: :func:`opkit.kernels.triton.records.packaged`.
+        folders: where packages may have results: :func:`opkit.kernels.tuning.records.packaged`.
 
     Raises:
         KernelError: every configuration was skipped, or one failed otherwise than for want of resources.

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from opkit.kernels.triton.configs import key_of, label_of
+from opkit.kernels.tuning.configs import key_of, label_of
 
 FORMAT = 1
 _SHOWN = 60
@@ -41,12 +41,12 @@ class Tried:
 
     @property
     def key(self) -> str:
-        """As :attr:`opkit.kernels.triton.configs.Config.key`."""
+        """As :attr:`opkit.kernels.tuning.configs.Config.key`."""
         return key_of(self.config)
 
     @property
     def label(self) -> str:
-        """As :attr:`opkit.kernels.triton.configs.Config.label`."""
+        """As :attr:`opkit.kernels.tuning.configs.Config.label`."""
         return label_of(self.config)
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Entry:
 
     Attributes:
         device: its name, such as "NVIDIA H200".
-        bucket: see :func:`opkit.kernels.triton.buckets.bucket_of`.
+        bucket: see :func:`opkit.kernels.tuning.buckets.bucket_of`.
         hash: that of the kernel.
         triton: the major and minor version, such as "3.6".
         date: in UTC, such as "2026-01-31T12:00:00+00:00".
