@@ -23,7 +23,7 @@ from opkit.kernels.cc.progress import printable
 if TYPE_CHECKING:
     from opkit.doctor import Finding
     from opkit.kernels.aot.package import Library
-    from opkit.kernels.store.cache import Entry
+    from opkit.kernels.store.cache import CacheEntry
     from opkit.op.aot.package import Report
 
 app = typer.Typer(
@@ -294,12 +294,12 @@ def _library(report: Report, library: Library) -> tuple[str, ...]:
     return escape(printable(name)), library.isa, _bytes(library.size), f"{count} programs", library.file
 
 
-def _entry(entry: Entry) -> tuple[str, ...]:
+def _entry(entry: CacheEntry) -> tuple[str, ...]:
     cells = (entry.label, _bytes(entry.size), _age(entry.created), entry.compiler, entry.key[:_KEY_SHOWN])
     return tuple(escape(printable(cell)) for cell in cells)
 
 
-def _amount(entries: list[Entry]) -> str:
+def _amount(entries: list[CacheEntry]) -> str:
     kernels = "1 kernel" if len(entries) == 1 else f"{len(entries)} kernels"
     return f"{kernels}, {_bytes(sum(entry.size for entry in entries))}"
 

@@ -16,7 +16,7 @@ from opkit.kernels.cc.progress import printable
 
 if TYPE_CHECKING:
     from opkit.kernels.tuning.observation import Choice
-    from opkit.kernels.tuning.record_format import Entry, Identity, Record
+    from opkit.kernels.tuning.record_format import Identity, Record, TuningEntry
     from opkit.op.aot.tuning import Result
     from opkit.op.examples.arguments import CallSpec
 
@@ -90,7 +90,7 @@ def _show(listed: Sequence[Record]) -> None:
     _say(f"{_results(len(rows))} in {records.root()}")
 
 
-def _row(record: Record, entry: Entry, stale: str) -> tuple[str, ...]:
+def _row(record: Record, entry: TuningEntry, stale: str) -> tuple[str, ...]:
     time = "" if entry.best.ms is None else f"{entry.best.ms:.4g}"
     date = entry.when.strftime("%Y-%m-%d %H:%M")
     cells = (record.operator, record.kernel, entry.device, entry.bucket, entry.best.label, time, date, stale or "no")

@@ -259,7 +259,7 @@ def _failure(place: Path, folder: Path, job: _Job, wrong: Outcome) -> CompileErr
     again = tuple(_kept(argument, kept) for argument in wrong.command)
     texts = [(unit.name, unit.text) for unit in job.request.units]
     message = diagnostics.failure(job.request.label, wrong, again, folder, texts)
-    storing.keep_failed(place, job.key, folder)
+    storing.store_failed(place, job.key, folder)
     return diagnostics.error(message, wrong.log, again)
 
 

@@ -34,7 +34,7 @@ _FIELDS = {"key": str, "label": str, "file": str, "sha256": str, "size": int, "c
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """One built file.
 
     Attributes:
@@ -132,10 +132,10 @@ def _listed(directory: Path, pattern: str) -> list[Path]:
         return []
 
 
-def _entry(directory: Path, noted: dict[str, Any]) -> Entry:
+def _entry(directory: Path, noted: dict[str, Any]) -> CacheEntry:
     """An entry as far as it is known; a damaged one may not say more than its key."""
     compiler, command = noted.get("compiler"), noted.get("flags")
-    return Entry(
+    return CacheEntry(
         key=directory.name,
         label=noted.get("label", "?"),
         size=noted.get("size", 0),
@@ -146,7 +146,7 @@ def _entry(directory: Path, noted: dict[str, Any]) -> Entry:
     )
 
 
-def entries() -> list[Entry]:
+def entries() -> list[CacheEntry]:
     """What the cache holds, by label. Files are not looked into: see :func:`verify`."""
     found = []
     for directory in _folders(root()):
@@ -155,7 +155,7 @@ def entries() -> list[Entry]:
     return sorted(found, key=lambda entry: (entry.label, entry.created, entry.key))
 
 
-def verify() -> list[tuple[Entry, str]]:
+def verify() -> list[tuple[CacheEntry, str]]:
     """The entries that cannot be used, each with what is wrong with it."""
     examined = [(directory, *examine(directory)) for directory in _folders(root())]
     return [(_entry(directory, noted), problem) for directory, noted, problem in examined if problem is not None]

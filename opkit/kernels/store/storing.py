@@ -25,7 +25,7 @@ from opkit.errors import BuildCacheWarning, CacheError
 from opkit.kernels.store import cache, files
 
 _HOUR = 3600.0
-_FAILED_KEPT = 20
+_MAX_FAILED = 20
 
 _instead: dict[Path, Path] = {}  # the temporary folders that stand in for caches, by the cache
 _swept: set[Path] = set()
@@ -135,13 +135,13 @@ def discard(place: Path, key: str) -> None:
     shutil.rmtree(away, ignore_errors=True)
 
 
-def store(place: Path, key: str, made: Path, noted: dict[str, Any]) -> Path:
+def store(place: Path, key: str, built: Path, noted: dict[str, Any]) -> Path:
     """Put a built file under its key; where another process has put the same there meanwhile, that one stays."""
-    folder = made.parent / "entry"
+    folder = built.parent / "entry"
     folder.mkdir(mode=0o700)
-    made.chmod(0o700)
-    os.rename(made, folder / made.name)
-    noted = {"key": key, "file": made.name, "created": time.time(), **noted}
+    built.chmod(0o700)
+    os.rename(built, folder / built.name)
+    noted = {"key": key, "file": built.name, "created": time.time(), **noted}
     with open(
         os.open(folder / cache.ENTRY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii"
     ) as file:
@@ -164,7 +164,7 @@ def _move(folder: Path, place: Path, key: str) -> Path:
     raise OSError(errno.EIO, "what is written there cannot be read back", str(target))
 
 
-def keep_failed(place: Path, key: str, workspace: Path) -> None:
+def store_failed(place: Path, key: str, workspace: Path) -> None:
     """Keep what a compiler refused, so that its command can be run again; the oldest of many are dropped."""
     failed = failed_folder(place, key)
     with contextlib.suppress(OSError):
@@ -172,7 +172,7 @@ def keep_failed(place: Path, key: str, workspace: Path) -> None:
         cache.remove_tree(failed)
         os.rename(workspace, failed)
         by_age = sorted(failed.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-        for old in by_age[_FAILED_KEPT:]:
+        for old in by_age[_MAX_FAILED:]:
             cache.remove_tree(old)
 
 

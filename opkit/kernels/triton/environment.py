@@ -50,7 +50,7 @@ def defaults() -> tuple[bool, str]:
     return bool(knobs.runtime.debug), str(knobs.compilation.instrumentation_mode)
 
 
-def told() -> list[tuple[str, str, tuple[int, int] | None]]:
+def variables() -> list[tuple[str, str, tuple[int, int] | None]]:
     """The variables that may be heeded; of one that names a file, such as another ptxas, the file's size and time too."""
     named = sorted((name, value) for name, value in os.environ.items() if _HEEDED.fullmatch(name))
     return [(name, value, _stamp(value) if os.path.isfile(value) else None) for name, value in named]

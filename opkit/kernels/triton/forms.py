@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opkit.kernels.triton import parsing, signatures, targets
-from opkit.kernels.triton.compiling import Request, loaded, value_text
+from opkit.kernels.triton.compiling import CompileRequest, loaded, value_text
 
 _CONSTANT = "constexpr"
 _ONE = "int 1"
@@ -51,7 +51,7 @@ class Form:
         return ", ".join([*types, *values, *large, *(["a grid in pieces"] if self.offsets else [])])
 
 
-def form_of(request: Request) -> Form:
+def form_of(request: CompileRequest) -> Form:
     """A request as a form. Neither a compiler nor a GPU is needed."""
     request = loaded(request)
     return Form(
@@ -91,10 +91,10 @@ def serves(built: Form, wanted: Form) -> bool:
 
 
 def _takes(built: Form, wanted: Form, name: str) -> bool:
-    has, given = built.signature[name], wanted.signature[name]
-    if has == given:
+    has, wanted_type = built.signature[name], wanted.signature[name]
+    if has == wanted_type:
         return has != _CONSTANT or built.constexprs[name] == wanted.constexprs[name]
-    return given == _CONSTANT and has in ("i32", "i64") and wanted.constexprs[name] == _ONE
+    return wanted_type == _CONSTANT and has in ("i32", "i64") and wanted.constexprs[name] == _ONE
 
 
 def specificity(built: Form, wanted: Form) -> tuple[bool, int, int]:
@@ -103,7 +103,7 @@ def specificity(built: Form, wanted: Form) -> tuple[bool, int, int]:
     return built.target == wanted.target, constants, len(built.divisible)
 
 
-def relaxed(request: Request) -> list[Request]:
+def relaxed(request: CompileRequest) -> list[CompileRequest]:
     """Requests that serve more calls than this one, the most general last.
 
     The first is told only of aligned addresses and of ints that are 1, as sizes that 16 does not divide leave it. The last
@@ -111,14 +111,14 @@ def relaxed(request: Request) -> list[Request]:
     this one are left out.
     """
     addresses = frozenset(name for name in request.divisible if request.signature[name].startswith("*"))
-    listed: list[Request] = []
+    listed: list[CompileRequest] = []
     for form in (dataclasses.replace(request, divisible=addresses), _general(request)):
         if form_of(form) not in map(form_of, [request, *listed]):
             listed.append(form)
     return listed
 
 
-def _general(request: Request) -> Request:
+def _general(request: CompileRequest) -> CompileRequest:
     listed = signatures.parameters(request.function)
     ones = {p.name for p in listed if not p.constexpr and _is_one(request, p.name)}
     integer = "i64" if request.wide else "i32"
@@ -130,5 +130,5 @@ def _general(request: Request) -> Request:
     )
 
 
-def _is_one(request: Request, name: str) -> bool:
+def _is_one(request: CompileRequest, name: str) -> bool:
     return name in request.constexprs and value_text(request.constexprs[name]) == _ONE

@@ -37,7 +37,7 @@ _ARGUMENTS = frozenset({*_MARKS, "debug", "noinline", "version"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
+class HeaderParameter:
     """One parameter as it is written; ``annotation`` is what Python makes of it, or ""."""
 
     name: str
@@ -52,7 +52,7 @@ class Parameter:
 class Header:
     """A Triton function without its body. ``line`` is that of its first decorator."""
 
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[HeaderParameter, ...]
     gluon: bool
     file: str
     line: int
@@ -130,9 +130,9 @@ class _File:
 
     def named(self, name: str) -> Any:
         """What a name at the top of the module stands for."""
-        given = statements.assigned(self.text, name)
-        if given is not None:
-            return self.value(given)
+        assigned = statements.assigned(self.text, name)
+        if assigned is not None:
+            return self.value(assigned)
         found = self.imported.get(name)
         if found is None or not found.name or found.module == self.module:
             raise _Unclear
@@ -161,8 +161,8 @@ def _header(file: _File, name: str) -> Header:
     gluon = _JIT.get(file.origin(decorator.func if isinstance(decorator, ast.Call) else decorator))
     if gluon is None:
         raise _Unclear
-    given = _arguments(file, decorator) if isinstance(decorator, ast.Call) else {}
-    parameters = _parameters(file, found.node.args, given)
+    arguments = _arguments(file, decorator) if isinstance(decorator, ast.Call) else {}
+    parameters = _parameters(file, found.node.args, arguments)
     return Header(parameters, gluon, str(file.path), found.above + decorator.lineno)
 
 
@@ -173,17 +173,17 @@ def _arguments(file: _File, decorator: ast.Call) -> dict[str, Any]:
     return {str(keyword.arg): file.value(keyword.value) for keyword in decorator.keywords}
 
 
-def _parameters(file: _File, listed: ast.arguments, given: Mapping[str, Any]) -> tuple[Parameter, ...]:
+def _parameters(file: _File, listed: ast.arguments, arguments: Mapping[str, Any]) -> tuple[HeaderParameter, ...]:
     if listed.posonlyargs or listed.kwonlyargs or listed.vararg or listed.kwarg:
         raise _Unclear
-    marks = [frozenset(given.get(name) or ()) for name in _MARKS]
-    if any(isinstance(given.get(name), str) for name in _MARKS):
+    marks = [frozenset(arguments.get(name) or ()) for name in _MARKS]
+    if any(isinstance(arguments.get(name), str) for name in _MARKS):
         raise _Unclear
     without = len(listed.args) - len(listed.defaults)
-    found: list[Parameter] = []
+    found: list[HeaderParameter] = []
     for i, each in enumerate(listed.args):
         annotation = "" if each.annotation is None else file.annotation(each.annotation)
         default = inspect.Parameter.empty if i < without else file.value(listed.defaults[i - without])
         specialised, aligned = (i not in marked and each.arg not in marked for marked in marks)
-        found.append(Parameter(each.arg, bool(annotation), annotation, default, specialised, aligned))
+        found.append(HeaderParameter(each.arg, bool(annotation), annotation, default, specialised, aligned))
     return tuple(found)

@@ -88,16 +88,16 @@ def _read(module: str) -> File | None:
     if module not in _files:
         path = statements.file_of(module)
         try:
-            made = None if path is None else _made(module, path)
+            file = None if path is None else _file(module, path)
         except (OSError, UnicodeDecodeError):
-            made = None
-        if made is None:
+            file = None
+        if file is None:
             return None
-        _files[module] = made
+        _files[module] = file
     return _files[module]
 
 
-def _made(module: str, path: Path) -> File:
+def _file(module: str, path: Path) -> File:
     stamp, data = _stamp(path), path.read_bytes()
     text = data.decode("utf-8")
     own, others = set[str](), set[str]()

@@ -15,7 +15,7 @@ from opkit.errors import PackageError
 from opkit.kernels.aot import package, portable
 from opkit.kernels.triton import forms, targets
 from opkit.kernels.triton.binaries import Binary
-from opkit.kernels.triton.compiling import Request
+from opkit.kernels.triton.compiling import CompileRequest
 from opkit.kernels.triton.forms import Form
 from opkit.kernels.triton.shipping import TritonBinary
 
@@ -33,7 +33,7 @@ _loaded: dict[Path, Binary] = {}
 _loading = threading.Lock()
 
 
-def find(wanted: Wanted, request: Request) -> Binary | None:
+def find(wanted: Wanted, request: CompileRequest) -> Binary | None:
     """The binary that was built for calls like this; None where it is to be compiled. It is one object for each file.
 
     Where the package has the kernel, and nothing that can be used for this call, a warning says why, once for a kernel.
@@ -68,9 +68,9 @@ def _missing(listed: Sequence[TritonBinary], form: Form) -> str:
     same = [each for each in listed if each.form.source == form.source]
     if not same:
         return "was edited since it was built: the source of its Triton function differs"
-    there = sorted({each.form.target for each in same})
-    if not any(targets.runs(target, form.target) for target in there):
-        return f"was built for {', '.join(there)}, and this GPU is {form.target}"
+    built_for = sorted({each.form.target for each in same})
+    if not any(targets.runs(target, form.target) for target in built_for):
+        return f"was built for {', '.join(built_for)}, and this GPU is {form.target}"
     return f"was not built for a call like this one ({form}), which an entry of its examples= would cover"
 
 

@@ -109,8 +109,8 @@ def _hsaco(sections: dict[str, elf.Section], name: str) -> tuple[int, int, int]:
 
 
 def _hsaco_sizes(sections: dict[str, elf.Section], name: str) -> list[int]:
-    given = _kernel(sections, name).get(".args", [])
-    return [argument[".size"] for argument in given if not argument[".value_kind"].startswith("hidden")]
+    arguments = _kernel(sections, name).get(".args", [])
+    return [argument[".size"] for argument in arguments if not argument[".value_kind"].startswith("hidden")]
 
 
 def _kernel(sections: dict[str, elf.Section], name: str) -> dict[str, Any]:

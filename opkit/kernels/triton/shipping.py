@@ -66,7 +66,7 @@ class TritonBinary:
             KeyError, TypeError, ValueError: it did not write this.
         """
         form = Form(**{**item["form"], "divisible": tuple(item["form"]["divisible"])})
-        made = cls(**{**item, "form": form})
-        if not _FILE.fullmatch(made.file):
-            raise ValueError(f"{made.file!r} is not the name of a binary")
-        return made
+        binary = cls(**{**item, "form": form})
+        if not _FILE.fullmatch(binary.file):
+            raise ValueError(f"{binary.file!r} is not the name of a binary")
+        return binary

@@ -14,19 +14,19 @@ from opkit.kernels.triton import offsets, parsing, wide
 _VERSION = 1  # of what the variants are: Triton's cache is asked for another entry when it changes
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of an author's."""
 
     file: str
     line: int
 
 
-class Variant:
+class SourceVariant:
     """Goes before Triton's ``ASTSource`` among the bases of a class."""
 
     wide = False
     offsets = False
-    place: Place | None = None
+    place: SourceLine | None = None
     fn: Any
     name: str
     constants: dict[tuple[int, ...], Any]
@@ -66,10 +66,10 @@ def _class(gluon: bool) -> Any:
         from triton.experimental.gluon._runtime import GluonASTSource as base
     else:
         from triton.compiler.compiler import ASTSource as base
-    return type("Source", (Variant, base), {})
+    return type("Source", (SourceVariant, base), {})
 
 
-def place_of(error: BaseException) -> Place | None:
+def place_of(error: BaseException) -> SourceLine | None:
     """The innermost line of the author's that Triton's code generator was at; None if it was at none."""
     import triton
 
@@ -78,14 +78,14 @@ def place_of(error: BaseException) -> Place | None:
     return found[-1] if found else None
 
 
-def _places(error: BaseException) -> Iterator[Place]:
+def _places(error: BaseException) -> Iterator[SourceLine]:
     """Every line that a code generator was at, outermost first: each caller's generator runs its callee's."""
     trace = error.__traceback__
     while trace is not None:
         generator: Any = trace.tb_frame.f_locals.get("self")
         node = _node(generator)
         if hasattr(node, "lineno"):
-            yield Place(str(generator.file_name), generator.begin_line + node.lineno)
+            yield SourceLine(str(generator.file_name), generator.begin_line + node.lineno)
         trace = trace.tb_next
     if error.__cause__ is not None:
         yield from _places(error.__cause__)

@@ -36,9 +36,16 @@ def key(identity: str) -> str | None:
     if environment.watched():
         return None
     library = os.stat(str(libtriton.__file__))
-    told = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
-    told.update(libtriton.get_cache_invalidating_env_vars())
-    parts = [_VERSION, identity, library.st_size, library.st_mtime_ns, sorted(told.items()), environment.defaults()]
+    variables = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+    variables.update(libtriton.get_cache_invalidating_env_vars())
+    parts = [
+        _VERSION,
+        identity,
+        library.st_size,
+        library.st_mtime_ns,
+        sorted(variables.items()),
+        environment.defaults(),
+    ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -47,7 +54,7 @@ def named_key(identity: str) -> str | None:
     compiler = environment.compiler()
     if compiler is None or environment.watched():
         return None
-    parts = [_VERSION, identity, compiler, environment.runtime(), environment.told(), environment.defaults()]
+    parts = [_VERSION, identity, compiler, environment.runtime(), environment.variables(), environment.defaults()]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -61,14 +68,14 @@ def find_named(name: str) -> Binary | None:
     return find(noted) if _KEY.fullmatch(noted) else None
 
 
-def note(name: str, kept: str) -> None:
+def note(name: str, binary_key: str) -> None:
     """Note under such a key that of a binary, if that can be done, and if all that Triton heeds is part of it."""
     if not environment.knows_all():
         return
     path = _path(name, _NAMED)
     with contextlib.suppress(OSError):
         files.make_private_folder(path.parent, above=1)
-        files.write_atomically(path, kept.encode())
+        files.write_atomically(path, binary_key.encode())
 
 
 def find(name: str) -> Binary | None:
@@ -84,7 +91,7 @@ def find(name: str) -> Binary | None:
         return None
 
 
-def keep(name: str, binary: Binary) -> None:
+def store(name: str, binary: Binary) -> None:
     """Keep a binary under this key, if that can be done."""
     path = _path(name)
     noted = {"sha256": hashlib.sha256(binary.image).hexdigest(), "launch": binary.to_json()}

@@ -35,7 +35,7 @@ class Layout:
         """What a contract's hash covers."""
         return [("layout", repr(self))]
 
-    def made(self) -> Any:
+    def resolved(self) -> Any:
         """Gluon's own.
 
         Raises:
@@ -68,16 +68,16 @@ class Element:
         """What a contract's hash covers."""
         return [("element", self.name)]
 
-    def made(self) -> Any:
+    def resolved(self) -> Any:
         """Triton's own."""
         import triton.language
 
         return getattr(triton.language, self.name)
 
 
-def made(value: Any) -> Any:
+def resolved(value: Any) -> Any:
     """A value with Triton's and Gluon's own in place of what stands for them here."""
-    return value.made() if isinstance(value, (Layout, Element)) else value
+    return value.resolved() if isinstance(value, (Layout, Element)) else value
 
 
 def written_out(kind: str) -> str:
@@ -90,7 +90,7 @@ def written_out(kind: str) -> str:
     """
     match = _DESCRIPTOR.fullmatch(kind)
     layout = None if match is None else _layout(match[2])
-    return kind if match is None or layout is None else f"{match[1]},{layout.made()!r}>"
+    return kind if match is None or layout is None else f"{match[1]},{layout.resolved()!r}>"
 
 
 def _layout(text: str) -> Layout | None:

@@ -86,9 +86,9 @@ def _triton(name: str) -> Any:
 def _with_globals(function: Any, **changed: Any) -> Any:
     """The same function, for which some of its module's names stand for something else."""
     names = {**function.__globals__, **changed}
-    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _gluon_module(target: Any, options: Any, context: Any) -> Any:

@@ -41,7 +41,7 @@ class Config:
         return hash(self.key)
 
     @classmethod
-    def parse(cls, given: Any, parameter_names: Collection[str]) -> Config:
+    def parse(cls, written: Any, parameter_names: Collection[str]) -> Config:
         """The configuration that an author wrote as a dictionary, or as a ``triton.Config``.
 
         What is named like a parameter of the kernel is a constexpr, the rest are compile options.
@@ -52,11 +52,11 @@ class Config:
         >>> Config.parse({"BLOCK": 128, "num_warps": 4}, ["x", "out", "BLOCK"])
         Config(constexprs={'BLOCK': 128}, options={'num_warps': 4}, pre_hook=None)
         """
-        values, hook = _given(given)
+        values, hook = _values_and_hook(written)
         constexprs = {name: value for name, value in values.items() if name in parameter_names}
         options = {name: value for name, value in values.items() if name not in parameter_names}
         for name in options:
-            _check_option(name, given, parameter_names)
+            _check_option(name, written, parameter_names)
         config = cls(constexprs, options, hook)
         config.to_json()  # else what no record can hold would be found at the first launch
         return config
@@ -110,34 +110,34 @@ def _shown(value: Any) -> str:
 # ---- what authors write ----------------------------------------------------------------------------------------------
 
 
-def _given(given: Any) -> tuple[dict[str, Any], Any]:
-    if isinstance(given, Mapping):
-        values = dict(given)
+def _values_and_hook(written: Any) -> tuple[dict[str, Any], Any]:
+    if isinstance(written, Mapping):
+        values = dict(written)
         hook = values.pop(_HOOK, None)
-    elif isinstance(getattr(given, "kwargs", None), Mapping) and hasattr(given, "num_warps"):
-        fields = {name: getattr(given, name, None) for name in _TRITON_FIELDS}
-        values = {**given.kwargs, **{name: value for name, value in fields.items() if value is not None}}
-        hook = getattr(given, _HOOK, None)
+    elif isinstance(getattr(written, "kwargs", None), Mapping) and hasattr(written, "num_warps"):
+        fields = {name: getattr(written, name, None) for name in _TRITON_FIELDS}
+        values = {**written.kwargs, **{name: value for name, value in fields.items() if value is not None}}
+        hook = getattr(written, _HOOK, None)
     else:
         raise DeclarationError(
-            f"configs: {given!r} is no configuration. Write a dictionary such as "
+            f"configs: {written!r} is no configuration. Write a dictionary such as "
             '{"BLOCK": 128, "num_warps": 4}, or a triton.Config.'
         )
     if wrong := [name for name in values if not isinstance(name, str)]:
-        raise DeclarationError(f"configs: {wrong[0]!r} in {given!r} is no name of a parameter or an option.")
+        raise DeclarationError(f"configs: {wrong[0]!r} in {written!r} is no name of a parameter or an option.")
     if hook is not None and not callable(hook):
-        raise DeclarationError(f"configs: pre_hook of {given!r} cannot be called.")
+        raise DeclarationError(f"configs: pre_hook of {written!r} cannot be called.")
     return values, hook
 
 
-def _check_option(name: str, given: Any, parameter_names: Collection[str]) -> None:
+def _check_option(name: str, written: Any, parameter_names: Collection[str]) -> None:
     known = option_names()
     if not known or name in known:
         return
     near = difflib.get_close_matches(name, [*parameter_names, *known], n=2, cutoff=0.6)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise DeclarationError(
-        f"configs: {name!r} in {given!r} is neither a parameter of the kernel nor a compile option of Triton's.{hint}"
+        f"configs: {name!r} in {written!r} is neither a parameter of the kernel nor a compile option of Triton's.{hint}"
     )
 
 
@@ -209,14 +209,14 @@ def prune(
         return list(configs)
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        given = [_for_triton(config) for config in configs]
+        offered = [_for_triton(config) for config in configs]
         second = [parameter.name for parameter in parameters][1:2]
         others = {name: value for name, value in named_values.items() if name not in ("configs", *second)}
-        returned = function(given, dict(named_values), **others)
+        returned = function(offered, dict(named_values), **others)
     else:
-        given = [config.values for config in configs]
-        returned = function(given, **_asked(function, list(parameters)[1:], named_values))
-    return _kept(function, configs, given, returned, named_values)
+        offered = [config.values for config in configs]
+        returned = function(offered, **_arguments(function, list(parameters)[1:], named_values))
+    return _selected(function, configs, offered, returned, named_values)
 
 
 def _for_triton(config: Config) -> Any:
@@ -228,7 +228,7 @@ def _for_triton(config: Config) -> Any:
     return triton.Config(kwargs, **fields, pre_hook=config.pre_hook)
 
 
-def _asked(
+def _arguments(
     function: Callable[..., Any], parameters: Sequence[inspect.Parameter], named_values: Mapping[str, Any]
 ) -> dict[str, Any]:
     missing = [p.name for p in parameters if p.name not in named_values and p.default is p.empty]
@@ -240,10 +240,10 @@ def _asked(
     return {p.name: named_values[p.name] for p in parameters if p.name in named_values}
 
 
-def _kept(
+def _selected(
     function: Callable[..., Any],
     configs: Sequence[Config],
-    given: Sequence[Any],
+    offered: Sequence[Any],
     returned: Any,
     named_values: Mapping[str, Any],
 ) -> list[Config]:
@@ -251,16 +251,16 @@ def _kept(
         values = ", ".join(f"{name}={value}" for name, value in named_values.items() if isinstance(value, (int, float)))
         what = "left none of the configs" if returned in ([], ()) else f"returned {returned!r}, which is no list"
         raise KernelError(f"prune: {_name(function)} {what} (for {values}). It must leave one at least.")
-    by_identity = {id(each): config for each, config in zip(given, configs, strict=True)}
+    by_identity = {id(each): config for each, config in zip(offered, configs, strict=True)}
     parameters = {name for config in configs for name in config.constexprs}
     by_key = {config.key: config for config in configs}
-    kept: list[Config] = []
+    selected: list[Config] = []
     for each in returned:
         config = by_identity.get(id(each)) or by_key.get(Config.parse(each, parameters).key)
         if config is None:
             raise KernelError(f"prune: {_name(function)} returned {each!r}, which is none of the configs it was given.")
-        kept.append(config)
-    return kept
+        selected.append(config)
+    return selected
 
 
 def _name(function: Callable[..., Any]) -> str:

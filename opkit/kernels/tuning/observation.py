@@ -94,8 +94,8 @@ class Observer:
 
     def wants_anew(self, identity: Identity, device: str, bucket: str) -> bool:
         """Whether to measure although there may be a record: once for each question that is asked."""
-        made = ((choice.identity, choice.device, choice.bucket) for choice in self.choices)
-        return self.force and (identity, device, bucket) not in made
+        chosen = ((choice.identity, choice.device, choice.bucket) for choice in self.choices)
+        return self.force and (identity, device, bucket) not in chosen
 
 
 _observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("opkit_tuning_observer", default=None)

@@ -56,7 +56,7 @@ class Tried:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TuningEntry:
     """What was measured for one bucket on one kind of device.
 
     Attributes:
@@ -97,7 +97,7 @@ class Record:
 
     operator: str
     kernel: str
-    entries: tuple[Entry, ...]
+    entries: tuple[TuningEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in a file."""
@@ -116,7 +116,7 @@ def by_speed(tried: Iterable[Tried]) -> tuple[Tried, ...]:
     return tuple(sorted(tried, key=lambda each: math.inf if each.ms is None else each.ms))
 
 
-def merged(old: Entry, new: Entry) -> Entry:
+def merged(old: TuningEntry, new: TuningEntry) -> TuningEntry:
     """One entry from two of the same device and bucket: the newer, with what the other alone tried of the same kernel."""
     newer, older = (new, old) if new.when >= old.when else (old, new)
     if (newer.hash, newer.triton) != (older.hash, older.triton):
@@ -129,7 +129,7 @@ def merged(old: Entry, new: Entry) -> Entry:
 
 def merge(records: Iterable[Record]) -> list[Record]:
     """One record for each kernel, one entry for each of its devices and buckets; see :func:`merged`."""
-    found: dict[tuple[str, str], dict[tuple[str, str], Entry]] = {}
+    found: dict[tuple[str, str], dict[tuple[str, str], TuningEntry]] = {}
     for record in records:
         entries = found.setdefault((record.operator, record.kernel), {})
         for entry in record.entries:
@@ -179,7 +179,7 @@ def _record(value: Any, where: str) -> Record:
     return Record(fields["operator"], fields["kernel"], tuple(entries))
 
 
-def _entry(value: Any, where: str) -> Entry:
+def _entry(value: Any, where: str) -> TuningEntry:
     fields = _object(value, where, {**dict.fromkeys(_ENTRY_TEXTS, str), "config": dict, "tried": list})
     _check_date(fields["date"], f"{where}.date")
     config = _config(fields["config"], f"{where}.config")
@@ -189,7 +189,7 @@ def _entry(value: Any, where: str) -> Entry:
     measured = {each.key: each.ms for each in tried if each.ms is not None}
     if measured.get(key_of(config)) != min(measured.values(), default=math.inf):
         raise ValueError(f"{where}.config ({label_of(config)}) is not the fastest of those that were tried")
-    return Entry(**{name: fields[name] for name in _ENTRY_TEXTS}, tried=tried)
+    return TuningEntry(**{name: fields[name] for name in _ENTRY_TEXTS}, tried=tried)
 
 
 def _tried(value: Any, where: str) -> Tried:
@@ -246,7 +246,7 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def fastest(entry: Entry, keys: Sequence[str]) -> Tried | str:
+def fastest(entry: TuningEntry, keys: Sequence[str]) -> Tried | str:
     """The fastest of the configurations with these keys; or why the entry cannot tell."""
     tried = {each.key: each for each in entry.tried}
     unknown = [key for key in keys if key not in tried]

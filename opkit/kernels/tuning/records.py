@@ -26,7 +26,7 @@ from opkit.kernels.triton import environment
 from opkit.kernels.tuning import record_format
 from opkit.kernels.tuning.buckets import distance
 from opkit.kernels.tuning.configs import Config
-from opkit.kernels.tuning.record_format import Entry, Identity, Record, Tried
+from opkit.kernels.tuning.record_format import Identity, Record, Tried, TuningEntry
 
 _FOLDER, _IN_PACKAGE, _LOCKS = "triton_tuning", "tuning", "locks"
 _SHIPPED = "opkit-build.json"
@@ -34,7 +34,7 @@ _LONGEST_NAME = 120
 
 
 @dataclasses.dataclass(frozen=True)
-class Refusal:
+class RejectedResult:
     """Why a result that is there was not used. ``damaged`` is said of the whole file."""
 
     file: Path
@@ -50,8 +50,8 @@ class Lookup:
     """A configuration and what was measured of it; or neither, and what was refused."""
 
     config: Config | None = None
-    entry: Entry | None = None
-    refusals: tuple[Refusal, ...] = ()
+    entry: TuningEntry | None = None
+    refusals: tuple[RejectedResult, ...] = ()
 
 
 def root() -> Path:
@@ -84,7 +84,7 @@ def lookup(
     identity: Identity, configs: Sequence[Config], device: str, bucket: str, folders: Iterable[Path] = ()
 ) -> Lookup:
     """The fastest of ``configs`` by what was measured, in the cache or else in the folders of packages."""
-    refusals: list[Refusal] = []
+    refusals: list[RejectedResult] = []
     for file, entries in _entries(identity, folders, refusals):
         for entry in entries:
             if (entry.device, entry.bucket) != (device, bucket):
@@ -92,7 +92,7 @@ def lookup(
             found = _answer(identity, configs, entry)
             if isinstance(found, Config):
                 return Lookup(found, entry)
-            refusals.append(Refusal(file, found))
+            refusals.append(RejectedResult(file, found))
     return Lookup(refusals=tuple(refusals))
 
 
@@ -100,13 +100,13 @@ def nearest(
     identity: Identity, configs: Sequence[Config], device: str, bucket: str, folders: Iterable[Path] = ()
 ) -> Lookup:
     """The same from the most similar bucket that the device has a result for."""
-    beside = [
+    similar = [
         (distance(entry.bucket, bucket), entry)
         for _, entries in _entries(identity, folders, [])
         for entry in entries
         if entry.device == device
     ]
-    for away, entry in sorted(beside, key=lambda each: each[0]):
+    for away, entry in sorted(similar, key=lambda each: each[0]):
         found = _answer(identity, configs, entry)
         if isinstance(found, Config) and away < float("inf"):
             return Lookup(found, entry)
@@ -114,13 +114,13 @@ def nearest(
 
 
 def _entries(
-    identity: Identity, folders: Iterable[Path], refusals: list[Refusal]
-) -> Iterator[tuple[Path, Sequence[Entry]]]:
+    identity: Identity, folders: Iterable[Path], refusals: list[RejectedResult]
+) -> Iterator[tuple[Path, Sequence[TuningEntry]]]:
     """The entries of a kernel, file by file; a damaged file is noted in ``refusals``."""
     for file in (file_of(identity.operator, identity.kernel), *_listed(folders)):
         found = _read(file)
         if isinstance(found, str):
-            refusals.append(Refusal(file, found, damaged=True))
+            refusals.append(RejectedResult(file, found, damaged=True))
             continue
         for record in found:
             if (record.operator, record.kernel) == (identity.operator, identity.kernel):
@@ -133,7 +133,7 @@ def _listed(folders: Iterable[Path]) -> Iterator[Path]:
             yield from sorted(path for path in folder.iterdir() if path.suffix == ".json")
 
 
-def _answer(identity: Identity, configs: Sequence[Config], entry: Entry) -> Config | str:
+def _answer(identity: Identity, configs: Sequence[Config], entry: TuningEntry) -> Config | str:
     """The fastest of ``configs``, or why the entry cannot be used."""
     if reason := stale(entry, identity.hash):
         return reason
@@ -142,7 +142,7 @@ def _answer(identity: Identity, configs: Sequence[Config], entry: Entry) -> Conf
     return found if isinstance(found, str) else by_key[found.key]
 
 
-def stale(entry: Entry, kernel_hash: str | None) -> str:
+def stale(entry: TuningEntry, kernel_hash: str | None) -> str:
     """Why an entry does not hold any more; empty where it does, as far as is known without the hash."""
     if kernel_hash is not None and entry.hash != kernel_hash:
         return "it was made for the kernel before it changed"
@@ -190,13 +190,15 @@ def listed() -> list[Record]:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def remember(identity: Identity, device: str, bucket: str, tried: Iterable[Tried]) -> Entry:
+def remember(identity: Identity, device: str, bucket: str, tried: Iterable[Tried]) -> TuningEntry:
     """Keep what was measured now.
 
     Raises:
         OSError: the cache cannot be written to.
     """
-    entry = Entry(device, bucket, identity.hash, triton_version(), record_format.now(), record_format.by_speed(tried))
+    entry = TuningEntry(
+        device, bucket, identity.hash, triton_version(), record_format.now(), record_format.by_speed(tried)
+    )
     _add(Record(identity.operator, identity.kernel, (entry,)))
     return entry
 
@@ -205,8 +207,8 @@ def _add(record: Record) -> None:
     file = file_of(record.operator, record.kernel)
     with lock(file.name, lambda: None):
         held = _read(file)
-        kept = [] if isinstance(held, str) else held  # what is damaged is replaced
-        _write(file, record_format.merge([*kept, record]))
+        existing = [] if isinstance(held, str) else held  # what is damaged is replaced
+        _write(file, record_format.merge([*existing, record]))
 
 
 def _write(file: Path, records: Iterable[Record], mode: int = 0o600) -> None:

@@ -242,7 +242,7 @@ def _in_turn(question: _Question, measure: Measure, anew: bool) -> Choice:
     with _turns.setdefault(question.topic, threading.RLock()), _locked(question, steps):
         known = None if anew else _memory.get(question.key) or _recorded(question, question.lookup())
         try:
-            return known or _noted(question, _kept(question, by_speed(_tried(question, measure, steps))))
+            return known or _noted(question, _best_of(question, by_speed(_tried(question, measure, steps))))
         finally:
             steps.finish()
 
@@ -264,7 +264,7 @@ def _unwritable(error: OSError) -> None:
     )
 
 
-def _kept(question: _Question, tried: Sequence[Tried]) -> Choice:
+def _best_of(question: _Question, tried: Sequence[Tried]) -> Choice:
     best = tried[0]
     if best.ms is None:
         return _none_ran(question, tried)

@@ -15,7 +15,7 @@ from opkit.kernels.tuning.configs import Config, prune
 from opkit.kernels.tuning.observation import Choice
 from opkit.kernels.tuning.record_format import Identity
 from opkit.op.trace.contract_hash import contract_hash
-from opkit.op.triton.binding import Bound
+from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.evaluation import TensorInfo
 from opkit.op.triton.machine import Machine
 
@@ -23,7 +23,7 @@ from opkit.op.triton.machine import Machine
 class Chooser:
     """Chooses among the configs of a bound kernel. ``module`` defines its operator, and may bring results along."""
 
-    def __init__(self, bound: Bound, machine: Machine, module: str) -> None:
+    def __init__(self, bound: BoundKernel, machine: Machine, module: str) -> None:
         self.bound = bound
         self.machine = machine
         self.module = module

@@ -155,8 +155,8 @@ _DECORATORS = {"Autotuner": _autotuner, "Heuristics": _heuristics}
 
 def _check(kernel: TritonKernel) -> None:
     names = [parameter.name for parameter in kernel.parameters]
-    for what, given in (("", kernel.values), ("bind=: ", kernel.bind)):
-        for name in given:
+    for what, passed in (("", kernel.values), ("bind=: ", kernel.bind)):
+        for name in passed:
             if name not in names:
                 near = difflib.get_close_matches(name, [*names, *OPTIONS], 3)
                 hint = f" Nearest: {', '.join(near)}." if near else ""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from opkit.kernels.binding.facts import Argument, Shape
-from opkit.op.triton.binding import Bound
+from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.names import Source
 
 
-def description(bound: Bound, cuda: bool, packed: bool = True) -> dict[str, Any]:
+def description(bound: BoundKernel, cuda: bool, packed: bool = True) -> dict[str, Any]:
     """A kernel as ``opkit._core.launch_kernel`` takes it."""
     facts = bound.facts
     return {
@@ -38,9 +38,9 @@ def _shape(shape: Shape) -> dict[str, Any]:
     return {"before": shape.before, "variadic": shape.variadic, "after": shape.after}
 
 
-def _source(bound: Bound, source: Source, packed: bool) -> tuple[str, int, int, int, int]:
+def _source(bound: BoundKernel, source: Source, packed: bool) -> tuple[str, int, int, int, int]:
     origin, detail = source.origin, source.detail
     if source.kind == "tensor" and packed:
-        told = bound.strided.get(source.argument, ())
-        origin, detail = "PACKED_TENSOR", sum(1 << (d if d >= 0 else 15 - d) for d in told)
+        dims = bound.strided.get(source.argument, ())
+        origin, detail = "PACKED_TENSOR", sum(1 << (d if d >= 0 else 15 - d) for d in dims)
     return origin, source.argument, detail, -1, 0

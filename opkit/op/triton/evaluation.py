@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from opkit.errors import DeclarationError, KernelError
 
-_MOST_KNOWN = 4096
+_MAX_RESULTS = 4096
 EVERYTHING = ("meta", "META")
 """The parameter by which a function asks for all that is known, as Triton's grid functions do."""
 
@@ -48,14 +48,14 @@ class Formula:
     known: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict[tuple[Any, ...], Any], compare=False)
 
     def __call__(self, named: Mapping[str, Any]) -> Any:
-        given = [named[name] if name in named else self._everything(name, named) for name in self.inputs]
-        key = exact(given)
+        values = [named[name] if name in named else self._everything(name, named) for name in self.inputs]
+        key = exact(values)
         try:
             return self.known[key]
         except TypeError:  # symbolic sizes, which stand for many and have no hash
-            return self.function(*given)
+            return self.function(*values)
         except KeyError:
-            return self._kept(key, self.function(*given))
+            return self._store(key, self.function(*values))
 
     @staticmethod
     def _everything(name: str, named: Mapping[str, Any]) -> Any:
@@ -63,8 +63,8 @@ class Formula:
             raise KeyError(name)
         return named
 
-    def _kept(self, key: tuple[Any, ...], value: Any) -> Any:
-        if len(self.known) >= _MOST_KNOWN:
+    def _store(self, key: tuple[Any, ...], value: Any) -> Any:
+        if len(self.known) >= _MAX_RESULTS:
             self.known.clear()
         return self.known.setdefault(key, value)
 
@@ -103,8 +103,8 @@ def formula(name: str, function: Callable[..., Any], means: Callable[[str], bool
 
 def _by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def call(*given: Any) -> Any:
-        return function(**dict(zip(names, given, strict=True)))
+    def call(*values: Any) -> Any:
+        return function(**dict(zip(names, values, strict=True)))
 
     return call
 
@@ -143,8 +143,8 @@ def evaluate(where: str, formulas: Sequence[Formula], named: dict[str, Any]) -> 
 def _blamed(f: Formula, named: Mapping[str, Any]) -> str:
     code = getattr(inspect.unwrap(f.function), "__code__", None)
     at = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
-    given = ", ".join(f"{name}={named.get(name)!r}" for name in f.inputs if name not in EVERYTHING)
-    return f"the function for {f.name}{at} failed on {given or 'no values'}:"
+    values = ", ".join(f"{name}={named.get(name)!r}" for name in f.inputs if name not in EVERYTHING)
+    return f"the function for {f.name}{at} failed on {values or 'no values'}:"
 
 
 def as_grid(where: str, value: Any) -> tuple[Any, Any, Any]:

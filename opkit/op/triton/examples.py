@@ -17,7 +17,7 @@ from opkit.op.examples.arguments import CallSpec
 from opkit.op.layout import outputs as layout
 from opkit.op.layout import program as p
 from opkit.op.triton.arguments import Values
-from opkit.op.triton.binding import Bound
+from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.entries import Memory
 from opkit.op.triton.evaluation import as_grid, evaluate
 from opkit.op.triton.machine import MACHINES
@@ -36,7 +36,7 @@ def calls_of(operator: Operator, examples: Sequence[Mapping[str, Any]]) -> list[
     return typical_calls.given(operator, examples) if examples else typical_calls.made_up(operator)
 
 
-def values_of(operator: Operator, bound: Bound, call: CallSpec) -> Values:
+def values_of(operator: Operator, bound: BoundKernel, call: CallSpec) -> Values:
     """What a kernel is given when the operator is called like an example, with tensors that have no numbers."""
     args, kwargs = typical_calls.arguments_of(operator, call, "meta")
     operands = layout.operands(operator, args, kwargs)
@@ -49,7 +49,7 @@ def configs_for(values: Values) -> Sequence[Config | None]:
     return prune(kernel.configs, kernel.prune, _named(values)) if kernel.configs else (None,)
 
 
-def request_for(values: Values, config: Config | None, target: str) -> compiling.Request:
+def request_for(values: Values, config: Config | None, target: str) -> compiling.CompileRequest:
     """What the compiler is asked for by a call with these values.
 
     Raises:
@@ -62,12 +62,14 @@ def request_for(values: Values, config: Config | None, target: str) -> compiling
     return Variants(bound, MACHINES["cuda"]).request(seen, named, target, pieces)
 
 
-def configs_of(operator: Operator, bound: Bound, call: CallSpec) -> Sequence[Config | None]:
+def configs_of(operator: Operator, bound: BoundKernel, call: CallSpec) -> Sequence[Config | None]:
     """The configs that a call may use; a None of a kernel that has none."""
     return configs_for(values_of(operator, bound, call))
 
 
-def request_of(operator: Operator, bound: Bound, call: CallSpec, config: Any, target: str) -> compiling.Request:
+def request_of(
+    operator: Operator, bound: BoundKernel, call: CallSpec, config: Any, target: str
+) -> compiling.CompileRequest:
     """What the compiler is asked for when the operator is called like an example.
 
     Raises:
@@ -81,7 +83,7 @@ def _named(values: Values) -> dict[str, Any]:
 
 
 def _outputs(
-    operator: Operator, bound: Bound, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
+    operator: Operator, bound: BoundKernel, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
 ) -> list[Any]:
     new = iter(allocated(operator, layout.layout_of(operator, args, kwargs), args, kwargs))
     return [next(new) if output.alias is None else operands[output.alias] for output in bound.facts.outputs]

@@ -18,7 +18,7 @@ from opkit.op.dispatch.selection import Kernel
 from opkit.op.facts import facts_of
 from opkit.op.native.compiled import CompiledFunction
 from opkit.op.triton import graph
-from opkit.op.triton.binding import Bound, bind
+from opkit.op.triton.binding import BoundKernel, bind
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launching import Launching
 from opkit.op.triton.machine import Machine, machine_of
@@ -35,7 +35,7 @@ class TritonFunction(CompiledFunction):
         super().__init__(operator, name)
         self.kernel = kernel
         self.machine = machine
-        self.bound: Bound = bind(kernel, facts_of(operator), name)
+        self.bound: BoundKernel = bind(kernel, facts_of(operator), name)
         self.launching = Launching(self.bound, machine, str(getattr(operator.function, "__module__", "")))
 
     @property
@@ -49,7 +49,7 @@ class TritonFunction(CompiledFunction):
         return self.bound.facts
 
     @property
-    def visible(self) -> Bound | None:
+    def visible(self) -> BoundKernel | None:
         """The kernel, if torch.compile can see its launch."""
         return None if graph.refusal(self.bound) else self.bound
 

@@ -21,7 +21,7 @@ from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.dispatch.planning import choose
 from opkit.op.triton.arguments import Values, launch_of
-from opkit.op.triton.binding import Bound
+from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.carried import left_out
 from opkit.op.triton.choosing import Chooser
 from opkit.op.triton.evaluation import exact
@@ -29,12 +29,12 @@ from opkit.op.triton.machine import machine_of
 from opkit.op.triton.parameters import module_of, unwrapped
 from opkit.op.triton.python import checked, run
 
-_MOST_ELEMENTS = 2**31 - 1
+_MAX_ELEMENTS = 2**31 - 1
 _REPRESENTED = {"num_warps", "num_stages"}
 """The options that torch records with a launch."""
 
 
-def refusal(bound: Bound) -> str:
+def refusal(bound: BoundKernel) -> str:
     """Why torch cannot represent a kernel's launch; empty where it can."""
     kernel = bound.kernel
     if kernel.gluon:
@@ -43,9 +43,9 @@ def refusal(bound: Bound) -> str:
         return "something runs before its launch"
     if bound.descriptors:
         return "it takes tensor descriptors"
-    told = [p.name for p in kernel.parameters if not p.constexpr and p.name in bound.varying]
-    if told:
-        return f"its configs decide on {told[0]}, which is no constexpr"
+    varying = [p.name for p in kernel.parameters if not p.constexpr and p.name in bound.varying]
+    if varying:
+        return f"its configs decide on {varying[0]}, which is no constexpr"
     other = sorted(name for name in bound.options - _REPRESENTED if not _usual(bound, name))
     if other:
         return f"its option {other[0]} is not recorded by torch"
@@ -56,18 +56,18 @@ def refusal(bound: Bound) -> str:
     return f"Inductor would leave out {missing}" if missing else ""
 
 
-def _floats(bound: Bound) -> list[str]:
+def _floats(bound: BoundKernel) -> list[str]:
     """The parameters that are given numbers, which Triton takes for float32."""
-    given = [name for name, source in bound.given.items() if bound.sources[source].kind == "float"]
+    numbers = [name for name, source in bound.runtime.items() if bound.sources[source].kind == "float"]
     fixed = [name for name, value in bound.constants.items() if isinstance(value, float)]
     compiled = {parameter.name for parameter in bound.kernel.parameters if parameter.constexpr}
-    return [name for name in (*given, *fixed) if name not in compiled]
+    return [name for name in (*numbers, *fixed) if name not in compiled]
 
 
-def _usual(bound: Bound, name: str) -> bool:
+def _usual(bound: BoundKernel, name: str) -> bool:
     """Whether an option is nowhere other than Triton's own default, as ``triton.Config`` says it of every kernel."""
-    given = [bound.kernel.options.get(name), *(config.options.get(name) for config in bound.kernel.configs)]
-    return name == "num_ctas" and all(value in (None, 1) for value in given)
+    values = [bound.kernel.options.get(name), *(config.options.get(name) for config in bound.kernel.configs)]
+    return name == "num_ctas" and all(value in (None, 1) for value in values)
 
 
 def functional_rule(operator: Operator) -> Callable[..., Any]:
@@ -110,10 +110,10 @@ def _beyond(values: Sequence[Any]) -> bool:
 
 def _large(tensor: torch.Tensor) -> bool:
     last: Any = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return bool(tensor.numel() > _MOST_ELEMENTS) or bool(last >= _MOST_ELEMENTS)
+    return bool(tensor.numel() > _MAX_ELEMENTS) or bool(last >= _MAX_ELEMENTS)
 
 
-def _traced(operator: Operator, bound: Bound, shapes: Sequence[torch.Tensor]) -> Callable[..., Any]:
+def _traced(operator: Operator, bound: BoundKernel, shapes: Sequence[torch.Tensor]) -> Callable[..., Any]:
     def traced(*args: Any, **kwargs: Any) -> Any:
         new = [torch.empty_strided(s.shape, s.stride(), dtype=s.dtype, device=s.device) for s in shapes]
         return run(operator, bound, args, kwargs, new, wrapped)

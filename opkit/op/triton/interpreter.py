@@ -49,7 +49,7 @@ class Interpreter:
         )
         try:
             load = {"do": "load", "module": module, "file": None if file is None else str(file), "path": sys.path}
-            self._ask(load, module)
+            self._request(load, module)
         except BaseException:
             self.close()
             raise
@@ -61,7 +61,7 @@ class Interpreter:
             InterpreterError: the operator raised, no Triton kernel takes the call, or the process died.
         """
         request = {"do": "call", "op": _name(op), "args": args, "kwargs": kwargs, "kernel": kernel}
-        answer = self._ask(request, _name(op))
+        answer = self._request(request, _name(op))
         leaves = pytree.tree_leaves((args, kwargs))
         with torch.no_grad():
             for number, written in answer["written"].items():
@@ -76,7 +76,7 @@ class Interpreter:
         ``cotangents`` are those of the outputs that depend differentiably on such arguments.
         """
         request = {"do": "differentiate", "op": _name(op), "args": args, "kwargs": kwargs, "kernel": kernel}
-        return self._ask({**request, "cotangents": list(cotangents)}, _name(op))
+        return self._request({**request, "cotangents": list(cotangents)}, _name(op))
 
     def close(self) -> None:
         """End the process."""
@@ -93,7 +93,7 @@ class Interpreter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, request: dict[str, Any], about: str) -> Any:
+    def _request(self, request: dict[str, Any], about: str) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
@@ -147,8 +147,8 @@ def _name(op: Any) -> str:
     return op if isinstance(op, str) else str(op.name)
 
 
-_kept: dict[tuple[str, str], Interpreter] = {}
-_keeping = threading.Lock()
+_processes: dict[tuple[str, str], Interpreter] = {}
+_lock = threading.Lock()
 
 
 def interpreter_of(op: Any) -> Interpreter:
@@ -161,10 +161,10 @@ def interpreter_of(op: Any) -> Interpreter:
     module, file = str(function.__module__), function.__code__.co_filename
     if not os.path.isfile(file):
         raise ArgumentError(f"{op.name} is defined in {file}, which is no file that another process could import.")
-    with _keeping:
-        found = _kept.get((module, file))
+    with _lock:
+        found = _processes.get((module, file))
         if found is None or found._process.poll() is not None:  # pyright: ignore[reportPrivateUsage]
-            found = _kept[module, file] = Interpreter(module, file)
+            found = _processes[module, file] = Interpreter(module, file)
             atexit.register(found.close)
         return found
 

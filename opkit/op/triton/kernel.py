@@ -10,7 +10,7 @@ from typing import Any
 from opkit.errors import DeclarationError
 from opkit.kernels.triton.named import loaded
 from opkit.kernels.tuning.configs import Config
-from opkit.op.triton.parameters import Parameter, is_gluon, is_interpreted, location, name_of, parameters_of
+from opkit.op.triton.parameters import TritonParameter, is_gluon, is_interpreted, location, name_of, parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TritonKernel:
         return loaded(self.function)
 
     @functools.cached_property
-    def parameters(self) -> tuple[Parameter, ...]:
+    def parameters(self) -> tuple[TritonParameter, ...]:
         """The parameters of the Triton function."""
         return parameters_of(self.function)
 

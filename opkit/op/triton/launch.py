@@ -42,7 +42,7 @@ recorded: contextvars.ContextVar[list[Values] | None] = contextvars.ContextVar("
 _lock = threading.Lock()
 
 
-class Form:
+class LaunchForm:
     """A kernel for values of some kinds."""
 
     def __init__(self, kernel: TritonKernel, kinds: Mapping[str, str]) -> None:
@@ -58,12 +58,12 @@ class Form:
         self.names = tuple(argument.name for argument in arguments)
         self._check_used()
         self._overloads: dict[str, tuple[Callable[..., Any], Launching]] = {}
-        self._kept: list[Any] = []
+        self._registrations: list[Any] = []
 
     def _check_used(self) -> None:
-        asked = {self.names[source.argument] for source in self.bound.sources}
+        wanted = {self.names[source.argument] for source in self.bound.sources}
         for name in self.names:
-            if name not in asked:
+            if name not in wanted:
                 raise DeclarationError(
                     f"{self.bound.kernel!r}: it was launched with {name}=, for which nothing asks. Its parameters are "
                     f"{', '.join(p.name for p in self.bound.kernel.parameters)}; what triton_kernel() was given is settled."
@@ -71,31 +71,31 @@ class Form:
 
     def run(self, values: Mapping[str, Any]) -> None:
         """Launch the kernel."""
-        given = [values[name] for name in self.names]
+        arguments = [values[name] for name in self.names]
         noted = recorded.get()
         if noted is not None:
-            noted.append(Values(self.bound, given, ()))
+            noted.append(Values(self.bound, arguments, ()))
         elif self.bound.kernel.interpreted or self.bound.kernel.hooked:
-            launched_by_triton(Values(self.bound, given, ()))
+            launched_by_triton(Values(self.bound, arguments, ()))
         elif private.dispatch_modes():
-            wrapped(Values(self.bound, given, ()))
+            wrapped(Values(self.bound, arguments, ()))
         else:
-            self.overload(_first(self.bound.kernel, given).device.type)(*given)
+            self.overload(_first(self.bound.kernel, arguments).device.type)(*arguments)
 
     def overload(self, device: str) -> Callable[..., Any]:
         """What launches the kernel on a device, given the values of :attr:`names`."""
         return self._served(device)[0]
 
-    def repeated(self, device: str, given: Sequence[Any]) -> _core.Repeated | None:
+    def repeated(self, device: str, arguments: Sequence[Any]) -> _core.Repeated | None:
         """Launch the kernel on the values of :attr:`names`; then launches like this one, given the tensors' addresses."""
         overload, launching = self._served(device)
         assert launching.launcher is not None
-        return launching.launcher.repeat(lambda: overload(*given))
+        return launching.launcher.repeat(lambda: overload(*arguments))
 
-    def time(self, device: str, given: Sequence[Any]) -> float:
+    def time(self, device: str, arguments: Sequence[Any]) -> float:
         """The median milliseconds of a launch on the values of :attr:`names`; see :meth:`Launching.time`."""
         overload, launching = self._served(device)
-        return launching.time(lambda: overload(*given))
+        return launching.time(lambda: overload(*arguments))
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
@@ -125,15 +125,15 @@ class Form:
             fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
             fragment.impl(name, torch.library.fallthrough_kernel, "ADInplaceOrView")
         key = private.dispatch_key_of(device)
-        self._kept += [fragment, library.register(f"{_NAMESPACE}::{name}", key, True)]
+        self._registrations += [fragment, library.register(f"{_NAMESPACE}::{name}", key, True)]
         overload = private.builtin(torch_names.hidden_operator(f"{_NAMESPACE}::{name}"))
         self._overloads[device] = functools.partial(overload, opk_layout=[]), launching  # it has no outputs
         return self._overloads[device]
 
 
-def _first(kernel: TritonKernel, given: Sequence[Any]) -> torch.Tensor:
+def _first(kernel: TritonKernel, arguments: Sequence[Any]) -> torch.Tensor:
     """The first tensor, which says on what device to run."""
-    for value in given:
+    for value in arguments:
         if isinstance(value, torch.Tensor):
             return value
     raise ArgumentTypeError(
@@ -167,12 +167,12 @@ def launch(kernel: TritonKernel, values: Mapping[str, Any]) -> None:
     _form(kernel, values).run(values)
 
 
-def _form(kernel: TritonKernel, values: Mapping[str, Any]) -> Form:
+def _form(kernel: TritonKernel, values: Mapping[str, Any]) -> LaunchForm:
     """The kernel for values of these kinds."""
     kinds = tuple((name, _kind(kernel, name, value)) for name, value in values.items())
     found = kernel.forms.get(kinds)
     if found is None:
-        found = kernel.forms[kinds] = Form(kernel, dict(kinds))
+        found = kernel.forms[kinds] = LaunchForm(kernel, dict(kinds))
     return found
 
 
@@ -201,10 +201,10 @@ class PreparedLaunch:
         if self._by_triton or recorded.get() is not None or private.dispatch_modes():
             launch(self.kernel, {**dict(zip(self.names, tensors, strict=True)), **self.numbers})
             return
-        there = tuple([tensor is not None for tensor in tensors])
-        found = self._launches.get(there)
+        present = tuple([tensor is not None for tensor in tensors])
+        found = self._launches.get(present)
         if found is None:
-            found = self._launches[there] = _Launch(self, tensors)
+            found = self._launches[present] = _Launch(self, tensors)
         found(tensors)
 
     def repeated(self, *tensors: torch.Tensor | None) -> tuple[_core.Repeated | None, list[str]]:
@@ -234,10 +234,10 @@ class _Launch:
 
     def __init__(self, prepared: PreparedLaunch, tensors: Sequence[torch.Tensor | None]) -> None:
         names, numbers = prepared.names, prepared.numbers
-        there = {name: i for i, name in enumerate(names) if tensors[i] is not None}
+        present = {name: i for i, name in enumerate(names) if tensors[i] is not None}
         self._form = _form(prepared.kernel, {**dict(zip(names, tensors, strict=True)), **numbers})
-        self._given = [(there.get(name, -1), numbers.get(name)) for name in self._form.names]
-        self.addressed = [there[self._form.names[argument]] for argument in self._form.order]
+        self._arguments = [(present.get(name, -1), numbers.get(name)) for name in self._form.names]
+        self.addressed = [present[self._form.names[argument]] for argument in self._form.order]
         first = _first(prepared.kernel, tensors)
         self._device, self._index = first.device.type, first.get_device()
         self.repeated: _core.Repeated | None = None
@@ -253,7 +253,7 @@ class _Launch:
         return self._form.time(self._device, self._values(tensors))
 
     def _values(self, tensors: Sequence[Any]) -> list[Any]:
-        return [value if place < 0 else tensors[place] for place, value in self._given]
+        return [value if place < 0 else tensors[place] for place, value in self._arguments]
 
 
 def _kind(kernel: TritonKernel, name: str, value: Any) -> str:
@@ -268,4 +268,4 @@ def _kind(kernel: TritonKernel, name: str, value: Any) -> str:
     return kind
 
 
-__all__ = ["MACHINES", "Form", "PreparedLaunch", "launch"]
+__all__ = ["MACHINES", "LaunchForm", "PreparedLaunch", "launch"]

@@ -27,7 +27,7 @@ OfOperator = tuple[Operator, Kernel]
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class ExampleLaunch:
     """One launch of a Triton kernel.
 
     Attributes:
@@ -43,7 +43,7 @@ class Launch:
     values: Values
 
 
-def launches(kernels: Sequence[OfOperator], notes: list[str]) -> Iterator[Launch]:
+def launches(kernels: Sequence[OfOperator], notes: list[str]) -> Iterator[ExampleLaunch]:
     """The launches of example calls of these kernels.
 
     Of those that are Python functions, a note says why one could not be run.
@@ -74,13 +74,13 @@ def _examples(operator: Operator) -> list[Mapping[str, Any]]:
     return [each for f in functions if isinstance(f, TritonFunction) for each in f.examples]
 
 
-def _of_triton(operator: Operator, function: TritonFunction, label: str) -> list[Launch]:
+def _of_triton(operator: Operator, function: TritonFunction, label: str) -> list[ExampleLaunch]:
     try:
         calls = calls_of(operator, function.examples)
         found = [(str(call), values_of(operator, function.bound, call)) for call in calls]
     except OpkitError as error:
         raise unmade(label, error) from error
-    return [Launch(label, call, call if function.examples else "", values) for call, values in found]
+    return [ExampleLaunch(label, call, call if function.examples else "", values) for call, values in found]
 
 
 # ---- Python functions that launch kernels ----------------------------------------------------------------------------
@@ -88,12 +88,14 @@ def _of_triton(operator: Operator, function: TritonFunction, label: str) -> list
 
 def _of_python(
     operator: Operator, kernel: Kernel, label: str, examples: Sequence[Mapping[str, Any]], notes: list[str]
-) -> Iterator[Launch]:
+) -> Iterator[ExampleLaunch]:
     try:
         for call in calls_of(operator, examples):
             for values in _recorded(operator, kernel, call):
                 if not values.bound.kernel.hooked:
-                    yield Launch(f"{label}, {values.bound.name}", str(call), str(call) if examples else "", values)
+                    yield ExampleLaunch(
+                        f"{label}, {values.bound.name}", str(call), str(call) if examples else "", values
+                    )
     except Exception as error:  # the author's function may do anything that tensors without memory do not bear
         notes.append(f"{label}: its launches are compiled when they are made: {type(error).__name__}: {error}")
 

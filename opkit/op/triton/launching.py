@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from opkit.errors import KernelError
 from opkit.kernels.tuning.observation import add_launcher
 from opkit.op.layout import program as p
-from opkit.op.triton.binding import Bound
+from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.choosing import Chooser
 from opkit.op.triton.description import description
 from opkit.op.triton.entries import Memory
@@ -57,7 +57,7 @@ _stopwatch: contextvars.ContextVar[_Stopwatch | None] = contextvars.ContextVar("
 class Launching:
     """Fills the launcher's table. ``module`` is that of the operator, whose package may hold compiled kernels."""
 
-    def __init__(self, bound: Bound, machine: Machine, module: str = "") -> None:
+    def __init__(self, bound: BoundKernel, machine: Machine, module: str = "") -> None:
         self.bound = bound
         self.machine = machine
         self.variants = Variants(bound, machine, module)

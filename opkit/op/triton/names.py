@@ -43,7 +43,7 @@ class Source:
     detail: int = 0
 
 
-class Names:
+class KernelNames:
     """The names that an operator gives its kernels."""
 
     def __init__(self, facts: Facts, outputs: Sequence[str] = ()) -> None:

@@ -16,7 +16,7 @@ from opkit.kernels.triton.named import Named, loaded
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
+class TritonParameter:
     """One parameter of a Triton function.
 
     Attributes:
@@ -55,21 +55,22 @@ def unwrapped(function: Any) -> Any:
     return inner
 
 
-def parameters_of(function: Any) -> tuple[Parameter, ...]:
+def parameters_of(function: Any) -> tuple[TritonParameter, ...]:
     """The parameters of a ``triton.jit`` object, or of a named one, in order."""
     header = header_of(function)
     if header is not None:
         return tuple(
-            Parameter(p.name, p.constexpr, p.annotation, p.default, p.specialised, p.aligned) for p in header.parameters
+            TritonParameter(p.name, p.constexpr, p.annotation, p.default, p.specialised, p.aligned)
+            for p in header.parameters
         )
     function = loaded(function)
     known = {p.name: p for p in getattr(function, "params", ())}
     return tuple(_parameter(p, known.get(p.name)) for p in inspect.signature(unwrapped(function)).parameters.values())
 
 
-def _parameter(parameter: inspect.Parameter, known: Any) -> Parameter:
+def _parameter(parameter: inspect.Parameter, known: Any) -> TritonParameter:
     annotation = "" if parameter.annotation is inspect.Parameter.empty else _text(parameter.annotation)
-    return Parameter(
+    return TritonParameter(
         parameter.name,
         "constexpr" in annotation,
         annotation,

@@ -16,7 +16,7 @@ from triton._C import libtriton
 import opkit
 from opkit.errors import DeclarationError
 from opkit.kernels.triton import compiling, environment, headers, origins, signatures, statements, stored
-from opkit.kernels.triton.compiling import Request
+from opkit.kernels.triton.compiling import CompileRequest
 from opkit.kernels.triton.named import Named
 
 CONSTANTS = "from math import tau\nSHIFT = 1 + 0 * int(tau)\n"
@@ -51,7 +51,7 @@ sys.modules["opkit"].__path__ = {[str(Path(opkit.__file__).parent)]!r}
 from opkit.kernels.triton import compiling
 from opkit.kernels.triton.named import Named
 signature, constants, module = json.loads(sys.argv[1])
-built = compiling.build(compiling.Request(Named(module, "shifted"), signature, constants))
+built = compiling.build(compiling.CompileRequest(Named(module, "shifted"), signature, constants))
 print(json.dumps([hashlib.sha256(built.image).hexdigest(), "triton" in sys.modules, "torch" in sys.modules]))
 """
 
@@ -101,7 +101,7 @@ class Package:
 
     def request(self, **changed):
         given = {"function": self.function, "signature": SIGNATURE, "constexprs": {"k": None, "BLOCK": 64}, **changed}
-        return Request(**given)
+        return CompileRequest(**given)
 
     def key(self, **changed):
         found = compiling._named_key(self.request(**changed))
