@@ -1,4 +1,4 @@
-"""The compiled bridge, called through ctypes."""
+"""Call the compiled bridge through ctypes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Bridge:
         """Run calls of an operator on ``device`` in C wherever they are plain and the runtime does not refuse them.
 
         Every other call goes to the kernels that the operator has in the dispatcher now, so register those first, and
-        remove this before the operator goes.
+        remove this before the operator is removed.
 
         Args:
             name: "namespace::name" of an operator whose Python kernels are registered already.

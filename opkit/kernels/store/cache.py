@@ -1,6 +1,6 @@
-"""The build cache: ``<cache_dir>/native/<key[:2]>/<key>/`` holds one file and ``entry.json``, which describes it.
+"""Find, list and check entries of the build cache.
 
-A file is trusted only if it and the folders above it, up to ``native``, belong to this user, nobody else may write to
+``<cache_dir>/native/<key[:2]>/<key>/`` holds one file and ``entry.json``, which describes it. A file is trusted only if it and the folders above it, up to ``native``, belong to this user, nobody else may write to
 them, and the file's sha256 is the one noted. Entries appear by one rename, so they are whole or absent.
 """
 
@@ -38,12 +38,12 @@ class CacheEntry:
     """One built file.
 
     Attributes:
-        key: what it is kept under.
+        key: what it is stored under.
         label: what people know it by.
         size: of the file, in bytes.
         created: when it was built, in seconds since 1970.
         path: the file.
-        compiler: what the compiler said of its version.
+        compiler: the compiler's version, as it prints it.
         flags: the compiler's command.
     """
 
@@ -57,12 +57,12 @@ class CacheEntry:
 
 
 def root() -> Path:
-    """Where entries are kept."""
+    """Return the folder of the build cache."""
     return Path(os.path.abspath(config.get().cache_dir)) / "native"
 
 
 def folder(place: Path, key: str) -> Path:
-    """The folder of one entry, whether there is one or not."""
+    """Return the folder of one entry, whether there is one or not."""
     return place / key[:2] / key
 
 
@@ -70,7 +70,7 @@ def folder(place: Path, key: str) -> Path:
 
 
 def examine(directory: Path) -> tuple[dict[str, Any], str | None]:
-    """What an entry says of itself, and what is wrong with it: None where it can be used."""
+    """Return what an entry says of itself, and what is wrong with it: None where it can be used."""
     try:
         for place in (directory.parent.parent, directory.parent):
             files.check_private(place, os.stat(place))
@@ -80,7 +80,7 @@ def examine(directory: Path) -> tuple[dict[str, Any], str | None]:
     except (OSError, ValueError) as error:
         return {}, _reason(error)
     if len(content) != noted["size"]:
-        return noted, f"{noted['file']} has {len(content)} bytes; it had {noted['size']} when it was built"
+        return noted, f"{noted['file']} has {len(content)} bytes; {noted['size']} were built"
     if hashlib.sha256(content).hexdigest() != noted["sha256"]:
         return noted, f"{noted['file']} is not what was built: its sha256 differs"
     return noted, None
@@ -106,7 +106,7 @@ def _noted(directory: Path) -> dict[str, Any]:
 
 
 def find(place: Path, key: str) -> tuple[Path | None, str | None]:
-    """The file of an entry that can be used, or what is wrong with it; neither, where there is none."""
+    """Return the file of an entry that can be used, or what is wrong with it; neither, where there is none."""
     directory = folder(place, key)
     if not os.path.lexists(directory):
         return None, None
@@ -118,13 +118,13 @@ def find(place: Path, key: str) -> tuple[Path | None, str | None]:
 
 
 def _folders(place: Path) -> Iterator[Path]:
-    """The folders of entries, and what is damaged of them."""
+    """Yield the folders of entries, and what is damaged of them."""
     for above in _listed(place, r"[0-9a-f]{2}"):
         yield from _listed(above, _KEY.pattern)
 
 
 def _listed(directory: Path, pattern: str) -> list[Path]:
-    """What a folder of the cache holds under such names; nothing where it cannot be read or is a link to elsewhere."""
+    """Return what a folder of the cache holds under such names; nothing where it cannot be read or is a link to elsewhere."""
     try:
         inside = [] if directory.is_symlink() else directory.iterdir()
         return sorted(path for path in inside if re.fullmatch(pattern, path.name))
@@ -133,7 +133,7 @@ def _listed(directory: Path, pattern: str) -> list[Path]:
 
 
 def _entry(directory: Path, noted: dict[str, Any]) -> CacheEntry:
-    """An entry as far as it is known; a damaged one may not say more than its key."""
+    """Return an entry as far as it is known; a damaged one may not say more than its key."""
     compiler, command = noted.get("compiler"), noted.get("flags")
     return CacheEntry(
         key=directory.name,
@@ -147,7 +147,7 @@ def _entry(directory: Path, noted: dict[str, Any]) -> CacheEntry:
 
 
 def entries() -> list[CacheEntry]:
-    """What the cache holds, by label. Files are not looked into: see :func:`verify`."""
+    """Return what the cache holds, by label. Files are not looked into: see :func:`verify`."""
     found = []
     for directory in _folders(root()):
         with contextlib.suppress(OSError, ValueError):
@@ -156,7 +156,7 @@ def entries() -> list[CacheEntry]:
 
 
 def verify() -> list[tuple[CacheEntry, str]]:
-    """The entries that cannot be used, each with what is wrong with it."""
+    """Return the entries that cannot be used, each with what is wrong with it."""
     examined = [(directory, *examine(directory)) for directory in _folders(root())]
     return [(_entry(directory, noted), problem) for directory, noted, problem in examined if problem is not None]
 

@@ -1,4 +1,4 @@
-"""The writing side of the build cache: locks, private folders to build in, and what is done where it cannot be written.
+"""Write entries of the build cache: locks, private folders to build in, and a temporary cache if the cache is read-only.
 
 A process that cannot write to the cache (a full disk, a read-only one) builds into a temporary folder of its own, laid
 out like the cache and removed when the process ends.
@@ -36,13 +36,13 @@ _changing = threading.Lock()
 
 
 def place() -> Path:
-    """Where to build now: the cache, or what stands in for it."""
+    """Return where to build now: the cache, or what stands in for it."""
     main = cache.root()
     return _instead.get(main, main)
 
 
 def places() -> list[Path]:
-    """Where to look for what is built: the cache, and what stands in for it if anything does."""
+    """Return where to look for what is built: the cache, and what stands in for it if anything does."""
     main = cache.root()
     return [main, _instead[main]] if main in _instead else [main]
 
@@ -62,7 +62,7 @@ def give_up(failed: Path, error: OSError) -> None:
         _instead[main] = _temporary(main, error)
     warnings.warn(
         f"The build cache {main} cannot be used ({error.strerror or error}). Kernels of this process are built into "
-        f"{_instead[main]}, which is removed when it ends. Free space, mend the folder, or set OPKIT_CACHE_DIR.",
+        f"{_instead[main]}, which is removed when it ends. Free space, repair the folder, or set OPKIT_CACHE_DIR.",
         BuildCacheWarning,
         stacklevel=3,
     )
@@ -112,7 +112,7 @@ def workspace(place: Path, key: str) -> Iterator[Path]:
 
 
 def find(place: Path, key: str) -> Path | None:
-    """What is built already. The caller holds the lock: a damaged entry is removed, with a warning."""
+    """Return what is built already. The caller holds the lock: a damaged entry is removed, with a warning."""
     path, problem = cache.find(place, key)
     if problem is None:
         return path
@@ -165,7 +165,7 @@ def _move(folder: Path, place: Path, key: str) -> Path:
 
 
 def store_failed(place: Path, key: str, workspace: Path) -> None:
-    """Keep what a compiler refused, so that its command can be run again; the oldest of many are dropped."""
+    """Store what a compiler refused, so that its command can be run again; the oldest of many are dropped."""
     failed = failed_folder(place, key)
     with contextlib.suppress(OSError):
         files.make_private_folder(failed.parent)
@@ -177,5 +177,5 @@ def store_failed(place: Path, key: str, workspace: Path) -> None:
 
 
 def failed_folder(place: Path, key: str) -> Path:
-    """Where the sources of a build that failed are kept."""
+    """Return the folder of the sources of a build that failed."""
     return place / cache.FAILED / key[:16]

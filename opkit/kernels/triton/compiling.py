@@ -1,4 +1,4 @@
-"""From a Triton function and the class of a call to machine code for one architecture; no GPU is needed.
+"""Compile a Triton function for a class of calls to machine code for one architecture; no GPU is needed.
 
 binary = build(Request(function, {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, {"BLOCK": 128}, target="sm_90"))
 """
@@ -59,7 +59,7 @@ def build(request: CompileRequest) -> Binary:
 
 
 def _built(request: CompileRequest, name: str | None) -> Binary:
-    """What is found or compiled with Triton; noted under the key by which it is found without."""
+    """Return what is found or compiled with Triton; noted under the key by which it is found without."""
     key = stored.key(identity(request))
     found = None if key is None else stored.find(key)
     built = _checked(request, _binary(request, lowered(request)) if found is None else found)
@@ -71,7 +71,7 @@ def _built(request: CompileRequest, name: str | None) -> Binary:
 
 
 def _named_key(request: CompileRequest) -> str | None:
-    """The key of a request of a named function, told without Triton; None where it cannot be."""
+    """Return the key of a request of a named function, found without Triton; None where that cannot be."""
     if not isinstance(request.function, named.Named):
         return None
     origin = request.function.origin
@@ -82,7 +82,7 @@ def _named_key(request: CompileRequest) -> str | None:
 
 
 def loaded(request: CompileRequest) -> CompileRequest:
-    """The request with Triton's function, and Triton's and Gluon's constants, in place of what stands for them.
+    """Return the request with Triton's function, and Triton's and Gluon's constants, in place of what stands for them.
 
     Raises:
         DeclarationError: the function cannot be loaded.
@@ -132,15 +132,15 @@ def _key_parts(request: CompileRequest) -> list[Any]:
 
 
 def value_text(value: Any) -> str:
-    """A constant as text that is the same in each process, and for equal values alone."""
+    """Return a constant as text that is the same in each process, and for equal values alone."""
     return parsing.cache_key(value) if hasattr(value, "cache_key") else f"{type(value).__name__} {value}"
 
 
-# ---- what is asked for -----------------------------------------------------------------------------------------------
+# ---- checks of a request ---------------------------------------------------------------------------------------------
 
 
 def name_of(function: Any) -> str:
-    """How errors name a Triton function."""
+    """Return how errors name a Triton function."""
     return str(getattr(function, "__name__", None) or repr(function))
 
 
@@ -151,12 +151,12 @@ def _check(request: CompileRequest) -> None:
     if not isinstance(function, JITFunction):
         raise KernelError(f"{name} is a {type(function).__name__}; expected what @triton.jit or @gluon.jit gives.")
     if list(request.signature) != function.arg_names:
-        given, expected = ", ".join(request.signature), ", ".join(function.arg_names)
-        raise KernelError(f"{name}: the signature has the parameters {given}; the function has {expected}.")
+        passed, expected = ", ".join(request.signature), ", ".join(function.arg_names)
+        raise KernelError(f"{name}: the signature has the parameters {passed}; the function has {expected}.")
     constants = {parameter for parameter, kind in request.signature.items() if kind == "constexpr"}
     if constants != set(request.constexprs):
         odd = ", ".join(sorted(constants ^ set(request.constexprs)))
-        raise KernelError(f"{name}: its constants and the values given for them differ in {odd}.")
+        raise KernelError(f"{name}: its constants and their values differ in {odd}.")
 
 
 @functools.cache
@@ -168,7 +168,7 @@ def _backend(target: Any) -> Any:
 
 @functools.cache
 def option_names() -> frozenset[str]:
-    """The compile options that Triton has for one backend or another, such as num_warps, maxnreg, waves_per_eu."""
+    """Return the compile options that Triton has for one backend or another, such as num_warps, maxnreg, waves_per_eu."""
     names = set[str]()
     for target in _ONE_OF_EACH:
         names |= set(vars(_backend(targets.parse(target)).parse_options({})))
@@ -183,9 +183,9 @@ def _options(request: CompileRequest, target: Any) -> dict[str, Any]:
     try:
         return vars(_backend(target).parse_options(_defaults(request.function) | dict(request.options)))
     except (AssertionError, TypeError, ValueError) as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in request.options.items())
+        options = ", ".join(f"{name}={value!r}" for name, value in request.options.items())
         raise KernelError(
-            f"{name_of(request.function)}: Triton refuses {given} for {request.target}: {error}"
+            f"{name_of(request.function)}: Triton refuses {options} for {request.target}: {error}"
         ) from None
 
 
@@ -203,12 +203,12 @@ def _defaults(function: Any) -> dict[str, Any]:
     return {"debug": debug, "instrumentation_mode": knobs.compilation.instrumentation_mode}
 
 
-# ---- what is made of it ----------------------------------------------------------------------------------------------
+# ---- compilation -----------------------------------------------------------------------------------------------------
 
 
 def _source(request: CompileRequest, backend: Any) -> Any:
     names = request.function.arg_names
-    divisible = sorted(names.index(name) for name in request.divisible)  # Triton's cache is asked by their order too
+    divisible = sorted(names.index(name) for name in request.divisible)  # their order is part of Triton's key too
     attributes = {(place,): backend.parse_attr("D") for place in divisible}
     source = sources.source(request.function, dict(request.signature), dict(request.constexprs), attributes)
     source.wide, source.offsets = request.wide, request.offsets
@@ -227,7 +227,7 @@ def _compiled(request: CompileRequest, source: Any, target: Any, options: dict[s
 
 
 def _refused(request: CompileRequest, place: sources.SourceLine | None, error: Exception) -> CompileError:
-    """The error for the author: where, which of their lines, and what Triton says of it."""
+    """Return the error for the author: where, which of their lines, and what Triton says of it."""
     kernel = f"Triton kernel {name_of(request.function)}"
     where = place or sources.SourceLine(*_defined(request.function))
     line = linecache.getline(*where).strip() if place else ""
@@ -251,14 +251,14 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _said(error: Exception) -> str:
-    """What the innermost of the errors says, without the listing that Triton puts before it."""
+    """Return what the innermost of the errors says, without the listing that Triton puts before it."""
     inner = _chain(error)[-1]
     message = getattr(inner, "error_message", None) or getattr(inner, "message", None) or str(inner)
     return _COMMAND.sub("", str(message)).strip() or type(inner).__name__
 
 
 def _checked(request: CompileRequest, binary: Binary) -> Binary:
-    """Another release of Triton could pass something else on: better told here than by what a kernel then reads."""
+    """Another release of Triton could pass something else on: better refused here than found by what a kernel reads."""
     expected, found = [param.size for param in binary.params], resources.parameter_sizes(binary)
     if expected != found:
         raise KernelError(

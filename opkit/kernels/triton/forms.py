@@ -1,7 +1,7 @@
-"""What a Triton kernel is compiled for, as plain text that a package can hold; and which calls that serves.
+"""Describe what a Triton kernel is compiled for as plain text that a package can hold, and find which calls that serves.
 
-Triton compiles in what it is told of a call: that an int is 1, that 16 divides an int or an address. What was compiled
-with less of that serves every call of which more is known; never the other way round.
+Triton compiles in facts of a call: that an int is 1, that 16 divides an int or an address. What was compiled
+with fewer of them serves every call of which more is known; never the other way round.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Form:
     offsets: bool = False
 
     def __str__(self) -> str:
-        """The values that decide it, as a person reads them."""
+        """Return the values that decide it, as a person reads them."""
         constants = {name: text.partition(" ")[2] for name, text in self.constexprs.items()}
         types = [f"{name}: {kind}" for name, kind in self.signature.items() if kind != _CONSTANT]
         values = [f"{name}={value}" for name, value in {**constants, **self.options}.items()]
@@ -52,7 +52,7 @@ class Form:
 
 
 def form_of(request: CompileRequest) -> Form:
-    """A request as a form. Neither a compiler nor a GPU is needed."""
+    """Return a request as a form. Neither a compiler nor a GPU is needed."""
     request = loaded(request)
     return Form(
         source=source_of(request.function),
@@ -67,12 +67,12 @@ def form_of(request: CompileRequest) -> Form:
 
 
 def source_of(function: Any) -> str:
-    """The identity of a Triton function: its text, where it stands in its file, what it calls, and its constants."""
+    """Return the identity of a Triton function: its text, where it stands in its file, what it calls, and its constants."""
     return hashlib.sha256(f"{parsing.cache_key(function)} {bool(function.debug)}".encode()).hexdigest()
 
 
 def serves(built: Form, wanted: Form) -> bool:
-    """Whether what was compiled for one form computes what is wanted in another.
+    """Return whether what was compiled for one form computes what is wanted in another.
 
     >>> general = Form("a", "sm_90", {"x": "*fp32", "n": "i32"}, {}, (), {})
     >>> call = Form("a", "sm_90", {"x": "*fp32", "n": "constexpr"}, {"n": "int 1"}, ("x",), {})
@@ -98,7 +98,7 @@ def _takes(built: Form, wanted: Form, name: str) -> bool:
 
 
 def specificity(built: Form, wanted: Form) -> tuple[bool, int, int]:
-    """Orders the forms that serve one call: the more a binary was told of it, the faster it is."""
+    """Return a key to order the forms that serve one call: the more facts a binary was compiled with, the faster it is."""
     constants = sum(kind == _CONSTANT for kind in built.signature.values())
     return built.target == wanted.target, constants, len(built.divisible)
 
@@ -106,8 +106,8 @@ def specificity(built: Form, wanted: Form) -> tuple[bool, int, int]:
 def relaxed(request: CompileRequest) -> list[CompileRequest]:
     """Requests that serve more calls than this one, the most general last.
 
-    The first is told only of aligned addresses and of ints that are 1, as sizes that 16 does not divide leave it. The last
-    is told nothing, and so serves each call with these types, constants and options. Those that would be the same as
+    The first assumes only aligned addresses and ints that are 1, as sizes that 16 does not divide leave it. The last
+    assumes nothing, and so serves each call with these types, constants and options. Those that would be the same as
     this one are left out.
     """
     addresses = frozenset(name for name in request.divisible if request.signature[name].startswith("*"))

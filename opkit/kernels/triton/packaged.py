@@ -1,4 +1,4 @@
-"""Triton kernels that were compiled ahead of time: found in the package of their operator, checked, and loaded.
+"""Find, check and load Triton kernels that were compiled ahead of time, in the package of their operator.
 
 Neither a compiler nor ptxas is needed for what is found here.
 """
@@ -34,7 +34,7 @@ _loading = threading.Lock()
 
 
 def find(wanted: Wanted, request: CompileRequest) -> Binary | None:
-    """The binary that was built for calls like this; None where it is to be compiled. It is one object for each file.
+    """Return the binary that was built for calls like this; None where it is to be compiled. It is one object for each file.
 
     Where the package has the kernel, and nothing that can be used for this call, a warning says why, once for a kernel.
     """
@@ -56,7 +56,7 @@ def _listed(folder: Path, wanted: Wanted) -> list[TritonBinary]:
 
 
 def _chosen(listed: Sequence[TritonBinary], wanted: Wanted, form: Form) -> TritonBinary:
-    """The binary that was told the most of such a call."""
+    """Return the binary that was compiled with the most facts of such a call."""
     usable = [each for each in listed if forms.serves(each.form, form) and each.launch["shared"] <= wanted.shared]
     if not usable:
         raise PackageError(f"{wanted.operator}, kernel {wanted.kernel!r}, {_missing(listed, form)}")
@@ -64,7 +64,7 @@ def _chosen(listed: Sequence[TritonBinary], wanted: Wanted, form: Form) -> Trito
 
 
 def _missing(listed: Sequence[TritonBinary], form: Form) -> str:
-    """Why none of a kernel's binaries serves a call."""
+    """Return why none of a kernel's binaries serves a call."""
     same = [each for each in listed if each.form.source == form.source]
     if not same:
         return "was edited since it was built: the source of its Triton function differs"

@@ -1,4 +1,4 @@
-"""What is given to ``triton.compile``: its own sources, which can be compiled otherwise and say where they failed."""
+"""Make sources for ``triton.compile``: Triton's own, with variants, and with the line at which compiling failed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from opkit.kernels.triton import offsets, parsing, wide
 
-_VERSION = 1  # of what the variants are: Triton's cache is asked for another entry when it changes
+_VERSION = 1  # of what the variants are: part of the key in Triton's cache
 
 
 class SourceLine(NamedTuple):
@@ -56,7 +56,7 @@ class SourceVariant:
 
 
 def source(function: Any, signature: Any, constexprs: Any, attributes: Any) -> Any:
-    """A source of the function's kind: Triton's or Gluon's."""
+    """Return a source of the function's kind: Triton's or Gluon's."""
     return _class(function.is_gluon())(function, signature, constexprs, attributes)
 
 
@@ -70,7 +70,7 @@ def _class(gluon: bool) -> Any:
 
 
 def place_of(error: BaseException) -> SourceLine | None:
-    """The innermost line of the author's that Triton's code generator was at; None if it was at none."""
+    """Return the innermost line of the author's that Triton's code generator was at; None if it was at none."""
     import triton
 
     own = str(Path(triton.__file__).parent)
@@ -79,7 +79,7 @@ def place_of(error: BaseException) -> SourceLine | None:
 
 
 def _places(error: BaseException) -> Iterator[SourceLine]:
-    """Every line that a code generator was at, outermost first: each caller's generator runs its callee's."""
+    """Yield every line that a code generator was at, outermost first: each caller's generator runs its callee's."""
     trace = error.__traceback__
     while trace is not None:
         generator: Any = trace.tb_frame.f_locals.get("self")

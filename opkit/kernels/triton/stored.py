@@ -1,6 +1,6 @@
-"""Compiled Triton kernels on disk: ``<cache_dir>/triton/<key[:2]>/<key>`` is one file, a line of JSON and the binary.
+"""Store compiled Triton kernels on disk: ``<cache_dir>/triton/<key[:2]>/<key>`` is one file, a line of JSON and the binary.
 
-``<cache_dir>/triton/named/<key[:2]>/<key>`` says the key of the binary for a request that was told without Triton
+``<cache_dir>/triton/named/<key[:2]>/<key>`` holds the key of the binary for a request that was made without Triton
 (:mod:`opkit.kernels.triton.named`).
 
 Triton has a cache of its own, but asking it takes half a second in a new process, in which it hashes its whole compiler. Here
@@ -30,7 +30,7 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def key(identity: str) -> str | None:
-    """What a kernel is kept under, given the identity of its request; None while Triton is told to compile, or is watched."""
+    """Return the key of a kernel, from the identity of its request; None while Triton compiles anyway, or is inspected."""
     from triton._C import libtriton
 
     if environment.watched():
@@ -50,7 +50,7 @@ def key(identity: str) -> str | None:
 
 
 def named_key(identity: str) -> str | None:
-    """What is noted of a kernel under the identity of a request that was told without Triton; None as for :func:`key`."""
+    """Return the key of a note for the identity of a request that was made without Triton; None as for :func:`key`."""
     compiler = environment.compiler()
     if compiler is None or environment.watched():
         return None
@@ -59,7 +59,7 @@ def named_key(identity: str) -> str | None:
 
 
 def find_named(name: str) -> Binary | None:
-    """The binary that is noted under such a key; None where there is none that can be trusted."""
+    """Return the binary that is noted under such a key; None where there is none that can be trusted."""
     path = _path(name, _NAMED)
     try:
         noted = files.read_private(path, folders=3).decode()
@@ -69,7 +69,7 @@ def find_named(name: str) -> Binary | None:
 
 
 def note(name: str, binary_key: str) -> None:
-    """Note under such a key that of a binary, if that can be done, and if all that Triton heeds is part of it."""
+    """Note under such a key that of a binary, if that can be done, and if all that Triton reads is part of it."""
     if not environment.knows_all():
         return
     path = _path(name, _NAMED)
@@ -79,7 +79,7 @@ def note(name: str, binary_key: str) -> None:
 
 
 def find(name: str) -> Binary | None:
-    """The binary that is kept under this key; None where there is none that can be trusted."""
+    """Return the binary that is stored under this key; None where there is none that can be trusted."""
     path = _path(name)
     try:
         line, _, image = files.read_private(path, folders=2).partition(b"\n")
@@ -92,7 +92,7 @@ def find(name: str) -> Binary | None:
 
 
 def store(name: str, binary: Binary) -> None:
-    """Keep a binary under this key, if that can be done."""
+    """Store a binary under this key, if that can be done."""
     path = _path(name)
     noted = {"sha256": hashlib.sha256(binary.image).hexdigest(), "launch": binary.to_json()}
     with contextlib.suppress(OSError):
@@ -101,12 +101,12 @@ def store(name: str, binary: Binary) -> None:
 
 
 def root() -> Path:
-    """Where binaries are kept."""
+    """Return the folder of binaries."""
     return Path(os.path.abspath(config.get().cache_dir)) / "triton"
 
 
 def binary_files() -> list[Path]:
-    """The files of binaries, whether they can be trusted or not."""
+    """Return the files of binaries, whether they can be trusted or not."""
     try:
         return sorted(path for path in root().glob("[0-9a-f][0-9a-f]/*") if _KEY.fullmatch(path.name))
     except OSError:

@@ -32,7 +32,7 @@ class Layout:
         return hash(repr(self))
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What a contract's hash covers."""
+        """Return what a contract's hash covers."""
         return [("layout", repr(self))]
 
     def resolved(self) -> Any:
@@ -65,7 +65,7 @@ class Element:
         return hash((Element, self.name))
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What a contract's hash covers."""
+        """Return what a contract's hash covers."""
         return [("element", self.name)]
 
     def resolved(self) -> Any:
@@ -76,12 +76,12 @@ class Element:
 
 
 def resolved(value: Any) -> Any:
-    """A value with Triton's and Gluon's own in place of what stands for them here."""
+    """Return a value with Triton's and Gluon's own in place of what stands for them here."""
     return value.resolved() if isinstance(value, (Layout, Element)) else value
 
 
 def written_out(kind: str) -> str:
-    """The type of a descriptor with its layout as Gluon writes it, which is what its compiler reads.
+    """Return the type of a descriptor with its layout as Gluon writes it, which is what its compiler reads.
 
     >>> written_out("tensordesc<bf16[64, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)>")[:65]
     'tensordesc<bf16[64, 64],NVMMASharedLayout(swizzle_byte_width=128,'
@@ -94,7 +94,7 @@ def written_out(kind: str) -> str:
 
 
 def _layout(text: str) -> Layout | None:
-    """The layout that a text says; None of one that is not written so."""
+    """Return the layout that a text says; None of one that is not written so."""
     try:
         with parsing.ALONE:
             node = ast.parse(text, mode="eval").body

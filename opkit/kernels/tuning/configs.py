@@ -1,4 +1,4 @@
-"""Configurations of a Triton kernel: values of its constexprs together with compile options, and which of them to try."""
+"""Represent and prune the configurations of a kernel: values of its constexprs together with compile options."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Config:
 
     @classmethod
     def parse(cls, written: Any, parameter_names: Collection[str]) -> Config:
-        """The configuration that an author wrote as a dictionary, or as a ``triton.Config``.
+        """Return the configuration that an author wrote as a dictionary, or as a ``triton.Config``.
 
         What is named like a parameter of the kernel is a constexpr, the rest are compile options.
 
         Raises:
-            DeclarationError: it is neither, a name means nothing, or a value cannot be told from others in a record.
+            DeclarationError: it is neither, a name means nothing, or a value cannot be distinguished from others in a record.
 
         >>> Config.parse({"BLOCK": 128, "num_warps": 4}, ["x", "out", "BLOCK"])
         Config(constexprs={'BLOCK': 128}, options={'num_warps': 4}, pre_hook=None)
@@ -77,7 +77,7 @@ class Config:
         return key_of(self.to_json())
 
     def to_json(self) -> dict[str, dict[str, Any]]:
-        """What a record holds of it: values that JSON lacks stand there by their names.
+        """Return what a record holds of it: values that JSON lacks stand there by their names.
 
         Raises:
             DeclarationError: a value's text holds its address, so that no other process would know it.
@@ -143,19 +143,19 @@ def _check_option(name: str, written: Any, parameter_names: Collection[str]) -> 
 
 @functools.cache
 def option_names() -> frozenset[str]:
-    """The compile options of the installed Triton, on any kind of GPU; none where there is no Triton."""
+    """Return the compile options of the installed Triton, on any kind of GPU; none where there is no Triton."""
     found = {"debug", "arch"}
     try:
         for backend, name in _OPTION_CLASSES.items():
             options: Any = getattr(importlib.import_module(f"triton.backends.{backend}.compiler"), name)
             found.update(field.name for field in dataclasses.fields(options))
-    except (ImportError, AttributeError):  # no Triton, or one that keeps its options elsewhere: it checks them itself
+    except (ImportError, AttributeError):  # no Triton, or one that has its options elsewhere: it checks them itself
         return frozenset()
     return frozenset(found)
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A value as JSON has it; an object by its name."""
+    """Return a value as JSON has it; an object by its name."""
     if type(value).__name__ == "constexpr":
         value = value.value
     if value is None or isinstance(value, (bool, str)):
@@ -186,19 +186,19 @@ def _named(name: str, value: Any) -> str:
 def prune(
     configs: Sequence[Config], function: Callable[..., Any] | None, named_values: Mapping[str, Any]
 ) -> list[Config]:
-    """The configurations that an author's function leaves of ``configs``.
+    """Return the configurations that an author's function leaves of ``configs``.
 
-    The function gets a list of dictionaries and, by parameter name, whatever else it asks for:
+    The function gets a list of dictionaries and, by parameter name, whatever else it takes:
     ``prune=lambda configs, d: [c for c in configs if c["BLOCK"] <= d]``. One with ``**kwargs`` is called as Triton's
     ``early_config_prune`` is: with ``triton.Config`` objects, a dictionary of the values, and the values by name.
 
     Args:
         configs: all of them.
         function: the author's; None leaves all.
-        named_values: what the function may ask for.
+        named_values: the values that the function may take.
 
     Raises:
-        DeclarationError: it asks for a name that there is not.
+        DeclarationError: it takes a name without a value.
         KernelError: it returns something else than some of what it got, or nothing.
 
     >>> both = [Config({"BLOCK": 64}), Config({"BLOCK": 256})]
@@ -220,7 +220,7 @@ def prune(
 
 
 def _for_triton(config: Config) -> Any:
-    """A ``triton.Config``; what it has no field for is among its ``kwargs``, where Triton looks for options too."""
+    """Return a ``triton.Config``; what it has no field for is among its ``kwargs``, where Triton looks for options too."""
     import triton  # imported here: only functions written for Triton's own autotuner need it
 
     fields = {name: value for name, value in config.options.items() if name in _TRITON_FIELDS}
@@ -234,7 +234,7 @@ def _arguments(
     missing = [p.name for p in parameters if p.name not in named_values and p.default is p.empty]
     if missing:
         raise DeclarationError(
-            f"prune: {_name(function)} asks for {', '.join(missing)}, which this kernel has no value for. It may ask for "
+            f"prune: {_name(function)} takes {', '.join(missing)}, which this kernel has no value for. It may take "
             f"{', '.join(sorted(named_values)) or 'nothing'}."
         )
     return {p.name: named_values[p.name] for p in parameters if p.name in named_values}
@@ -258,7 +258,7 @@ def _selected(
     for each in returned:
         config = by_identity.get(id(each)) or by_key.get(Config.parse(each, parameters).key)
         if config is None:
-            raise KernelError(f"prune: {_name(function)} returned {each!r}, which is none of the configs it was given.")
+            raise KernelError(f"prune: {_name(function)} returned {each!r}, which is none of the configs passed to it.")
         selected.append(config)
     return selected
 

@@ -1,4 +1,4 @@
-"""What tuning results look like in a file: dataclasses, their JSON, and the checks that a file must pass to be believed.
+"""Represent tuning results as dataclasses and JSON, and check the files that hold them.
 
 A file holds ``{"format": 1, "records": [...]}``. A record is of one kernel of one operator, and has an entry for each
 device and bucket of shapes: the fastest configuration, what each one that was tried took, and what was tuned with what.
@@ -112,7 +112,7 @@ _ENTRY_TEXTS = ("device", "bucket", "hash", "triton", "date")
 
 
 def by_speed(tried: Iterable[Tried]) -> tuple[Tried, ...]:
-    """The fastest first, the skipped ones last."""
+    """Return the fastest first, the skipped ones last."""
     return tuple(sorted(tried, key=lambda each: math.inf if each.ms is None else each.ms))
 
 
@@ -128,7 +128,7 @@ def merged(old: TuningEntry, new: TuningEntry) -> TuningEntry:
 
 
 def merge(records: Iterable[Record]) -> list[Record]:
-    """One record for each kernel, one entry for each of its devices and buckets; see :func:`merged`."""
+    """Return one record for each kernel, one entry for each of its devices and buckets; see :func:`merged`."""
     found: dict[tuple[str, str], dict[tuple[str, str], TuningEntry]] = {}
     for record in records:
         entries = found.setdefault((record.operator, record.kernel), {})
@@ -142,7 +142,7 @@ def merge(records: Iterable[Record]) -> list[Record]:
 
 
 def render(records: Iterable[Record]) -> str:
-    """The text of a file that holds ``records``."""
+    """Return the text of a file that holds ``records``."""
     return json.dumps({"format": FORMAT, "records": [record.to_json() for record in records]}, indent=1) + "\n"
 
 
@@ -150,7 +150,7 @@ def render(records: Iterable[Record]) -> str:
 
 
 def parse(content: bytes) -> list[Record]:
-    """The records of a file.
+    """Return the records of a file.
 
     Raises:
         ValueError: it is not such a file; the message says what is wrong, and where in it.
@@ -242,12 +242,12 @@ def _short(value: Any) -> str:
 
 
 def now() -> str:
-    """The date of an entry that is made now."""
+    """Return the date of an entry that is made now."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def fastest(entry: TuningEntry, keys: Sequence[str]) -> Tried | str:
-    """The fastest of the configurations with these keys; or why the entry cannot tell."""
+    """Return the fastest of the configurations with these keys; or why the entry does not say it."""
     tried = {each.key: each for each in entry.tried}
     unknown = [key for key in keys if key not in tried]
     if unknown:

@@ -1,6 +1,6 @@
-"""Tuning results on disk: ``<cache_dir>/triton_tuning/`` has one JSON file for each kernel of each operator.
+"""Read and write tuning results on disk: ``<cache_dir>/triton_tuning/`` has one JSON file for each kernel of each operator.
 
-Files appear by one rename, under a lock. One that is damaged counts as empty and is written anew. A package has such
+Files appear by one rename, under a lock. One that is damaged counts as empty and is written again. A package has such
 files too, in ``_opkit/tuning/``; they are read, never written. A result is used only if it was measured for the same
 kernel, by its hash, with the same Triton, and every configuration that the kernel has now was tried then; so no file can
 make a kernel run with a configuration that its author did not write.
@@ -55,24 +55,24 @@ class Lookup:
 
 
 def root() -> Path:
-    """Where results are kept."""
+    """Return the folder of results."""
     return Path(os.path.abspath(config.get().cache_dir)) / _FOLDER
 
 
 def file_of(operator: str, kernel: str) -> Path:
-    """The file of one kernel, whether there is one or not."""
+    """Return the file of one kernel, whether there is one or not."""
     digest = hashlib.sha256(f"{operator}\0{kernel}".encode()).hexdigest()[:8]
     name = re.sub(r"[^\w.-]+", ".", f"{operator}.{kernel}", flags=re.ASCII)
     return root() / f"{name[:_LONGEST_NAME]}.{digest}.json"
 
 
 def packaged(module: str) -> tuple[Path, ...]:
-    """The folders in which a module's package may have results, the nearest first."""
+    """Return the folders in which a module's package may have results, the nearest first."""
     return tuple(folder / _IN_PACKAGE for folder in portable.places(module, PACKAGED))
 
 
 def triton_version() -> str:
-    """The major and minor version of the installed Triton, which is not imported; "none" where there is none."""
+    """Return the major and minor version of the installed Triton, which is not imported; "none" where there is none."""
     found = environment.compiler()
     return "none" if found is None else ".".join(found[0].split(".")[:2])
 
@@ -83,7 +83,7 @@ def triton_version() -> str:
 def lookup(
     identity: Identity, configs: Sequence[Config], device: str, bucket: str, folders: Iterable[Path] = ()
 ) -> Lookup:
-    """The fastest of ``configs`` by what was measured, in the cache or else in the folders of packages."""
+    """Return the fastest of ``configs`` by what was measured, in the cache or else in the folders of packages."""
     refusals: list[RejectedResult] = []
     for file, entries in _entries(identity, folders, refusals):
         for entry in entries:
@@ -99,7 +99,7 @@ def lookup(
 def nearest(
     identity: Identity, configs: Sequence[Config], device: str, bucket: str, folders: Iterable[Path] = ()
 ) -> Lookup:
-    """The same from the most similar bucket that the device has a result for."""
+    """Return the same from the most similar bucket that the device has a result for."""
     similar = [
         (distance(entry.bucket, bucket), entry)
         for _, entries in _entries(identity, folders, [])
@@ -116,7 +116,7 @@ def nearest(
 def _entries(
     identity: Identity, folders: Iterable[Path], refusals: list[RejectedResult]
 ) -> Iterator[tuple[Path, Sequence[TuningEntry]]]:
-    """The entries of a kernel, file by file; a damaged file is noted in ``refusals``."""
+    """Yield the entries of a kernel, file by file; a damaged file is noted in ``refusals``."""
     for file in (file_of(identity.operator, identity.kernel), *_listed(folders)):
         found = _read(file)
         if isinstance(found, str):
@@ -134,7 +134,7 @@ def _listed(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def _answer(identity: Identity, configs: Sequence[Config], entry: TuningEntry) -> Config | str:
-    """The fastest of ``configs``, or why the entry cannot be used."""
+    """Return the fastest of ``configs``, or why the entry cannot be used."""
     if reason := stale(entry, identity.hash):
         return reason
     by_key = {each.key: each for each in configs}
@@ -143,7 +143,7 @@ def _answer(identity: Identity, configs: Sequence[Config], entry: TuningEntry) -
 
 
 def stale(entry: TuningEntry, kernel_hash: str | None) -> str:
-    """Why an entry does not hold any more; empty where it does, as far as is known without the hash."""
+    """Return why an entry does not hold any more; empty where it does, as far as is known without the hash."""
     if kernel_hash is not None and entry.hash != kernel_hash:
         return "it was made for the kernel before it changed"
     if entry.triton != triton_version():
@@ -158,7 +158,7 @@ _reading = threading.Lock()
 
 
 def _read(file: Path) -> list[Record] | str:
-    """The records of a file, none where there is no file; or what is wrong with it."""
+    """Return the records of a file, none where there is no file; or what is wrong with it."""
     try:
         status = os.stat(file)
     except (FileNotFoundError, NotADirectoryError):
@@ -182,7 +182,7 @@ def _attempt(file: Path) -> list[Record] | str:
 
 
 def listed() -> list[Record]:
-    """Every record in the cache; damaged files are passed over."""
+    """Return every record in the cache; damaged files are passed over."""
     found = [_read(file) for file in _listed([root()])]
     return record_format.merge(record for records in found if not isinstance(records, str) for record in records)
 
@@ -191,7 +191,7 @@ def listed() -> list[Record]:
 
 
 def remember(identity: Identity, device: str, bucket: str, tried: Iterable[Tried]) -> TuningEntry:
-    """Keep what was measured now.
+    """Record what was measured now.
 
     Raises:
         OSError: the cache cannot be written to.
@@ -257,7 +257,7 @@ def export_all(path: Path, operators: Collection[str] | None = None) -> int:
 
 
 def ship(folder: Path, identities: Collection[Identity]) -> int:
-    """Put the cache's results for these kernels, as they are now, into a package's folder, beside those that are there.
+    """Put the cache's results for these kernels, as they are now, into a package's folder, in addition to those that are there.
 
     Returns:
         How many entries were put there. Without any, nothing is written.
@@ -281,7 +281,7 @@ def _of_hash(record: Record, kernel_hash: str) -> Record:
 
 
 def import_from(path: Path) -> int:
-    """Take the results of a file into the cache; of two for the same device and bucket the newer is kept.
+    """Take the results of a file into the cache; of two for the same device and bucket the newer counts.
 
     Returns:
         How many entries the file has.

@@ -1,6 +1,6 @@
-"""What a bound kernel is given in one call, worked out in Python: on real, fake or symbolic tensors.
+"""Compute the arguments of one launch of a bound kernel in Python, on real, fake or symbolic tensors.
 
-The launcher in C does the same for the calls that it serves. This form is for Triton's interpreter, for kernels before
+The launcher in C does the same for the calls that it serves. This module is for Triton's interpreter, for kernels before
 whose launch Python runs, and for torch.compile.
 """
 
@@ -31,7 +31,7 @@ class LaunchArguments(NamedTuple):
 
 
 def product(sizes: Sequence[Any]) -> Any:
-    """The product of sizes, symbolic ones too."""
+    """Return the product of sizes, symbolic ones too."""
     result: Any = 1
     for size in sizes:
         result = result * size
@@ -39,7 +39,7 @@ def product(sizes: Sequence[Any]) -> Any:
 
 
 def sizes_of(facts: Facts, operands: Sequence[Any]) -> dict[str, Any]:
-    """The value of each named size in a call."""
+    """Return the value of each named size in a call."""
     found: dict[str, Any] = {}
     for argument, value in zip(facts.arguments, operands, strict=True):
         if argument.shape is None or value is None:
@@ -70,20 +70,20 @@ class Values:
         self.sizes = sizes_of(bound.facts, operands)
 
     def of(self, source: Source) -> Any:
-        """One source's value: a tensor, a number, a string, a list."""
+        """Return one source's value: a tensor, a number, a string, a list."""
         return _READERS[source.origin](self, source)
 
     def tensor(self, source: Source) -> Any:
-        """The tensor that a source is about."""
+        """Return the tensor that a source is about."""
         count = len(self.operands)
         return self.operands[source.argument] if source.argument < count else self.outputs[source.argument - count]
 
     def named(self) -> dict[str, Any]:
-        """Every source's value by name, as formulas see it."""
+        """Return every source's value by name, as formulas see it."""
         return {source.name: shown(self.of(source)) for source in self.bound.sources}
 
     def dimension(self, source: Source, of: Callable[[Any], Sequence[Any]], missing: int) -> Any:
-        """A size or stride of a tensor; ``missing`` of a leading dimension that it does not have."""
+        """Return a size or stride of a tensor; ``missing`` of a leading dimension that it does not have."""
         tensor = self.tensor(source)
         if tensor is None:
             return 0
@@ -96,7 +96,7 @@ class Values:
         return of(tensor)[source.detail]
 
     def size(self, source: Source) -> Any:
-        """A named size; 0 where no tensor that has it was passed."""
+        """Return a named size; 0 where no tensor that has it was passed."""
         return self.sizes.get(self.bound.facts.sizes[source.detail], 0)
 
 
@@ -116,7 +116,7 @@ _READERS: Mapping[str, Callable[[Values, Source], Any]] = {
 
 
 def shown(value: Any) -> Any:
-    """A value as formulas see it."""
+    """Return a value as formulas see it."""
     if isinstance(value, torch.Tensor):
         return TensorInfo(str(value.dtype).removeprefix("torch."), tuple(value.shape), tuple(value.stride()))
     if isinstance(value, torch.dtype):

@@ -1,4 +1,4 @@
-"""What each parameter of a Triton function is given: names matched to an operator's arguments, outputs and sizes."""
+"""Match the parameters of a Triton function by name to an operator's arguments, outputs and sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BoundKernel:
         name: the kernel's name among those of its operator.
         sources: the values of a call that matter.
         roles: what of each of them decides which compiled kernel runs; as ``opkit._core.Launcher`` has them.
-        given: the source of each parameter that the call decides at run time.
+        runtime: the source of each parameter that the call decides at run time.
         constants: parameters and options whose values never change.
         formulas: the other ones, in the order of their evaluation, the grid among them.
         descriptors: the parameters that are tensor descriptors.
@@ -67,7 +67,7 @@ class BoundKernel:
 
     @functools.cached_property
     def strided(self) -> dict[int, tuple[int, ...]]:
-        """The tensors whose strides the kernel is told, and for which dimensions."""
+        """The tensors whose strides the kernel takes, and for which dimensions."""
         dims: dict[int, tuple[int, ...]] = {}
         for source in self.sources:
             if source.origin == "STRIDE":
@@ -153,13 +153,13 @@ class _Binder:
             constants[name] = self._constant(value)
 
     def _constant(self, value: Any) -> Any:
-        """A constant; of a dtype Triton's element type, or its name for a kernel that is named itself."""
+        """Return a constant; of a dtype Triton's element type, or its name for a kernel that is named itself."""
         if not isinstance(value, torch.dtype):
             return value
         return Element(triton_name(str(value))) if isinstance(self.kernel.function, Named) else triton_type(str(value))
 
     def _means(self, name: str) -> bool:
-        """Whether a function that asks for ``name`` can be given something."""
+        """Return whether ``name``, a parameter of a function, stands for something."""
         wanted = self.kernel.bind.get(name, name)
         known = {*self.kernel.values, *self.kernel.options, *self.config_names, *self.absent, *EVERYTHING}
         return name in known or self.names.find(wanted) is not None or any(p.name == name for p in self.parameters)
@@ -168,7 +168,7 @@ class _Binder:
         """A parameter that configs give: all of them do, or it has a value besides."""
         name = parameter.name
         if name in computed:
-            raise self.error(f"{name} is given by configs= and by a function. Take it out of one of them.")
+            raise self.error(f"{name} has a value in configs= and a function. Take it out of one of them.")
         lacking = [config.label for config in self.kernel.configs if name not in config.constexprs]
         if lacking and parameter.has_default:
             constants.setdefault(name, parameter.default)
@@ -213,7 +213,7 @@ class _Binder:
         return self.error(
             f"{name!r} stands for nothing that the operator has. It could be {', '.join(known)}, or _numel, _rank, _size_<k> "
             f"and _stride_<k> of {tensors}.{hint} Rename the parameter, give it a value ({parameter.name}=...), or say what it "
-            f"is given: bind={{{parameter.name!r}: ...}}."
+            f"stands for: bind={{{parameter.name!r}: ...}}."
         )
 
     def _read_inputs(
@@ -227,13 +227,13 @@ class _Binder:
                 source = self.names.find(self.kernel.bind.get(name, name))
                 if source is None:
                     raise self.error(
-                        f"the function for {f.name} asks for {name!r}, which stands for nothing. It could be "
+                        f"the function for {f.name} takes {name!r}, which stands for nothing. It could be "
                         f"{', '.join([*self.names.known(), *sorted(computed - {f.name, _GRID})])}."
                     )
                 self.read.add(dataclasses.replace(source, name=name))
 
     def _read_prune(self, runtime: Mapping[str, Source]) -> None:
-        """What ``prune`` asks for: as formulas do, or everything, as Triton's functions are given it."""
+        """Record what ``prune`` reads: its parameters, or everything for a function of Triton's with ``**kwargs``."""
         if self.kernel.prune is None or not self.kernel.configs:
             return
         wanted = list(inspect.signature(self.kernel.prune).parameters.values())[1:]
@@ -272,7 +272,7 @@ class _Binder:
         )  # fmt: skip
 
     def _zeroed(self, name: str, runtime: Mapping[str, Source], constants: Mapping[str, Any]) -> str:
-        """The parameter that ``reset_to_zero`` means: by its own name, or by that of the tensor that it is given."""
+        """Return the parameter that ``reset_to_zero`` means: by its own name, or by that of its tensor."""
         meant = self.names.find(name)
         found = [p for p, source in runtime.items() if source.kind == "tensor" and (p == name or source == meant)]
         if not found and name not in constants:
@@ -293,7 +293,7 @@ def _role(source: Source, read: bool, user: TritonParameter | None) -> str:
 
 
 def _by_parameter(runtime: Mapping[str, Source]) -> list[Source]:
-    """The sources of parameters, called as these are."""
+    """Return the sources of parameters, called as these are."""
     return [dataclasses.replace(source, name=name) for name, source in runtime.items()]
 
 
@@ -325,7 +325,7 @@ def triton_type(name: str | None) -> Any:
 
 
 def triton_name(name: str) -> str:
-    """What ``triton.language`` calls a dtype, by its name in torch.
+    """Return what ``triton.language`` calls a dtype, by its name in torch.
 
     >>> triton_name("torch.bfloat16"), triton_name("bool")
     ('bfloat16', 'int1')
@@ -335,16 +335,16 @@ def triton_name(name: str) -> str:
 
 
 def _is_triton(value: Callable[..., Any]) -> bool:
-    """Whether a value is of Triton's own: a function that the kernel calls, or an element type."""
+    """Return whether a value is of Triton's own: a function that the kernel calls, or an element type."""
     return type(value).__module__.startswith("triton")
 
 
 def bind(kernel: TritonKernel, facts: Facts, name: str = "", absent: Mapping[str, Any] | None = None) -> BoundKernel:
-    """What each parameter of a kernel is given when it serves the operator of ``facts``.
+    """Return a kernel bound to the operator of ``facts``.
 
     ``absent`` are values of parameters of which nothing is said elsewhere.
 
     Raises:
-        DeclarationError: a parameter, or something that a function asks for, stands for nothing that there is.
+        DeclarationError: a parameter, or of a function that computes a value, stands for nothing.
     """
     return _Binder(kernel, facts, name or kernel.name, absent or {}).bind()

@@ -1,4 +1,4 @@
-"""Triton kernels compiled ahead of time, for ``opkit build``: each example, config and architecture."""
+"""Compile Triton kernels ahead of time, for ``opkit build``: each example, config and architecture."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -19,7 +19,7 @@ from opkit.op.triton.examples import configs_for, request_for
 from opkit.op.triton.launches import ExampleLaunch, OfOperator, launches, unmade
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-"""What kernels are built for that do not say it themselves, unless something else is asked for."""
+"""The architectures for kernels without ``targets=``, where the caller names none."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A bound kernel in the numbers of ``opkit.h``, as ``opkit._core.launch_kernel`` reads it."""
+"""Describe a bound kernel in the numbers of ``opkit.h``, as ``opkit._core.launch_kernel`` reads it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opkit.op.triton.names import Source
 
 
 def description(bound: BoundKernel, cuda: bool, packed: bool = True) -> dict[str, Any]:
-    """A kernel as ``opkit._core.launch_kernel`` takes it."""
+    """Return a kernel as ``opkit._core.launch_kernel`` takes it."""
     facts = bound.facts
     return {
         "operator": facts.operator,

@@ -1,4 +1,4 @@
-"""How a compiled Triton kernel is launched: its parameters, in the order and the forms in which it takes them."""
+"""Pack the parameters of a compiled Triton kernel for a launch, in the order and forms in which it takes them."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -55,7 +55,7 @@ class CompiledVariant:
         )  # fmt: skip
 
     def entry(self, values: Sequence[Any], named: Mapping[str, Any], grid: tuple[int, int, int]) -> _core.Entry:
-        """What the launcher is to do for these values."""
+        """Return what the launcher is to do for these values."""
         from opkit import _core
 
         if self._entry is not None:
@@ -67,7 +67,7 @@ class CompiledVariant:
         return entry
 
     def _parameter(self, param: Param, values: Sequence[Any], named: Mapping[str, Any]) -> tuple[str, int, int]:
-        """A parameter as the launcher packs it: from a source of the call, or the same at each launch."""
+        """Return a parameter as the launcher packs it: from a source of the call, or the same at each launch."""
         kind, name, detail = param.kind, param.name, param.detail
         if not name or kind == "map":
             return kind, detail if kind == "map" else 0, detail
@@ -88,7 +88,7 @@ class CompiledVariant:
     def _view(
         self, name: str, values: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The sizes and strides that a descriptor describes: the tensor's, or those of a shape that the author gave."""
+        """Return the sizes and strides that a descriptor describes: the tensor's, or those of a shape that the author gave."""
         shape = named.get(f"{name}.shape", self.bound.descriptors[name].shape)
         memory = values[source_of(self.bound, name)]
         if shape is None:
@@ -97,7 +97,7 @@ class CompiledVariant:
         return sizes, _row_major(sizes)
 
     def _map(self, tensor_map: Mapping[str, Any], values: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """How the launcher encodes a descriptor: of the tensor as it lies, or as a shape that the author gave."""
+        """Return how the launcher encodes a descriptor: of the tensor as it lies, or as a shape that the author gave."""
         name = tensor_map["name"]
         sizes, strides = self._view(name, values, named)
         rest = {key: value for key, value in tensor_map.items() if key != "name"}
@@ -107,7 +107,7 @@ class CompiledVariant:
 
 
 def source_of(bound: BoundKernel, name: str) -> int:
-    """The source of a parameter's tensor."""
+    """Return the source of a parameter's tensor."""
     if name in bound.runtime:
         return bound.runtime[name]
     tensor = bound.descriptors[name].tensor
@@ -115,7 +115,7 @@ def source_of(bound: BoundKernel, name: str) -> int:
 
 
 def bits(kind: str, value: Any) -> int:
-    """A number as the 64 bits that a launch copies its parameter from.
+    """Return a number as the 64 bits that a launch copies its parameter from.
 
     >>> bits("fp32", 1.0) == 0x3F800000, bits("bf16", 1.0) == 0x3F80, bits("i32", -1)
     (True, True, -1)

@@ -1,4 +1,4 @@
-"""Grids, constexprs and options: what the functions that an author gave yield for one call."""
+"""Evaluate grids, constexprs and options: the author's functions of a call's values."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -15,7 +15,7 @@ from opkit.errors import DeclarationError, KernelError
 
 _MAX_RESULTS = 4096
 EVERYTHING = ("meta", "META")
-"""The parameter by which a function asks for all that is known, as Triton's grid functions do."""
+"""The parameter that receives every known value, as in Triton's grid functions."""
 
 
 class TensorInfo(NamedTuple):
@@ -40,7 +40,7 @@ class TensorInfo(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """A function of named values, whose results are kept. ``inputs`` are its parameters."""
+    """A function of named values, with a cache of its results. ``inputs`` are its parameters."""
 
     name: str
     function: Callable[..., Any]
@@ -70,7 +70,7 @@ class Formula:
 
 
 def exact(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Values as a key that tells apart what Python calls equal: 1, 1.0 and True, and the zeros of both signs.
+    """Return values as a key that distinguishes what Python calls equal: 1, 1.0 and True, and the zeros of both signs.
 
     >>> exact([1]) == exact([True]), exact([0.0]) == exact([-0.0]), exact([(2,)]) == exact([[2]])
     (False, False, True)
@@ -95,7 +95,7 @@ def formula(name: str, function: Callable[..., Any], means: Callable[[str], bool
     """
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        raise DeclarationError(f"the function for {name} takes *args or **kwargs. It must name what it asks for.")
+        raise DeclarationError(f"the function for {name} takes *args or **kwargs. It must name its parameters.")
     inputs = tuple(p.name for p in parameters if p.default is p.empty or means(p.name))
     positional = all(p.kind is not p.KEYWORD_ONLY for p in parameters) and len(inputs) == len(parameters)
     return Formula(name, function if positional else _by_name(function, inputs), inputs)
@@ -110,17 +110,17 @@ def _by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[...
 
 
 def ordered(formulas: Sequence[Formula]) -> tuple[Formula, ...]:
-    """Formulas in an order in which each comes after those whose values it asks for; ``meta`` comes last.
+    """Formulas in an order in which each comes after those whose values it takes; ``meta`` comes last.
 
     Raises:
-        DeclarationError: some ask for each other.
+        DeclarationError: some take each other's values.
     """
     left, done = {f.name: f for f in formulas}, list[Formula]()
     while left:
         free = [f for f in left.values() if not any(name in left and name != f.name for name in f.inputs)]
         ready = [f for f in free if not any(name in EVERYTHING for name in f.inputs)] or free
         if not ready:
-            raise DeclarationError(f"the functions for {', '.join(left)} ask for each other's values.")
+            raise DeclarationError(f"the functions for {', '.join(left)} take each other's values.")
         for f in ready:
             done.append(left.pop(f.name))
     return tuple(done)
@@ -148,7 +148,7 @@ def _blamed(f: Formula, named: Mapping[str, Any]) -> str:
 
 
 def as_grid(where: str, value: Any) -> tuple[Any, Any, Any]:
-    """A grid's three sizes.
+    """Return a grid's three sizes.
 
     Raises:
         KernelError: it is no grid.

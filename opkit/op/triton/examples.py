@@ -1,4 +1,4 @@
-"""Example calls of Triton kernels, and what the compiler is asked for when the operator is called like them."""
+"""Make example calls of Triton kernels, and the compile requests of such calls."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -28,7 +28,7 @@ _INT32 = 2**31
 
 
 def calls_of(operator: Operator, examples: Sequence[Mapping[str, Any]]) -> list[CallSpec]:
-    """The calls that the examples name; without any, some that are made up from the operator's annotations.
+    """Return the calls that the examples name; without any, some that are made up from the operator's annotations.
 
     Raises:
         ArgumentError: an example cannot be read, or nothing can be made up.
@@ -37,20 +37,20 @@ def calls_of(operator: Operator, examples: Sequence[Mapping[str, Any]]) -> list[
 
 
 def values_of(operator: Operator, bound: BoundKernel, call: CallSpec) -> Values:
-    """What a kernel is given when the operator is called like an example, with tensors that have no numbers."""
+    """Return the values of a kernel when the operator is called like an example, with tensors without data."""
     args, kwargs = typical_calls.arguments_of(operator, call, "meta")
     operands = layout.operands(operator, args, kwargs)
     return Values(bound, operands, _outputs(operator, bound, args, kwargs, operands))
 
 
 def configs_for(values: Values) -> Sequence[Config | None]:
-    """The configs that a call with these values may use; a None of a kernel that has none."""
+    """Return the configs that a call with these values may use; a None of a kernel that has none."""
     kernel = values.bound.kernel
     return prune(kernel.configs, kernel.prune, _named(values)) if kernel.configs else (None,)
 
 
 def request_for(values: Values, config: Config | None, target: str) -> compiling.CompileRequest:
-    """What the compiler is asked for by a call with these values.
+    """Return the compile request of a call with these values.
 
     Raises:
         KernelError: a function that the author gave raised.
@@ -63,14 +63,14 @@ def request_for(values: Values, config: Config | None, target: str) -> compiling
 
 
 def configs_of(operator: Operator, bound: BoundKernel, call: CallSpec) -> Sequence[Config | None]:
-    """The configs that a call may use; a None of a kernel that has none."""
+    """Return the configs that a call may use; a None of a kernel that has none."""
     return configs_for(values_of(operator, bound, call))
 
 
 def request_of(
     operator: Operator, bound: BoundKernel, call: CallSpec, config: Any, target: str
 ) -> compiling.CompileRequest:
-    """What the compiler is asked for when the operator is called like an example.
+    """Return the compile request of a call of the operator like an example.
 
     Raises:
         KernelError: a function that the author gave raised.
@@ -90,7 +90,7 @@ def _outputs(
 
 
 def _seen(value: Any) -> Any:
-    """A value as the launcher shows it, of a tensor whose memory is aligned as torch allocates it."""
+    """Return a value as the launcher shows it, of a tensor whose memory is aligned as torch allocates it."""
     if isinstance(value, torch.Tensor):
         sizes, strides = tuple(value.shape), tuple(value.stride())
         offset = int(value.storage_offset()) * value.element_size()

@@ -1,4 +1,4 @@
-"""A Triton kernel of an operator: launched from C, through a table that Python fills."""
+"""Register Triton kernels with operators: they are launched from C, through a table that Python fills."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -59,15 +59,15 @@ class TritonFunction(CompiledFunction):
         return self.kernel.examples
 
     def identities(self) -> Sequence[Identity]:
-        """The kernel as its tuning results are recorded; nothing where there is nothing to choose."""
+        """Return the kernel as its tuning results are recorded; nothing where there is nothing to choose."""
         return [self.launching.chooser.identity] if self.kernel.configs else []
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What decides what the kernel computes."""
+        """Return what decides what the kernel computes."""
         return self.kernel.contract_parts()
 
     def refusal(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        """Why the kernel does not take a call; empty where it does."""
+        """Return why the kernel does not take a call; empty where it does."""
         for name, tensor in self.operator.named_tensors(args, kwargs):
             if tensor.layout is not torch.strided:
                 return f"{name} is {tensor.layout}; it takes dense tensors"
@@ -81,7 +81,7 @@ class TritonFunction(CompiledFunction):
         return True
 
     def open(self) -> _core.KernelLibrary:
-        """The kernel as the runtime has it: a description, and the launcher."""
+        """Return the kernel as the runtime has it: a description, and the launcher."""
         return self.launching.library()
 
 

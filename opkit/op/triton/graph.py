@@ -35,7 +35,7 @@ _REPRESENTED = {"num_warps", "num_stages"}
 
 
 def refusal(bound: BoundKernel) -> str:
-    """Why torch cannot represent a kernel's launch; empty where it can."""
+    """Return why torch cannot represent a kernel's launch; empty where it can."""
     kernel = bound.kernel
     if kernel.gluon:
         return "it is in Gluon"
@@ -57,7 +57,7 @@ def refusal(bound: BoundKernel) -> str:
 
 
 def _floats(bound: BoundKernel) -> list[str]:
-    """The parameters that are given numbers, which Triton takes for float32."""
+    """Return the parameters that receive Python floats, which Triton takes for float32."""
     numbers = [name for name, source in bound.runtime.items() if bound.sources[source].kind == "float"]
     fixed = [name for name, value in bound.constants.items() if isinstance(value, float)]
     compiled = {parameter.name for parameter in bound.kernel.parameters if parameter.constexpr}
@@ -65,13 +65,13 @@ def _floats(bound: BoundKernel) -> list[str]:
 
 
 def _usual(bound: BoundKernel, name: str) -> bool:
-    """Whether an option is nowhere other than Triton's own default, as ``triton.Config`` says it of every kernel."""
+    """Return whether an option is nowhere other than Triton's own default, as ``triton.Config`` says it of every kernel."""
     values = [bound.kernel.options.get(name), *(config.options.get(name) for config in bound.kernel.configs)]
     return name == "num_ctas" and all(value in (None, 1) for value in values)
 
 
 def functional_rule(operator: Operator) -> Callable[..., Any]:
-    """The rule of ``operator`` for ``FunctionalTensorMode``."""
+    """Return the rule of ``operator`` for ``FunctionalTensorMode``."""
 
     def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         visible = _visible(operator, args, kwargs or {}) if private.compiling() else None
@@ -84,7 +84,7 @@ def functional_rule(operator: Operator) -> Callable[..., Any]:
 
 
 def _visible(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """The chosen kernel of a call as a function to trace; None where the call stays a unit."""
+    """Return the chosen kernel of a call as a function to trace; None where the call stays a unit."""
     if operator.forced or any(kernel.autotune for kernel in operator.kernels.kernels):
         return None
     kernel, _ = choose(operator, args, kwargs)
@@ -122,7 +122,7 @@ def _traced(operator: Operator, bound: BoundKernel, shapes: Sequence[torch.Tenso
 
 
 def _fake_outputs(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The new outputs' sizes and strides, symbolic ones too; what finds them leaves no trace in the program."""
+    """Return the new outputs' sizes and strides, symbolic ones too; what finds them leaves no trace in the program."""
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor, private.without_functional_wrapper, (tuple(args), kwargs)
     )
@@ -148,7 +148,7 @@ def wrapped(values: Values) -> None:
 
 
 def _with_configs(values: Values) -> tuple[Any, Callable[[Any], Any], dict[str, Any]]:
-    """A kernel with its configs as ``triton.autotune`` has them: what differs between launches is the config's."""
+    """Return a kernel with its configs as ``triton.autotune`` has them: what differs between launches is the config's."""
     import triton
 
     kernel = values.bound.kernel
@@ -160,7 +160,7 @@ def _with_configs(values: Values) -> tuple[Any, Callable[[Any], Any], dict[str, 
     configs: list[Any] = []
     for chosen, launch in zip(fixed, launches, strict=True):
         kwargs = {name: chosen[name] for name in varying}
-        if grids.setdefault(tuple(kwargs.values()), launch.grid) == launch.grid:  # else torch cannot tell them apart
+        if grids.setdefault(tuple(kwargs.values()), launch.grid) == launch.grid:  # else torch cannot distinguish them
             configs.append(triton.Config(kwargs, **launch.options))
     common = {name: value for name, value in launches[0].arguments.items() if name not in varying}
     return (
@@ -183,5 +183,5 @@ def _candidates(values: Values) -> list[Config]:
 
 
 def _specialised(value: Any) -> Any:
-    """A constexpr's value; the program is for this value alone where it was symbolic."""
+    """Return a constexpr's value; the program is for this value alone where it was symbolic."""
     return int(value) if isinstance(value, torch.SymInt) else value

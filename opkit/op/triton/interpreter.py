@@ -1,7 +1,7 @@
-"""Triton kernels on CPU tensors: their operators run in a process in which Triton interprets.
+"""Run Triton kernels on CPU tensors, in a process in which Triton interprets them.
 
 ``TRITON_INTERPRET=1`` works if it is set before the kernels are decorated, so each module of operators gets a process of
-its own with the variable set, which imports the module anew and is kept for further calls.
+its own with the variable set, which imports the module again and serves further calls.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -55,7 +55,7 @@ class Interpreter:
             raise
 
     def __call__(self, op: Any, *args: Any, kernel: str | None = None, **kwargs: Any) -> Any:
-        """The result of one call of an operator (or its name), made by its Triton kernel; it records no gradients.
+        """Return the result of one call of an operator (or its name), made by its Triton kernel; it records no gradients.
 
         Raises:
             InterpreterError: the operator raised, no Triton kernel takes the call, or the process died.
@@ -71,7 +71,7 @@ class Interpreter:
     def differentiate(
         self, op: Any, cotangents: Sequence[Any], *args: Any, kernel: str | None = None, **kwargs: Any
     ) -> Any:
-        """The result, and the gradient of each tensor argument that requires one, in order.
+        """Return the result, and the gradient of each tensor argument that requires one, in order.
 
         ``cotangents`` are those of the outputs that depend differentiably on such arguments.
         """
@@ -170,10 +170,10 @@ def interpreter_of(op: Any) -> Interpreter:
 
 
 def interpret(op: Any, *, kernel: str | None = None) -> Callable[..., Any]:
-    """The operator as a function that runs its Triton kernel in the interpreter, on CPU tensors.
+    """Return the operator as a function that runs its Triton kernel in the interpreter, on CPU tensors.
 
     It runs in a child process, in which ``TRITON_INTERPRET=1`` is set and the module that defines the operator is imported
-    anew; the process is kept for further calls. Gluon kernels cannot be interpreted.
+    again; the process serves further calls. Gluon kernels cannot be interpreted.
 
     Args:
         op: made by ``opkit.custom_op``, in a file.

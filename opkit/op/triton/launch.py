@@ -65,8 +65,8 @@ class LaunchForm:
         for name in self.names:
             if name not in wanted:
                 raise DeclarationError(
-                    f"{self.bound.kernel!r}: it was launched with {name}=, for which nothing asks. Its parameters are "
-                    f"{', '.join(p.name for p in self.bound.kernel.parameters)}; what triton_kernel() was given is settled."
+                    f"{self.bound.kernel!r}: it was launched with {name}=, which nothing uses. Its parameters are "
+                    f"{', '.join(p.name for p in self.bound.kernel.parameters)}; values in triton_kernel() are fixed."
                 )
 
     def run(self, values: Mapping[str, Any]) -> None:
@@ -83,23 +83,23 @@ class LaunchForm:
             self.overload(_first(self.bound.kernel, arguments).device.type)(*arguments)
 
     def overload(self, device: str) -> Callable[..., Any]:
-        """What launches the kernel on a device, given the values of :attr:`names`."""
+        """Return a function of the values of :attr:`names` that launches the kernel on a device."""
         return self._served(device)[0]
 
     def repeated(self, device: str, arguments: Sequence[Any]) -> _core.Repeated | None:
-        """Launch the kernel on the values of :attr:`names`; then launches like this one, given the tensors' addresses."""
+        """Launch the kernel on the values of :attr:`names`; return what repeats it on other addresses."""
         overload, launching = self._served(device)
         assert launching.launcher is not None
         return launching.launcher.repeat(lambda: overload(*arguments))
 
     def time(self, device: str, arguments: Sequence[Any]) -> float:
-        """The median milliseconds of a launch on the values of :attr:`names`; see :meth:`Launching.time`."""
+        """Return the median milliseconds of a launch on the values of :attr:`names`; see :meth:`Launching.time`."""
         overload, launching = self._served(device)
         return launching.time(lambda: overload(*arguments))
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """The places in :attr:`names` of the tensors whose addresses :meth:`repeated` is to be given."""
+        """The places in :attr:`names` of the tensors whose addresses :meth:`repeated` takes."""
         return tuple(source.argument for source in self.bound.sources if source.kind == "tensor")
 
     def _served(self, device: str) -> tuple[Callable[..., Any], Launching]:
@@ -132,7 +132,7 @@ class LaunchForm:
 
 
 def _first(kernel: TritonKernel, arguments: Sequence[Any]) -> torch.Tensor:
-    """The first tensor, which says on what device to run."""
+    """Return the first tensor, which says on what device to run."""
     for value in arguments:
         if isinstance(value, torch.Tensor):
             return value
@@ -153,7 +153,7 @@ def recording() -> Generator[list[Values]]:
 
 
 def is_recorded() -> bool:
-    """Whether launches of this thread are noted in place of made."""
+    """Return whether launches of this thread are noted in place of made."""
     return recorded.get() is not None
 
 
@@ -162,13 +162,13 @@ def launch(kernel: TritonKernel, values: Mapping[str, Any]) -> None:
 
     Raises:
         ArgumentTypeError: a value is no tensor, number or None.
-        DeclarationError: a parameter is left without a value, or nothing asks for one of ``values``.
+        DeclarationError: a parameter is left without a value, or nothing uses one of ``values``.
     """
     _form(kernel, values).run(values)
 
 
 def _form(kernel: TritonKernel, values: Mapping[str, Any]) -> LaunchForm:
-    """The kernel for values of these kinds."""
+    """Return the kernel for values of these kinds."""
     kinds = tuple((name, _kind(kernel, name, value)) for name, value in values.items())
     found = kernel.forms.get(kinds)
     if found is None:
@@ -180,11 +180,11 @@ class PreparedLaunch:
     """Launches of a kernel by hand with the same numbers each time: what they have in common is worked out once.
 
     Tensors, too, differ from launch to launch in nothing but where they lie: a launch of others that have the sizes, strides,
-    dtype or device of none before reads and writes as if they had those of the first. A :class:`PreparedKernel` sees to that.
+    dtype or device of none before reads and writes as if they had those of the first. A :class:`PreparedKernel` checks that.
 
     Args:
         kernel: what :func:`opkit.triton_kernel` gave.
-        names: of the tensors that are given with each launch, in the order in which they will be.
+        names: of the tensors of each launch, in order.
         numbers: all other values, by name.
 
     >>> # add = PreparedLaunch(kernel, ("x", "y", "out"), {"n": 1024})
@@ -216,7 +216,7 @@ class PreparedLaunch:
         return (None, []) if found is None else (found.repeated, [self.names[place] for place in found.addressed])
 
     def time(self, *tensors: torch.Tensor | None) -> float:
-        """The median milliseconds that a launch on these tensors takes, with cold caches; it waits for the GPU.
+        """Return the median milliseconds that a launch on these tensors takes, with cold caches; it waits for the GPU.
 
         The kernel is launched many times, and what it writes to is not restored.
 

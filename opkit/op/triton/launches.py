@@ -34,7 +34,7 @@ class ExampleLaunch:
         label: the operator and its kernel, for messages.
         call: the operator's call, likewise.
         example: the call, if the author gave it; "" if it was made up.
-        values: what the Triton kernel is given.
+        values: the Triton kernel's values.
     """
 
     label: str
@@ -44,7 +44,7 @@ class ExampleLaunch:
 
 
 def launches(kernels: Sequence[OfOperator], notes: list[str]) -> Iterator[ExampleLaunch]:
-    """The launches of example calls of these kernels.
+    """Yield the launches of example calls of these kernels.
 
     Of those that are Python functions, a note says why one could not be run.
 
@@ -61,15 +61,15 @@ def launches(kernels: Sequence[OfOperator], notes: list[str]) -> Iterator[Exampl
 
 
 def unmade(label: str, error: OpkitError) -> PackageError:
-    """The error of a kernel of which no example can be made."""
+    """Return the error of a kernel of which no example can be made."""
     return PackageError(
-        f"Nothing was written, as no example of {label} could be made. Give calls in its examples=, or mend them."
+        f"Nothing was written, as no example of {label} could be made. Give calls in its examples=, or correct them."
         f"\n\n{error}"
     )
 
 
 def _examples(operator: Operator) -> list[Mapping[str, Any]]:
-    """What all Triton kernels of an operator name."""
+    """Return what all Triton kernels of an operator name."""
     functions = [kernel.function for kernel in operator.kernels.kernels]
     return [each for f in functions if isinstance(f, TritonFunction) for each in f.examples]
 
@@ -112,7 +112,7 @@ def _written_by_author(kernel: Kernel) -> Any:
 
 
 def _may_launch(kernel: Kernel) -> bool:
-    """Whether it is a Python function in a module that has Triton kernels; no other one is run to see what it does."""
+    """Return whether it is a Python function in a module that has Triton kernels; no other one is run to see what it does."""
     if isinstance(kernel.function, (NativeFunction, PythonLaunch)):
         return False
     scope: Mapping[str, Any] = getattr(_written_by_author(kernel), "__globals__", {})

@@ -1,4 +1,4 @@
-"""A bound kernel and the launcher that serves it: what Python does for a call unlike any before."""
+"""Fill the launcher's table: what Python does for a call of a bound kernel that is unlike any before."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in p.DTYPES.items()}
 
-_UNSEEN = ("tensor", "tensor_any")  # roles of tensors that no formula asks for
+_UNSEEN = ("tensor", "tensor_any")  # roles of tensors that no formula reads
 
 
 def _info(value: Memory | None) -> TensorInfo | None:
@@ -69,9 +69,9 @@ class Launching:
         ]
 
     def library(self, packed: bool = True) -> _core.KernelLibrary:
-        """The kernel as the runtime has it: a description, and the launcher.
+        """Return the kernel as the runtime has it: a description, and the launcher.
 
-        ``packed``: tensors are made contiguous but for the strides that the kernel is told.
+        ``packed``: tensors are made contiguous but for the strides that the kernel takes.
         """
         from opkit import _core
 
@@ -84,7 +84,7 @@ class Launching:
         return _core.launch_kernel(description(bound, cuda, packed), self.launcher)
 
     def miss(self, call: _core.Call) -> _core.Entry | None:
-        """What the launcher is to do for a call whose guard it has not seen; None where it was done."""
+        """Return what the launcher is to do for a call whose guard it has not seen; None where it was done."""
         values: list[Any] = call.values
         for i in self._tensors:
             values[i] = None if values[i] is None else Memory._make(values[i])
@@ -95,7 +95,7 @@ class Launching:
         return self._tuned(call, values, named) if self.bound.kernel.configs else self.entry(call, values, named)
 
     def time(self, launch: Callable[[], object]) -> float:
-        """The median milliseconds of the launch that ``launch`` makes, with cold caches. It is made many times.
+        """Return the median milliseconds of the launch that ``launch`` makes, with cold caches. It is made many times.
 
         What it writes to is not restored. Nothing may be captured meanwhile.
 
@@ -123,11 +123,11 @@ class Launching:
             watch.error = error
 
     def entry(self, call: _core.Call, values: Sequence[Any], named: dict[str, Any]) -> _core.Entry:
-        """What to launch for these values, configs included."""
+        """Return what to launch for these values, configs included."""
         return self.variants.entry(values, evaluate(self.bound.where, self.bound.formulas, named), call.device)
 
     def named(self, values: Sequence[Any]) -> dict[str, Any]:
-        """The values of a call and the constants, by name."""
+        """Return the values of a call and the constants, by name."""
         named = {name: show(values[i]) if show else values[i] for name, i, show in self._shown}
         named.update(self.bound.constants)
         return named

@@ -1,4 +1,4 @@
-"""Launches through Python: in Triton's interpreter, by Triton's own launcher, or into a program that is being traced."""
+"""Launch kernels through Python: in Triton's interpreter, by Triton's own launcher, or into a traced program."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -42,7 +42,7 @@ class PythonLaunch:
         return run(self.operator, self.bound, args, kwargs, outputs, self.launcher)
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What decides what the kernel computes."""
+        """Return what decides what the kernel computes."""
         return self.bound.kernel.contract_parts()
 
 
@@ -107,7 +107,7 @@ def _device_of(launch: LaunchArguments) -> Any:
 
 
 def checked(values: Values, launch: LaunchArguments) -> LaunchArguments:
-    """The launch, unless it would leave an output unwritten.
+    """Return the launch, unless it would leave an output unwritten.
 
     Raises:
         KernelError: its grid is empty.
@@ -122,9 +122,9 @@ def checked(values: Values, launch: LaunchArguments) -> LaunchArguments:
 
 
 def packed(tensor: torch.Tensor, dims: Sequence[int]) -> bool:
-    """Whether a tensor's strides follow from its sizes and the strides that the kernel is told.
+    """Return whether a tensor's strides follow from its sizes and the strides that the kernel takes.
 
-    ``told`` are the dimensions of those; every other one must lie around the one after it without gaps.
+    ``dims`` are the dimensions of those; every other one must lie around the one after it without gaps.
     """
     sizes, strides = tensor.shape, tensor.stride()
     free = {d % len(sizes) for d in dims if -len(sizes) <= d < len(sizes)} if len(sizes) else set[int]()
@@ -137,7 +137,7 @@ def packed(tensor: torch.Tensor, dims: Sequence[int]) -> bool:
 
 
 def _dense(bound: BoundKernel, tensors: Sequence[Any]) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The tensors as the kernel may be given them, and those that are to be copied back."""
+    """Return the tensors as the kernel may take them, and those to copy back."""
     dims, facts, count = bound.strided, bound.facts, len(bound.facts.arguments)
     used = {source.argument for source in bound.sources if source.kind == "tensor"}
     dense, back = list(tensors), list[tuple[torch.Tensor, torch.Tensor]]()
@@ -148,7 +148,9 @@ def _dense(bound: BoundKernel, tensors: Sequence[Any]) -> tuple[list[Any], list[
         if alias is not None:
             dense[i] = dense[alias]  # an argument that is returned
             continue
-        dense[i] = tensor.clone(memory_format=torch.contiguous_format)  # contiguous() may keep strides that are told
+        dense[i] = tensor.clone(
+            memory_format=torch.contiguous_format
+        )  # contiguous() may return strides that the kernel takes
         if i >= count or facts.arguments[i].written:
             back.append((tensor, dense[i]))
     return dense, back
@@ -163,7 +165,7 @@ def _nothing_to_write(bound: BoundKernel, operands: Sequence[Any], outputs: Sequ
 
 
 def chosen(values: Values) -> Config:
-    """The config of a launch: the fastest on this GPU; the first one in the interpreter, where time says nothing."""
+    """Return the config of a launch: the fastest on this GPU; the first one in the interpreter, where time says nothing."""
     tensors = [value for value in values.operands if isinstance(value, torch.Tensor)]
     machine = machine_of(tensors[0].device.type) if tensors else None
     bound = values.bound
@@ -176,7 +178,7 @@ def chosen(values: Values) -> Config:
 
 
 def _measured(values: Values, config: Config) -> float:
-    """The milliseconds of a launch with its hooks; tensors that the operator writes to are as before afterwards."""
+    """Return the milliseconds of a launch with its hooks; tensors that the operator writes to are as before afterwards."""
     from triton.testing import do_bench  # pyright: ignore[reportMissingTypeStubs]
 
     written = [values.tensor(values.bound.sources[i]) for i in values.bound.written]

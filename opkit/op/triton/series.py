@@ -1,4 +1,4 @@
-"""Several launches by hand, one after another, by one call: for Python kernels of small calls, whose time is the processor's."""
+"""Make several launches by hand by one call, for Python kernels of small calls, whose time is the processor's."""
 
 # pyright: reportPrivateUsage=false
 
@@ -33,15 +33,15 @@ class Scratch(NamedTuple):
 class PreparedSeries:
     """Prepared launches that are made one after another, each time the same ones.
 
-    Each takes its tensors by name: from those that a call is given, which are all there; from the results; or from the rooms,
+    Each takes its tensors by name: from those of the call, none of which is None; from the results; or from the scratch tensors,
     which are allocated for each call and last as long as the launches. A name that is among none of them is None. What is said
     of :class:`~opkit.op.triton.launch.PreparedLaunch` holds for all of them.
 
     Args:
         launches: in order.
-        names: of the tensors that are given with each call, in the order in which they will be.
+        names: of the tensors of each call, in order.
         results: by name, each a function that makes a tensor, of the same sizes, strides and dtype each time, not filled.
-        rooms: by name.
+        scratch: by name.
         others: other names of these tensors, where a kernel has one tensor by two names.
 
     >>> # series = PreparedSeries([square, add], ("x",), {"out": make}, {"squares": Room((1024,), torch.float32)})
@@ -66,7 +66,7 @@ class PreparedSeries:
         return self.at(tensors, [each.data_ptr() for each in tensors])
 
     def at(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """The same for tensors whose addresses are known."""
+        """Return the same for tensors whose addresses are known."""
         series, gpu = self._series, self._gpu
         if series is None or recorded.get() is not None or private.dispatch_modes() or fills():
             return self._one_by_one(tensors)
@@ -74,7 +74,7 @@ class PreparedSeries:
             return self._one_by_one(tensors)
         try:
             handles = series(addresses, private.current_stream(gpu))
-        except MemoryError:  # of which torch says more where it is asked from here
+        except MemoryError:  # torch raises a better error when it allocates
             return self._one_by_one(tensors)
         return tuple(private.tensors_of_handles(handles))
 
@@ -96,7 +96,7 @@ class PreparedSeries:
         return tuple(results.values())
 
     def _joined(self, tensors_by_name: Mapping[str, torch.Tensor]) -> _core.Series | None:
-        """The launches that were just made as one; None where one of them cannot be repeated."""
+        """Return the launches that were just made as one; None where one of them cannot be repeated."""
         from opkit import _core
 
         places = {name: place for place, name in enumerate(tensors_by_name)}

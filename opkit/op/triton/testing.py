@@ -155,7 +155,7 @@ def _rows(operator: Operator, bound: BoundKernel, call: CallSpec, architectures:
 
 
 def _filled(row: Compiled, bound: BoundKernel, request: Callable[[], compiling.CompileRequest]) -> Compiled:
-    """A row with what was found by compiling, where the kernel is for its architecture."""
+    """Return a row with what was found by compiling, where the kernel is for its architecture."""
     only = bound.kernel.targets
     if only and targets.canonical(row.target) not in map(targets.canonical, only):
         return dataclasses.replace(row, skipped=f"the kernel is for {', '.join(only)}")

@@ -1,4 +1,4 @@
-"""The compiled forms of one Triton kernel: one for each way in which values of a call are compiled in.
+"""Find or compile the variants of one Triton kernel: one for each way in which values of a call are compiled in.
 
 A variant is found by the classes of the call's values (element types, alignment, which integers are 1 or divisible by 16,
 which need 64 bits), the constexprs and options, and the architecture. Tensors that 32 bits cannot index get a variant of
@@ -48,7 +48,7 @@ class Variants:
         self._lock = threading.Lock()
 
     def entry(self, values: Sequence[Any], named: Mapping[str, Any], device: int) -> _core.Entry:
-        """What the launcher is to do for values like these. ``named`` are the evaluated constexprs, options and grid."""
+        """Return what the launcher is to do for values like these. ``named`` are the evaluated constexprs, options and grid."""
         grid = as_grid(self.bound.where, named["grid"])
         x = MAX_PROGRAMS[0]
         if grid[0] > x:
@@ -65,7 +65,7 @@ class Variants:
         return found.entry(values, named, grid)
 
     def _key(self, values: Sequence[Any], named: Mapping[str, Any], device: int, chunked: bool) -> tuple[Any, ...]:
-        """What of the values decides which variant it is."""
+        """Return what in the values decides which variant it is."""
         classes: list[Any] = [device, chunked, self._wide(values)]
         for i in self._runtime:
             value = values[i]
@@ -80,7 +80,7 @@ class Variants:
         return tuple(classes)
 
     def _wide(self, values: Sequence[Any]) -> bool:
-        """Whether 32 bits are too few for the offsets within some tensor."""
+        """Return whether 32 bits are too few for the offsets within some tensor."""
         return any(values[i] is not None and values[i].large for i in self._tensors)
 
     # ---- compiling -------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class Variants:
     def request(
         self, values: Sequence[Any], named: Mapping[str, Any], target: str, chunked: bool = False
     ) -> compiling.CompileRequest:
-        """What the compiler is asked for when a call has these values."""
+        """Return the compile request of a call with these values."""
         kinds = {parameter.name: self._kind(parameter.name, values, named) for parameter in self._signature}
         classes = signatures.specialise(self._signature, kinds)
         wide = self._wide(values)
@@ -99,7 +99,7 @@ class Variants:
         )
 
     def _kind(self, name: str, values: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """What a parameter is to the compiler: a pointer, a descriptor's type, or the value."""
+        """Return what a parameter is to the compiler: a pointer, a descriptor's type, or the value."""
         number = self.bound.runtime.get(name)
         if number is None:
             return self._descriptor(name, values, named) if name in self.bound.descriptors else named[name]
@@ -125,8 +125,8 @@ class Variants:
         return self._compiled(request, device, max_shared) if found is None else self._loaded(found, chunked)
 
     def _loaded(self, found: compiling.Binary, chunked: bool) -> CompiledVariant:
-        """The variant of a binary of the operator's package, which may serve several classes of values."""
-        key = id(found), chunked  # packaged.find keeps what it found
+        """Return the variant of a binary of the operator's package, which may serve several classes of values."""
+        key = id(found), chunked  # packaged.find caches what it found
         if key not in self._from_package:
             self._from_package[key] = CompiledVariant(self.bound, self.machine, found, chunked)
         return self._from_package[key]
@@ -142,13 +142,13 @@ class Variants:
 
 
 def in_pieces(grid: tuple[int, int, int]) -> bool:
-    """Whether a grid is beyond the hardware's limits, so that it is launched in pieces."""
+    """Return whether a grid is beyond the hardware's limits, so that it is launched in pieces."""
     x, y, z = MAX_PROGRAMS
     return grid[0] > x or grid[1] > y or grid[2] > z
 
 
 def _class(value: Any) -> Any:
-    """What of a number matters to the compiler, at the most."""
+    """Return what in a number matters to the compiler, at the most."""
     if type(value) is int:
         return value == 1, value % 16 == 0, -(2**31) <= value < 2**31, value >= 2**63
     return type(value) if type(value) in (bool, float) else value

@@ -295,15 +295,15 @@ def test_mistakes():
         (untaken, {"outputs": ("y",)}, r"no parameter receives the output y, which would be left unwritten"),
         (weight_known, {}, r"the parameter weight is a constexpr, and weight is a tensor"),
         (blocked, {"outputs": ("out", "more"), "BLOCK": 1}, r"outputs= has 2 names, and the operator has 1 outputs"),
-        (blocked, {"BLOCK": lambda width: width}, r"the function for BLOCK asks for 'width', which stands for nothing"),
-        (blocked, {"BLOCK": 1, "grid": lambda widht: 1}, r"the function for grid asks for 'widht'"),
+        (blocked, {"BLOCK": lambda width: width}, r"the function for BLOCK takes 'width', which stands for nothing"),
+        (blocked, {"BLOCK": 1, "grid": lambda widht: 1}, r"the function for grid takes 'widht'"),
         (blocked, {"BLOCK": lambda *sizes: 1}, r"the function for BLOCK takes \*args or \*\*kwargs"),
         (blocked, {"BLOCK": lambda **sizes: 1}, r"the function for BLOCK takes \*args or \*\*kwargs"),
-        (blocked, {"BLOCK": lambda BLOCK: 1}, r"the function for BLOCK asks for 'BLOCK', which stands for nothing"),
+        (blocked, {"BLOCK": lambda BLOCK: 1}, r"the function for BLOCK takes 'BLOCK', which stands for nothing"),
         (
             blocked,
             {"BLOCK": lambda num_warps: 1, "num_warps": lambda BLOCK: 4},
-            r"the functions for num_warps, BLOCK ask for each other's values",
+            r"the functions for num_warps, BLOCK take each other's values",
         ),
         (
             blocked,
@@ -328,7 +328,7 @@ def test_mistakes():
         (
             blocked,
             {"configs": [{"BLOCK": 1}], "BLOCK": lambda x: 2},
-            r"BLOCK is given a value, and by the config BLOCK=1 another",
+            r"BLOCK has a value, and the config BLOCK=1 gives it another",
         ),
         (blocked, {"configs": ["BLOCK"]}, r"configs: 'BLOCK' is no configuration"),
         (blocked, {"BLOK": 64}, r"'BLOK' is neither a parameter \(x, out, BLOCK\) nor an option .* Nearest: BLOCK"),

@@ -184,7 +184,7 @@ def test_what_torch_has_no_memory_for_is_asked_of_torch(device, monkeypatch):
     def refuse(addresses, stream):
         raise MemoryError
 
-    monkeypatch.setattr(call, "_made", refuse)
+    monkeypatch.setattr(call, "_series", refuse)
     (out,) = call(torch.ones(N))
     assert out is tensors[1]
     assert len(device.launches) == 4
