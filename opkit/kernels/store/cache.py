@@ -1,7 +1,8 @@
 """Find, list and check entries of the build cache.
 
-``<cache_dir>/native/<key[:2]>/<key>/`` holds one file and ``entry.json``, which describes it. A file is trusted only if it and the folders above it, up to ``native``, belong to this user, nobody else may write to
-them, and the file's sha256 is the one noted. Entries appear by one rename, so they are whole or absent.
+``<cache_dir>/native/<key[:2]>/<key>/`` holds one file and ``entry.json``, which describes it. A file is trusted only if it and
+the folders above it, up to ``native``, belong to this user, nobody else may write to them, and the file's sha256 is the one
+noted. Entries appear by one rename, so they are whole or absent.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from opkit.kernels.triton import compiling, forms, targets
 from opkit.kernels.triton.shipping import TritonBinary
 from opkit.kernels.tuning import records
 from opkit.op.triton.binding import BoundKernel
+from opkit.op.triton.example_launches import ExampleLaunch, OfOperator, launches, unmade
 from opkit.op.triton.examples import configs_for, request_for
-from opkit.op.triton.launches import ExampleLaunch, OfOperator, launches, unmade
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 """The architectures for kernels without ``targets=``, where the caller names none."""

@@ -20,7 +20,7 @@ from opkit.op.native.compiled import CompiledFunction
 from opkit.op.triton import graph
 from opkit.op.triton.binding import BoundKernel, bind
 from opkit.op.triton.kernel import TritonKernel
-from opkit.op.triton.launching import Launching
+from opkit.op.triton.launcher_table import Launching
 from opkit.op.triton.machine import Machine, machine_of
 from opkit.op.triton.python import PythonLaunch
 

@@ -22,9 +22,9 @@ from opkit.op.core import Operator
 from opkit.op.dispatch.planning import choose
 from opkit.op.triton.arguments import Values, launch_of
 from opkit.op.triton.binding import BoundKernel
-from opkit.op.triton.carried import left_out
 from opkit.op.triton.choosing import Chooser
 from opkit.op.triton.evaluation import exact
+from opkit.op.triton.inductor_source import left_out
 from opkit.op.triton.machine import machine_of
 from opkit.op.triton.parameters import module_of, unwrapped
 from opkit.op.triton.python import checked, run

@@ -26,7 +26,7 @@ from opkit.op.triton.arguments import Values
 from opkit.op.triton.binding import bind
 from opkit.op.triton.graph import wrapped
 from opkit.op.triton.kernel import TritonKernel
-from opkit.op.triton.launching import Launching
+from opkit.op.triton.launcher_table import Launching
 from opkit.op.triton.machine import MACHINES, machine_of
 from opkit.op.triton.parameters import module_of
 from opkit.op.triton.python import launched_by_triton

@@ -16,7 +16,7 @@ from opkit.attn.masks.program import BAND
 from opkit.kernels.triton import compiling, layout
 from opkit.kernels.tuning import tuning
 from opkit.op.triton import machine
-from opkit.op.triton.launching import Launching
+from opkit.op.triton.launcher_table import Launching
 
 TESTS = Path(__file__).parents[2]
 

@@ -142,9 +142,7 @@ def parts(out):
 
 
 def test_nor_may_a_part_that_runs_in_warps_of_its_own(capfd):
-    with pytest.raises(
-        KernelError, match=r"parts: its grid is larger .* in warps of its own\. Take it in the kernel"
-    ):
+    with pytest.raises(KernelError, match=r"parts: its grid is larger .* in warps of its own\. Take it in the kernel"):
         build(CompileRequest(parts, {"out": "*i32"}, {}, target="sm_100", offsets=True))
     capfd.readouterr()  # MLIR prints what it refuses
 

@@ -287,7 +287,7 @@ def test_mistakes():
             misnamed,
             {},
             r"t::norm, kernel 'misnamed': 'numel' stands for nothing that the operator has. It could be x, weight, eps, out, "
-            r"batch, d, .* Nearest: .*x_numel.* Rename the parameter, give it a value \(numel=...\), or say what it is given: "
+            r"batch, d, .* Nearest: .*x_numel.* Rename the parameter, give it a value \(numel=...\), or say what it stands for: "
             r"bind=\{'numel': ...\}",
         ),
         (misnamed, {"bind": {"numel": "y_numel"}}, r"'y_numel' stands for nothing .* Nearest: x_numel"),

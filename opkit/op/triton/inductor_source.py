@@ -1,4 +1,4 @@
-"""Whether Inductor can write a kernel of the user's down: with its helpers, and with nothing that it would leave out.
+"""Find what Inductor would leave out of the source of a user's Triton kernel: helpers and constants that it does not copy.
 
 Inductor copies a kernel's source and, of what that refers to, functions of Triton's and whole numbers, strings and constexprs, by
 their names (``user_defined_triton_kernel_transitive_closure_source_code`` of ``torch/_inductor/codegen/wrapper.py``, torch 2.13).
